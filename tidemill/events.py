@@ -1,0 +1,144 @@
+"""The vocabulary of decisions. Every choice the engine makes is one of these, with its reason.
+
+Metrics, explanations and the live view read events; nothing else is instrumented. Times are seconds of the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    time_s: float
+
+
+class Submitted(_Event, frozen=True):
+    request_id: str
+    num_prompt: int
+    priority: int = 0
+
+
+class Deferred(_Event, frozen=True):
+    """The first in the queue could not start, and why. Said once per reason, not once per step."""
+
+    request_id: str
+    reason: str
+
+
+class Admitted(_Event, frozen=True):
+    request_id: str
+    row: int
+    num_cached: int  # tokens whose KV was found and is not computed again
+    num_tokens: int
+    queued_s: float
+    reason: str
+
+
+class Preempted(_Event, frozen=True):
+    request_id: str
+    num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
+    reason: str
+
+
+class Forked(_Event, frozen=True):
+    request_id: str
+    parent_id: str
+    num_shared_pages: int
+
+
+class PageCopied(_Event, frozen=True):
+    """Copy-on-write: a shared page was about to be written."""
+
+    request_id: str
+    source: int
+    target: int
+
+
+class PagesEvicted(_Event, frozen=True):
+    """Cached pages whose content was dropped to make room."""
+
+    num_pages: int
+    reason: str
+
+
+class StepPlanned(_Event, frozen=True):
+    """One step: who computes how many tokens, out of which budget."""
+
+    step: int
+    num_tokens: int
+    budget: int
+    num_decoding: int
+    num_prefilling: int
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    tokens_of: tuple[tuple[str, int], ...]
+
+
+class StepDone(_Event, frozen=True):
+    step: int
+    duration_s: float
+    num_sampled: int
+
+
+class FirstToken(_Event, frozen=True):
+    request_id: str
+    since_arrival_s: float
+
+
+class Finished(_Event, frozen=True):
+    request_id: str
+    reason: str
+    num_prompt: int
+    num_output: int
+    num_cached: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class Aborted(_Event, frozen=True):
+    request_id: str
+    reason: str
+    num_output: int
+
+
+Event: TypeAlias = (
+    Submitted
+    | Deferred
+    | Admitted
+    | Preempted
+    | Forked
+    | PageCopied
+    | PagesEvicted
+    | StepPlanned
+    | StepDone
+    | FirstToken
+    | Finished
+    | Aborted
+)
+
+EventSink: TypeAlias = Callable[[Event], None]
+
+
+class EventBuffer:
+    """Collects events until somebody takes them. Bounded: past `limit` the oldest go, and `num_dropped` says how many."""
+
+    def __init__(self, limit: int = 65_536) -> None:
+        self._events: list[Event] = []
+        self._limit = limit
+        self.num_dropped = 0
+
+    def __call__(self, event: Event) -> None:
+        self._events.append(event)
+        if len(self._events) > 2 * self._limit:
+            self.num_dropped += len(self._events) - self._limit
+            del self._events[: -self._limit]
+
+    def take(self) -> list[Event]:
+        """All events since the last call."""
+        taken, self._events = self._events, []
+        return taken

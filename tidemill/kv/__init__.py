@@ -1,0 +1,1 @@
+"""Pages, free list, prefix index, manager. Ints only: no tensor is ever seen here."""

@@ -1,0 +1,80 @@
+"""Physical KV pages: reference counts, and the free ones in least-recently-used order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+NULL_PAGE = 0  # never owned, never written; fills the unused tail of page tables
+
+
+class PagePool:
+    """Pages 1 to num_pages - 1, each either owned (references > 0) or on the free list.
+
+    The free list is doubly linked through two int lists with a sentinel at index `num_pages`, so that any page can leave it in
+    O(1): a prefix hit takes pages from the middle.
+
+        sentinel -> least recently used -> ... -> most recently used -> sentinel
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 2, "a pool needs the null page and one more"
+        self.num_pages = num_pages
+        self.num_free = num_pages - 1
+        self._refs = [0] * num_pages
+        self._refs[NULL_PAGE] = 1
+        order = [num_pages, *range(1, num_pages), num_pages]
+        self._next = [0] * (num_pages + 1)
+        self._prev = [0] * (num_pages + 1)
+        for before, after in zip(order, order[1:], strict=False):
+            self._next[before] = after
+            self._prev[after] = before
+
+    def references(self, page: int) -> int:
+        return self._refs[page]
+
+    def take(self) -> int:
+        """The least recently used free page, now owned once."""
+        page = self._next[self.num_pages]
+        assert page != self.num_pages, "no free page"
+        self._unlink(page)
+        self._refs[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more owner; a free page leaves the free list."""
+        assert page != NULL_PAGE
+        if self._refs[page] == 0:
+            self._unlink(page)
+        self._refs[page] += 1
+
+    def drop(self, page: int) -> bool:
+        """One owner less. True if that was the last: the page is then the most recently used free one."""
+        assert self._refs[page] > 0 and page != NULL_PAGE
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return False
+        tail = self._prev[self.num_pages]
+        self._next[tail] = self._prev[self.num_pages] = page
+        self._prev[page], self._next[page] = tail, self.num_pages
+        self.num_free += 1
+        return True
+
+    def free_pages(self) -> Iterator[int]:
+        """Free pages in the order in which they would be taken."""
+        page = self._next[self.num_pages]
+        while page != self.num_pages:
+            yield page
+            page = self._next[page]
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._prev[page], self._next[page]
+        self._next[before], self._prev[after] = after, before
+        self.num_free -= 1
+
+    def check_integrity(self) -> None:
+        free = list(self.free_pages())
+        assert len(free) == self.num_free == len(set(free)), "free list and its count disagree"
+        assert all(self._refs[page] == 0 for page in free), "an owned page is on the free list"
+        num_owned = sum(1 for refs in self._refs[1:] if refs > 0)
+        assert self.num_free + num_owned == self.num_pages - 1, "a page is neither free nor owned"
+        assert self._refs[NULL_PAGE] == 1

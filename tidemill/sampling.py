@@ -1,0 +1,148 @@
+"""SamplingParams: what a user may ask of decoding, validated here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+import msgspec
+
+from tidemill.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_LOGIT_BIASES = 1024
+GREEDY_BELOW = 1e-5
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to turn logits into tokens, and when to stop.
+
+    Logits are changed in this order: logit bias and min_tokens mask, repetition / presence / frequency penalties,
+    temperature, top-k, top-p (the token that crosses p is kept), min-p. Reported logprobs are the model's own, before any of it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    max_tokens: int | None = 256  # None: up to the end of the context
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
+    prompt_logprobs: int | None = None
+    seed: int | None = None  # None: drawn when the request is submitted
+
+    def __post_init__(self) -> None:
+        # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
+        stop: Any = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", (stop,))
+        elif isinstance(stop, list):
+            msgspec.structs.force_setattr(self, "stop", tuple(stop))
+        if isinstance(self.stop_token_ids, list):
+            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:  # the other common spelling of "all"
+            msgspec.structs.force_setattr(self, "top_k", 0)
+        _integer(self, "n", 1, MAX_N)
+        _real(self, "temperature", 0.0, 100.0)
+        _integer(self, "top_k", 0, 2**31 - 1)
+        _real(self, "top_p", 0.0, 1.0, above=True)
+        _real(self, "min_p", 0.0, 1.0)
+        _real(self, "repetition_penalty", 0.0, 100.0, above=True)
+        _real(self, "presence_penalty", -2.0, 2.0)
+        _real(self, "frequency_penalty", -2.0, 2.0)
+        if self.max_tokens is not None:
+            _integer(self, "max_tokens", 1, 2**31 - 1)
+        _integer(self, "min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens"
+            )
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _integer(self, field, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _integer(self, "seed", -(2**63), 2**63 - 1)
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
+        if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
+            raise InvalidRequest(
+                f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop"
+            )
+        if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
+            raise InvalidRequest(
+                "stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            if not _is_int(token) or not 0 <= token < 2**31 or not _is_real(bias) or not -100 <= bias <= 100:
+                raise InvalidRequest(
+                    f"logit_bias maps token ids to numbers from -100 to 100; got {token!r}: {bias!r}.", param="logit_bias"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def seeded(self) -> SamplingParams:
+        """The same parameters with a seed: the given one, or a fresh one."""
+        return self if self.seed is not None else msgspec.structs.replace(self, seed=secrets.randbits(63))
+
+    def sample(self, index: int) -> SamplingParams:
+        """The parameters of the `index`-th of n samples: its own seed, n = 1."""
+        assert self.seed is not None
+        return msgspec.structs.replace(self, n=1, seed=sample_seed(self.seed, index))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Token ids named here must exist in the model."""
+        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token in ids:
+                if token >= vocab_size:
+                    raise InvalidRequest(
+                        f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field
+                    )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """Seed of one of n samples. The first keeps the request's seed, so n=1 and the first of n agree."""
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)
+
+
+def _integer(params: SamplingParams, field: str, low: int, high: int) -> None:
+    value = getattr(params, field)
+    if not _is_int(value) or not low <= value <= high:
+        raise InvalidRequest(f"{field} must be an integer from {low} to {high}; got {value!r}.", param=field)
+
+
+def _real(params: SamplingParams, field: str, low: float, high: float, above: bool = False) -> None:
+    value = getattr(params, field)
+    if not _is_real(value) or not low <= value <= high or (above and value == low):
+        words = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise InvalidRequest(f"{field} must be a number {words}; got {value!r}.", param=field)

@@ -1,0 +1,91 @@
+"""Policies: what varies between ways of batching. The scheduler and its mechanics are the same under all of them.
+
+A new policy is a class here and a line in POLICIES.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.errors import ConfigError
+
+
+@dataclass(slots=True)
+class StepState:
+    """What a policy may look at while a step is being filled."""
+
+    budget: int
+    num_left: int  # of the budget
+    num_running: int
+    num_running_before: int  # when the step began
+    num_prefill_tokens: int = 0  # given out in this step so far
+
+
+class Policy:
+    """Continuous batching with stall-free chunked prefill: the default, and the base of the others.
+
+    Running requests get their next token first; what is left of the budget computes prompts, in order of arrival, cut to fit.
+    A prompt is cut only as the first one of a step: cutting a second would lengthen this step for everybody else and not
+    finish the prompt any earlier than computing it next.
+    """
+
+    name = "continuous"
+    prefill_first = False  # prompts before running requests, in steps of their own
+
+    def may_admit(self, state: StepState) -> bool:
+        """May one more waiting request start in this step (rows and pages permitting)?"""
+        return state.num_left > 0
+
+    def chunk(self, num_needed: int, state: StepState) -> int:
+        """How many of a prompt's remaining tokens to compute in this step; 0 to leave it for a later one."""
+        if num_needed > state.num_left and state.num_prefill_tokens > 0:
+            return 0
+        return min(num_needed, state.num_left)
+
+
+class SplitFuse(Policy):
+    """A constant budget: every step is filled to the last token, long prompts split, short ones fused."""
+
+    name = "splitfuse"
+
+    def chunk(self, num_needed: int, state: StepState) -> int:
+        return min(num_needed, state.num_left)
+
+
+class PrefillFirst(Policy):
+    """Whole prompts as soon as they arrive, in steps of their own; running requests wait meanwhile."""
+
+    name = "prefill-first"
+    prefill_first = True
+
+    def chunk(self, num_needed: int, state: StepState) -> int:
+        if num_needed <= state.num_left or state.num_prefill_tokens == 0:
+            return num_needed  # the first prompt runs whole even if it exceeds the budget
+        return 0
+
+
+class Static(SplitFuse):
+    """A batch starts together and the next one waits until its longest member has ended."""
+
+    name = "static"
+
+    def may_admit(self, state: StepState) -> bool:
+        return state.num_running_before == 0
+
+
+class NoBatching(Policy):
+    """One request at a time."""
+
+    name = "none"
+
+    def may_admit(self, state: StepState) -> bool:
+        return state.num_running == 0
+
+
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, NoBatching)}
+
+
+def make_policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ConfigError(f"There is no scheduling policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
+    return POLICIES[name]()

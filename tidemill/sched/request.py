@@ -1,0 +1,68 @@
+"""A request as the scheduler sees it: a list of tokens and one number, `num_computed`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tidemill.sampling import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """There is no prefill phase and no decode phase: a step computes some of the tokens that are not computed yet.
+
+        tokens         |----- prompt -----|-- output --|. in flight .|
+        num_computed   |=============>                                     (advanced when a step is planned)
+        num_known      |------------------------------>              >     (in-flight tokens are on the device, not here yet)
+    """
+
+    request_id: str
+    seq: int  # arrival order; also the sequence's name in the KV manager
+    tokens: list[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: never None, never past the context
+    arrival_s: float
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0  # lower runs first
+    salt: str = ""
+    parent: Request | None = None  # whose prompt pages this sample will share
+    children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
+
+    status: Status = Status.WAITING
+    row: int = -1
+    num_prompt: int = 0
+    num_computed: int = 0
+    num_in_flight: int = 0  # sampled on the device, not yet told to the host
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
+    deferred_because: str = ""
+    started_s: float | None = None
+    first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_needed(self) -> int:
+        """Tokens to compute before the next one can be sampled. 1: it is decoding."""
+        return self.num_known - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.priority, self.seq)

@@ -1,0 +1,435 @@
+"""The phase-free scheduler: each step gives each chosen request n more tokens to compute until `num_computed` catches up.
+
+Chunked prefill, prefix hits, preemption and (later) speculative tokens are all this one rule. `plan()` decides a step,
+`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemill import events
+from tidemill.events import EventSink
+from tidemill.kv.manager import KVManager
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import Clock
+from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan
+from tidemill.sched.policies import Policy, StepState
+from tidemill.sched.request import Request, Status
+
+
+@dataclass(slots=True, frozen=True)
+class Progress:
+    """What a step changed for one request."""
+
+    request: Request
+    token_id: int
+    finish_reason: str | None
+
+
+class Scheduler:
+    """Owns every live request, its row and (through the KV manager) its pages."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        num_rows: int,
+        token_budget: int,
+        max_context: int,
+        policy: Policy,
+        clock: Clock,
+        emit: EventSink,
+    ) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.num_rows = num_rows
+        self.token_budget = token_budget
+        self.max_context = max_context
+        self.waiting: list[Request] = []  # by rank
+        self.running: list[Request] = []  # by rank
+        self._clock = clock
+        self._emit = emit
+        self._requests: dict[int, Request] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._next_seq = 0
+        self._step = 0
+
+    # ---- requests come and go
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        salt: str = "",
+        arrival_s: float | None = None,
+    ) -> list[Request]:
+        """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages."""
+        now = self._clock.now()
+        assert 0 < len(prompt_ids) < self.max_context, "checked before it came here"
+        room = self.max_context - len(prompt_ids)
+        made: list[Request] = []
+        for index in range(params.n):
+            request = Request(
+                request_id=request_id if params.n == 1 else f"{request_id}:{index}",
+                seq=self._next_seq,
+                tokens=list(prompt_ids),
+                params=params.sample(index),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                arrival_s=now if arrival_s is None else arrival_s,
+                eos_token_ids=eos_token_ids,
+                priority=priority,
+                salt=salt,
+                parent=made[0] if made else None,
+            )
+            self._next_seq += 1
+            self._requests[request.seq] = request
+            if made:
+                made[0].children.append(request)
+            made.append(request)
+            insort(self.waiting, request, key=_rank)
+            self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority))
+        return made
+
+    def abort(self, request: Request, reason: str) -> None:
+        """Forget a request at any moment; its row and pages are free at once."""
+        if request.status is Status.FINISHED:
+            return
+        self._remove(request)
+        self._emit(events.Aborted(self._clock.now(), request.request_id, reason, request.num_output))
+
+    # ---- a step
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step, or None if nothing can run."""
+        if not self.has_work:
+            return None
+        plan = StepPlan(self._step)
+        evicted_before = self.kv.num_evicted
+        state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
+        self._make_way(state)
+        if self.policy.prefill_first:
+            self._plan_prefill(plan, state)
+            if not plan.items:
+                self._plan_decode(plan, state)
+        else:
+            self._plan_decode(plan, state)
+            self._plan_prefill(plan, state)
+        num_evicted = self.kv.num_evicted - evicted_before
+        if num_evicted:
+            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
+        if not plan.items:
+            return None
+        self._step += 1
+        num_prefilling = sum(1 for item in plan.items if item.count > 1 or not item.samples)
+        self._emit(
+            events.StepPlanned(
+                self._clock.now(),
+                plan.step,
+                plan.num_tokens,
+                self.token_budget,
+                num_decoding=len(plan.items) - num_prefilling,
+                num_prefilling=num_prefilling,
+                num_running=len(self.running),
+                num_waiting=len(self.waiting),
+                num_free_pages=self.kv.num_free_pages,
+                tokens_of=tuple((self._requests[item.seq].request_id, item.count) for item in plan.items),
+            )
+        )
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Progress]:
+        """Take a step's results: the sampled token of each row that samples. Requests that end leave at once."""
+        now = self._clock.now()
+        progress: list[Progress] = []
+        for item in plan.items:
+            request = self._requests.get(item.seq)
+            if request is None or request.epoch != item.epoch:
+                continue  # aborted or preempted since the step was planned
+            if request.children and request.num_computed >= request.num_prompt:
+                self._fork_children(request, now)
+            if not item.samples:
+                continue
+            request.num_in_flight -= 1
+            token = sampled[item.row]
+            request.tokens.append(token)
+            if request.first_token_s is None:
+                request.first_token_s = now
+                self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
+            reason = _finish_reason(request, token)
+            if reason:
+                self._finish(request, reason, now)
+            progress.append(Progress(request, token, reason))
+        return progress
+
+    # ---- running requests: one more token each
+
+    def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
+        for request in list(self.running):
+            if state.num_left == 0:
+                break
+            if request.status is not Status.RUNNING or request.num_needed != 1:
+                continue
+            if self._make_writable(request, plan, 1):
+                self._schedule(request, 1, plan, state)
+        # A victim of preemption ranks after everybody scheduled above, so it was not in the plan yet.
+        assert all(item.seq in self._requests and self._requests[item.seq].row == item.row for item in plan.items)
+
+    def _make_writable(self, request: Request, plan: StepPlan, count: int) -> bool:
+        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: it preempted itself."""
+        end = request.num_computed + count
+        while True:
+            num_before = len(self.kv.table(request.seq))
+            new = self.kv.extend(request.seq, end)
+            copies = None if new is None else self.kv.copies_to_write(request.seq, request.num_computed, end)
+            if new is not None:
+                if new:
+                    plan.page_updates.append(RowPages(request.row, num_before, new))
+                if copies is not None:
+                    self._plan_copies(request, copies, plan)
+                    return True
+            victim = self._victim()
+            self._preempt(victim, f"no free page for {request.request_id}")
+            if victim is request:
+                return False
+
+    def _plan_copies(self, request: Request, copies: list[tuple[int, int]], plan: StepPlan) -> None:
+        table = self.kv.table(request.seq)
+        for index, source in copies:
+            plan.page_copies.append((source, table[index]))
+            plan.page_updates.append(RowPages(request.row, index, [table[index]]))
+            self._emit(events.PageCopied(self._clock.now(), request.request_id, source, table[index]))
+
+    # ---- prompts: started ones first, then waiting ones while there is room
+
+    def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
+        for request in self.running:
+            if state.num_left <= 0:
+                return
+            if request.num_needed > 1:
+                count = self.policy.chunk(request.num_needed, state)
+                if count == 0:
+                    return
+                self._schedule(request, count, plan, state)
+        while self.waiting:
+            request = self._next_waiting()
+            if request is None:
+                return
+            obstacle = self._obstacle(request, state)
+            if obstacle:
+                self._defer(request, obstacle)
+                return
+            if not self._admit(request, plan):
+                holder = self._waiting_holder()
+                if self.running or holder is None:
+                    self._defer(request, "not enough free pages")
+                    return
+                self._preempt(holder, f"no free page for {request.request_id}")  # else nobody could ever run
+                continue
+            state.num_running += 1
+            count = self.policy.chunk(request.num_needed, state) if state.num_left > 0 else 0
+            if count:
+                self._schedule(request, count, plan, state)
+
+    def _next_waiting(self) -> Request | None:
+        """The first that is not waiting for its parent's prompt. Waiting for it would be pointless once the parent is gone."""
+        for request in self.waiting:
+            if request.parent is None:
+                return request
+        return None
+
+    def _obstacle(self, request: Request, state: StepState) -> str:
+        if not self._free_rows:
+            return f"all {self.num_rows} rows are taken"
+        if not self.policy.may_admit(state):
+            return f"policy {self.policy.name}: no admission in this step"
+        if state.num_left > 0 and self.policy.chunk(request.num_needed, state) == 0:
+            return "does not fit the rest of this step's budget"
+        return ""
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for their growth."""
+        now = self._clock.now()
+        forked = self.kv.holds(request.seq)
+        if forked:
+            copies = self.kv.copies_to_write(request.seq, request.num_computed, request.num_known)
+            if copies is None:
+                return False
+            reason = f"shares the prompt of its first sample: {request.num_computed} of {request.num_known} tokens"
+        else:
+            # Prompt logprobs need every prompt position computed, so nothing may be skipped.
+            cached = request.params.prompt_logprobs is None
+            reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
+            found = self.kv.admit(request.seq, request.tokens, request.salt, reserve, cached)
+            if found is None:
+                return False
+            request.num_computed = found
+            if request.started_s is None:
+                request.num_cached = found
+            reason = f"prefix hit {found} of {request.num_known}" if cached else "prompt logprobs: prefix cache not used"
+        self.waiting.remove(request)
+        insort(self.running, request, key=_rank)
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+        request.deferred_because = ""
+        queued_s = now - request.arrival_s
+        if request.started_s is None:
+            request.started_s = now
+        self._emit(
+            events.Admitted(
+                now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason
+            )
+        )
+        if forked:
+            self._plan_copies(request, copies or [], plan)
+        plan.new_rows.append(
+            NewRow(
+                request.row,
+                list(request.tokens),
+                request.num_prompt,
+                list(self.kv.table(request.seq)),
+                request.params,
+                request.eos_token_ids,
+            )
+        )
+        return True
+
+    def _defer(self, request: Request, reason: str) -> None:
+        if request.deferred_because != reason:
+            request.deferred_because = reason
+            self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
+
+    def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
+        samples = count == request.num_needed
+        plan.items.append(
+            StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch)
+        )
+        if request.num_needed > 1:
+            state.num_prefill_tokens += count
+        state.num_left -= count
+        request.num_computed += count
+        request.num_in_flight += samples
+        self.kv.record(request.seq, request.tokens, request.num_computed)
+
+    # ---- samples of one prompt
+
+    def _fork_children(self, request: Request, now: float) -> None:
+        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself."""
+        for child in request.children:
+            num_shared = request.num_prompt - 1
+            child.parent = None
+            child.num_computed = child.num_cached = num_shared
+            if num_shared:
+                num_pages = self.kv.fork(request.seq, child.seq, request.num_prompt)
+                self._emit(events.Forked(now, child.request_id, request.request_id, num_pages))
+        request.children.clear()
+
+    # ---- making room
+
+    def _make_way(self, state: StepState) -> None:
+        """A waiting request of strictly higher priority may push out running ones of lower priority."""
+        request = self._next_waiting() if self.policy.may_admit(state) else None
+        while request and self.running and self.running[-1].priority > request.priority:
+            num_pages = self.kv.num_pages_for(request.num_known)
+            if self._free_rows and num_pages + len(self.running) <= self.kv.num_free_pages:
+                return
+            self._preempt(self.running[-1], f"{request.request_id} has priority {request.priority}")
+
+    def _victim(self) -> Request:
+        """Whom to preempt: waiting samples that hold pages, then the running request of lowest priority that came last."""
+        return self._waiting_holder() or self.running[-1]
+
+    def _waiting_holder(self) -> Request | None:
+        return next((request for request in reversed(self.waiting) if self.kv.holds(request.seq)), None)
+
+    def _preempt(self, request: Request, reason: str) -> None:
+        """Take away pages and row; the request waits in its old place and is computed again (or found in the prefix cache)."""
+        self._emit(events.Preempted(self._clock.now(), request.request_id, request.num_computed, reason))
+        self.kv.release(request.seq)
+        request.num_computed = 0
+        request.num_in_flight = 0
+        request.epoch += 1
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._free_rows.append(request.row)
+            request.row = -1
+            request.status = Status.WAITING
+            insort(self.waiting, request, key=_rank)
+
+    # ---- the end
+
+    def _finish(self, request: Request, reason: str, now: float) -> None:
+        self._remove(request)
+        started = request.started_s if request.started_s is not None else now
+        first = request.first_token_s if request.first_token_s is not None else now
+        self._emit(
+            events.Finished(
+                now,
+                request.request_id,
+                reason,
+                request.num_prompt,
+                request.num_output,
+                request.num_cached,
+                queue_s=started - request.arrival_s,
+                prefill_s=first - started,
+                decode_s=now - first,
+            )
+        )
+
+    def _remove(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._free_rows.append(request.row)
+        else:
+            self.waiting.remove(request)
+        if self.kv.holds(request.seq):
+            self.kv.release(request.seq)
+        if request.parent is not None:
+            request.parent.children.remove(request)
+            request.parent = None
+        for child in request.children:  # the first of them takes over as the one that computes the prompt
+            child.parent = request.children[0] if child is not request.children[0] else None
+        if request.children:
+            request.children[0].children = request.children[1:]
+        request.children = []
+        request.status = Status.FINISHED
+        del self._requests[request.seq]
+
+    def check_integrity(self) -> None:
+        """Rows, queues and pages agree."""
+        self.kv.check_integrity()
+        assert self.running == sorted(self.running, key=_rank)
+        assert self.waiting == sorted(self.waiting, key=_rank)
+        assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self._requests)
+        rows = [r.row for r in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
+        for request in self.running:
+            assert self.kv.holds(request.seq)
+            assert self.kv.num_pages_for(request.num_computed) <= len(self.kv.table(request.seq))
+        if not self._requests:
+            assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+def _finish_reason(request: Request, token: int) -> str | None:
+    if request.num_output >= request.params.min_tokens:
+        if token in request.eos_token_ids and not request.params.ignore_eos:
+            return "stop"
+        if token in request.params.stop_token_ids:
+            return "stop"
+    if request.num_output >= request.max_tokens:
+        return "length"
+    return None

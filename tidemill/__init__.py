@@ -1,1 +1,23 @@
-"""Tidemill: an LLM inference and serving engine."""
+"""Tidemill: an LLM inference and serving engine.
+
+    from tidemill import LLM, SamplingParams
+    LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from tidemill.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tidemill.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # imported when asked for: it brings torch, which the server process does without
+        from tidemill.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'tidemill' has no attribute {name!r}")

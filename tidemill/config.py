@@ -1,0 +1,287 @@
+"""What is asked for, what the model is, what the machine has, and one resolve() that settles the rest and says why."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidemill.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4}
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How positions beyond the original context are squeezed. Field names follow the published configurations."""
+
+    kind: str  # linear, llama3, yarn
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder, whatever file it came from."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    notes: tuple[str, ...] = ()  # what a user should know about how this file was read
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= 2**31:
+                raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix="It must be a positive integer.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
+                fix="The first must be a multiple of the second.",
+            )
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored values: a tied embedding counts once."""
+        h, d = self.hidden_size, self.head_dim
+        attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
+        layer = attention + 3 * h * self.intermediate_size + 2 * h
+        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        return self.num_layers * layer + embeddings + h
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Resident bytes. A tied table is there twice: once to look rows up, once packed for the matrix product."""
+        extra = self.vocab_size * self.hidden_size if self.tie_embeddings else 0
+        return (self.num_parameters + extra) * DTYPE_BYTES[dtype]
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
+        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * DTYPE_BYTES[dtype]
+
+    def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
+        width = 4 * self.hidden_size + 3 * self.intermediate_size + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the process may use."""
+
+    num_cores: int
+    memory_bytes: int
+    available_bytes: int
+
+    @staticmethod
+    def detect() -> Machine:
+        total, available = _memory()
+        return Machine(num_cores=_physical_cores(), memory_bytes=total, available_bytes=available)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may set. None means: derive it."""
+
+    model: str = "smollm2"
+    served_name: str | None = None
+    dtype: str = "auto"
+    page_size: int = 16
+    max_context: int | None = None
+    max_requests: int | None = None
+    token_budget: int | None = None
+    kv_memory_bytes: int | None = None
+    policy: str = "continuous"
+    prefix_caching: bool = True
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything settled. `reasons` maps a field to why it has its value."""
+
+    dtype: str
+    page_size: int
+    num_pages: int  # that can hold tokens; the null page comes on top
+    max_context: int
+    max_requests: int
+    token_budget: int
+    policy: str
+    prefix_caching: bool
+    threads: int
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def full_context_requests(self) -> float:
+        """How many requests fit if each fills the whole context."""
+        return self.num_kv_tokens / self.max_context
+
+
+def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> EngineConfig:
+    """Fill every "auto", check every given value, record why."""
+    why: dict[str, str] = {}
+    if options.dtype not in ("auto", *DTYPE_BYTES):
+        raise ConfigError(f"dtype {options.dtype!r} is not available.", fix=f"Choose auto or {', '.join(DTYPE_BYTES)}.")
+    dtype = "float32" if options.dtype == "auto" else options.dtype
+    why["dtype"] = "given" if options.dtype != "auto" else "exact, and the fastest plain matrix product on a CPU"
+
+    page_size = options.page_size
+    if page_size not in (1, 2, 4, 8, 16, 32, 64):
+        raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.")
+    why["page_size"] = "tokens per KV page"
+
+    threads = options.threads or machine.num_cores
+    if not 1 <= threads <= 1024:
+        raise ConfigError(f"threads is {options.threads}.", fix="It must be at least 1.")
+    why["threads"] = "given" if options.threads else "physical cores this process may use"
+
+    max_requests = options.max_requests if options.max_requests is not None else 64
+    _at_least("max_requests", max_requests, 1)
+    why["max_requests"] = "given" if options.max_requests else "rows; more would only make each request slower on a CPU"
+
+    token_budget = options.token_budget if options.token_budget is not None else max(256, max_requests)
+    _at_least("token_budget", token_budget, 1)
+    if token_budget < max_requests:
+        raise ConfigError(
+            f"token_budget is {token_budget}, less than max_requests, {max_requests}: some requests would never decode.",
+            fix="Raise --token-budget or lower --max-requests.",
+        )
+    why["token_budget"] = "given" if options.token_budget else "tokens per step: keeps a step short beside a long prompt"
+
+    context = options.max_context if options.max_context is not None else model.max_context
+    _at_least("max_context", context, 2)
+    if context > model.max_context:
+        raise ConfigError(
+            f"max_context is {context}, but the model was made for {model.max_context}.",
+            fix=f"Use --max-context {model.max_context} or less.",
+        )
+    why["max_context"] = "given" if options.max_context else "the model's own"
+
+    weights = model.weight_bytes(dtype)
+    activations = model.activation_bytes(max(token_budget, 256), max_requests)
+    per_page = model.kv_bytes_per_token(dtype) * page_size
+    kv_bytes = options.kv_memory_bytes
+    if kv_bytes is None:
+        room = machine.available_bytes - weights - activations
+        wanted = max_requests * context * model.kv_bytes_per_token(dtype)
+        kv_bytes = min(wanted, room // 2, 4 * GIB)
+        why["kv_bytes"] = (
+            "all rows at full context"
+            if kv_bytes == wanted
+            else "half of what memory is left after weights and activations, at most 4 GiB"
+        )
+        if room < per_page:
+            raise ConfigError(
+                f"The model needs {fmt_bytes(weights)} for weights and {fmt_bytes(activations)} for activations; "
+                f"{fmt_bytes(machine.available_bytes)} are free.",
+                fix="Use a smaller model or free memory.",
+            )
+    else:
+        why["kv_bytes"] = "given"
+    num_pages = kv_bytes // per_page
+    min_pages = -(-min(context, 2 * page_size) // page_size)
+    if num_pages < min_pages:
+        raise ConfigError(
+            f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(per_page)}.",
+            fix=f"Give at least {fmt_bytes(min_pages * per_page)} with --kv-memory.",
+        )
+    if num_pages * page_size < context:
+        if options.max_context is not None:
+            raise ConfigError(
+                f"A context of {context} tokens needs {fmt_bytes(context * per_page // page_size)} of KV memory; "
+                f"{fmt_bytes(kv_bytes)} are set aside.",
+                fix=f"Use --max-context {num_pages * page_size} or raise --kv-memory.",
+            )
+        context = num_pages * page_size
+        why["max_context"] = f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
+    num_pages = min(num_pages, max_requests * -(-context // page_size))
+    why["num_pages"] = f"{fmt_bytes(kv_bytes)} / {fmt_bytes(per_page)} a page"
+    why["policy"] = "scheduling policy"
+    why["prefix_caching"] = "equal beginnings are computed once"
+    return EngineConfig(
+        dtype=dtype,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_context=context,
+        max_requests=max_requests,
+        token_budget=token_budget,
+        policy=options.policy,
+        prefix_caching=options.prefix_caching,
+        threads=threads,
+        weight_bytes=weights,
+        kv_bytes=num_pages * per_page,
+        activation_bytes=activations,
+        reasons=why,
+    )
+
+
+def fmt_bytes(num_bytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}" if unit == "GiB" else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def parse_bytes(text: str) -> int:
+    """'512M', '4G', '1.5GiB', '1000000'."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    if not match:
+        raise ConfigError(f"{text!r} is not an amount of memory.", fix="Write it like 512M or 4G.")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} is {value}.", fix=f"It must be at least {low}.")
+
+
+def _physical_cores() -> int:
+    """Distinct physical cores among the CPUs this process may run on."""
+    cpus = os.sched_getaffinity(0)
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes, whichever is tighter: the machine or the control group."""
+    info = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M))
+    total, available = int(info["MemTotal"]) * 1024, int(info["MemAvailable"]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return total, available

@@ -1,0 +1,1 @@
+"""The step loop, the process around it, its client, and the offline API."""

@@ -1,0 +1,206 @@
+"""EngineCore: plan, run, commit. One object, no threads, no sockets; the process and the offline API both drive it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from tidemill import events
+from tidemill.config import EngineConfig, EngineOptions, Machine, resolve
+from tidemill.errors import ContextTooLong, InvalidRequest, TidemillError
+from tidemill.events import EventBuffer
+from tidemill.kv.manager import KVManager
+from tidemill.models.base import CausalLM, ProgressFn
+from tidemill.models.registry import model_class
+from tidemill.runner.model_runner import ModelRunner, StepResult
+from tidemill.sched.clock import Clock, MonotonicClock
+from tidemill.sched.plan import StepPlan
+from tidemill.sched.policies import make_policy
+from tidemill.sched.request import Request
+from tidemill.sched.scheduler import Progress, Scheduler
+from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.locate import locate
+from tidemill.wire import Abort, Delta, Refused, StepOutput, Submit, Timings, TokenLogprobs
+
+
+@dataclass(slots=True)
+class _Live:
+    """A submitted request: its samples that have not ended."""
+
+    samples: dict[int, int] = field(default_factory=dict)  # seq to index
+    requests: dict[int, Request] = field(default_factory=dict)  # index to request
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class EngineCore:
+    def __init__(self, model: CausalLM, config: EngineConfig, clock: Clock | None = None) -> None:
+        self.config = config
+        self.model_config = model.config
+        self._clock = clock or MonotonicClock()
+        self._events = EventBuffer()
+        self.runner = ModelRunner(model, config)
+        self.scheduler = Scheduler(
+            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
+            num_rows=config.max_requests,
+            token_budget=config.token_budget,
+            max_context=config.max_context,
+            policy=make_policy(config.policy),
+            clock=self._clock,
+            emit=self._events,
+        )
+        self._live: dict[str, _Live] = {}
+        self._id_of: dict[int, str] = {}  # seq to request id
+
+    @classmethod
+    def load(
+        cls,
+        options: EngineOptions,
+        progress: ProgressFn | None = None,
+        on_config: Callable[[EngineConfig], None] | None = None,
+    ) -> EngineCore:
+        """From what a user typed to an engine that can run."""
+        make_policy(options.policy)  # a wrong name is told before gigabytes are read
+        checkpoint = open_checkpoint(locate(options.model))
+        architecture = model_class(checkpoint)
+        model_config = architecture.read_config(checkpoint)
+        config = resolve(options, model_config, Machine.detect())
+        if on_config:
+            on_config(config)
+        torch.set_num_threads(config.threads)
+        return cls(architecture.load(checkpoint, model_config, config.dtype, progress), config)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Submit) -> None:
+        """Queue a request, or raise what is wrong with it."""
+        if request.request_id in self._live:
+            raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
+        self._check_prompt(request.prompt_ids, request.params.max_tokens)
+        request.params.check_vocabulary(self.model_config.vocab_size)
+        made = self.scheduler.add(
+            request.request_id,
+            request.prompt_ids,
+            request.params.seeded(),
+            eos_token_ids=frozenset(request.eos_token_ids),
+            priority=request.priority,
+            salt=request.salt,
+        )
+        live = _Live()
+        for index, sample in enumerate(made):
+            live.samples[sample.seq] = index
+            live.requests[index] = sample
+            self._id_of[sample.seq] = request.request_id
+        self._live[request.request_id] = live
+
+    def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
+        vocab_size, context = self.model_config.vocab_size, self.config.max_context
+        if not prompt_ids:
+            raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            wrong = next(token for token in prompt_ids if not 0 <= token < vocab_size)
+            raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
+        if len(prompt_ids) >= context:
+            raise ContextTooLong(
+                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, and at least one is needed for the answer.",
+                fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
+                param="prompt",
+            )
+        if max_tokens is not None and len(prompt_ids) + max_tokens > context:
+            raise ContextTooLong(
+                f"{len(prompt_ids)} prompt tokens and max_tokens {max_tokens} make {len(prompt_ids) + max_tokens}; "
+                f"the context holds {context}.",
+                fix=f"Lower max_tokens to {context - len(prompt_ids)} or leave it out.",
+                param="max_tokens",
+            )
+
+    def abort(self, message: Abort) -> None:
+        """Unknown or ended requests are ignored: the answer may have crossed the abort on its way."""
+        live = self._live.get(message.request_id)
+        if live is None:
+            return
+        for index, request in list(live.requests.items()):
+            if message.index is None or message.index == index:
+                self.scheduler.abort(request, message.reason)
+                self._forget(request.seq)
+
+    def step(self) -> tuple[StepOutput, list[Refused]]:
+        """One step: what it produced, and the requests that failed in it."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return StepOutput([], self._events.take()), []
+        started = self._clock.now()
+        try:
+            result = self.runner.execute(plan)
+        except Exception as error:
+            traceback.print_exc()
+            return StepOutput([], self._events.take()), self._fail(plan, error)
+        progress = self.scheduler.commit(plan, result.tokens)
+        now = self._clock.now()
+        self._events(events.StepDone(now, plan.step, now - started, len(progress)))
+        return StepOutput(self._deltas(plan, result, progress, now), self._events.take()), []
+
+    def _deltas(self, plan: StepPlan, result: StepResult, progress: list[Progress], now: float) -> list[Delta]:
+        for item in plan.items:
+            entries = result.prompt_logprobs.get(item.row)
+            live = self._live.get(self._id_of[item.seq]) if entries and item.seq in self._id_of else None
+            if entries and live:
+                if item.start == 0:
+                    live.prompt_logprobs.clear()  # it was preempted on the way and started over
+                live.prompt_logprobs += entries
+        row_of = {item.seq: item.row for item in plan.items}
+        deltas = []
+        for done in progress:
+            request = done.request
+            request_id = self._id_of[request.seq]
+            live = self._live[request_id]
+            first, params = request.num_output == 1, request.params
+            logprobs = result.logprobs.get(row_of[request.seq])
+            wants_prompt = first and params.prompt_logprobs is not None and live.samples[request.seq] == 0
+            deltas.append(
+                Delta(
+                    request_id,
+                    live.samples[request.seq],
+                    [done.token_id],
+                    done.finish_reason,
+                    [logprobs] if logprobs else None,
+                    list(live.prompt_logprobs) if wants_prompt else None,
+                    request.num_cached,
+                    _timings(request, now) if done.finish_reason else None,
+                )
+            )
+            if done.finish_reason:
+                self._forget(request.seq)
+        return deltas
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Refused]:
+        """The step raised: its requests fail, the others go on, and no page of it is trusted again."""
+        failed = []
+        for item in plan.items:
+            request_id = self._id_of.get(item.seq)
+            if request_id is not None:
+                self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))
+                failed.append(refusal(request_id, TidemillError("The engine failed while computing this request.")))
+        self.scheduler.kv.clear_prefixes()
+        return failed
+
+    def _forget(self, seq: int) -> None:
+        request_id = self._id_of.pop(seq)
+        live = self._live[request_id]
+        del live.requests[live.samples[seq]]
+        if not live.requests:
+            del self._live[request_id]
+
+
+def _timings(request: Request, now: float) -> Timings:
+    started = request.started_s if request.started_s is not None else now
+    first = request.first_token_s if request.first_token_s is not None else now
+    return Timings(started - request.arrival_s, first - started, now - first)
+
+
+def refusal(request_id: str | None, error: TidemillError) -> Refused:
+    return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)

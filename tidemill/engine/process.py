@@ -1,0 +1,95 @@
+"""The engine core as a process of its own: messages in, steps, messages out. Started by `engine.client`.
+
+It ends when told to, when terminated, or when its parent is gone: the parent holds the other end of standard input.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+
+import zmq
+
+from tidemill.engine.core import EngineCore, refusal
+from tidemill.errors import TidemillError
+from tidemill.wire import Abort, FromEngine, Loading, Ready, Refused, Shutdown, Start, Submit, decode_to_engine, encode
+
+_PROGRESS_EVERY_S = 0.1
+
+
+class EngineProcess:
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        self._running = True
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
+
+    def run(self) -> None:
+        start = decode_to_engine(self._socket.recv())
+        assert isinstance(start, Start)
+        try:
+            core = EngineCore.load(start.options, self._report)
+        except TidemillError as error:
+            self.send(refusal(None, error))
+            return
+        self.send(Ready(core.model_config, core.config))
+        gc.collect()
+        gc.freeze()  # what is loaded stays; the collector need not walk it again
+        while self._running:
+            self._take_messages(core, wait=not core.has_work)
+            if core.has_work:
+                output, failed = core.step()
+                if output.deltas or output.events:
+                    self.send(output)
+                for refused in failed:
+                    self.send(refused)
+
+    def _take_messages(self, core: EngineCore, wait: bool) -> None:
+        ready = dict(self._poller.poll(None if wait else 0))
+        if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
+            self._running = False  # the parent is gone
+            return
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            message = decode_to_engine(self._socket.recv())
+            if isinstance(message, Submit):
+                try:
+                    core.submit(message)
+                except TidemillError as error:
+                    self.send(refusal(message.request_id, error))
+            elif isinstance(message, Abort):
+                core.abort(message)
+            elif isinstance(message, Shutdown):
+                self._running = False
+                return
+
+    _last_report_s = 0.0
+
+    def _report(self, name: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._last_report_s > _PROGRESS_EVERY_S:
+            self._last_report_s = now
+            self.send(Loading(name, done, total))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    process = EngineProcess(sys.argv[1])
+    try:
+        process.run()
+    except Exception as error:
+        process.send(Refused(None, "TidemillError", f"The engine failed: {type(error).__name__}: {error}"))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tokenizer, chat templates, detokenizer, stops. Text lives here; the engine sees ints."""

@@ -1,0 +1,128 @@
+"""A tokenizer from a GGUF file's metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tidemill.errors import CheckpointError
+
+# Token types of the format.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+# How texts are cut before byte pairs are merged, by the file's `tokenizer.ggml.pre`.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CUTS = {
+    "default": [_GPT2],
+    "gpt-2": [_GPT2],
+    "smollm": [r"\p{N}", _GPT2],
+    "starcoder": [r"\p{N}", _GPT2],
+    "refact": [r"\p{N}", _GPT2],
+    "command-r": [r"\p{N}", _GPT2],
+    "llama-bpe": [_LLAMA3],
+    "llama3": [_LLAMA3],
+    "llama-v3": [_LLAMA3],
+    "smaug-bpe": [_LLAMA3],
+    "qwen2": [_QWEN2],
+    "tekken": [_TEKKEN],
+}
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word that is a token is not merged piece by piece
+_BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+
+
+@dataclass(frozen=True)
+class BuiltTokenizer:
+    backend: Tokenizer
+    bos_token_id: int | None
+    add_bos: bool
+
+
+def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", source)
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{source}: key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens.")
+    if kind == "gpt2":
+        backend = _byte_level(metadata, tokens, source)
+        bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, tokens, types, source)
+        bos_default = True
+    else:
+        raise CheckpointError(
+            f"{source}: the tokenizer kind {kind!r} is not supported.", fix="gpt2 (byte-level BPE) and llama (SentencePiece) are."
+        )
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type == _CONTROL:
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token_type == _USER_DEFINED:
+            backend.add_tokens([AddedToken(token, normalized=False)])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", bos_default)
+    return BuiltTokenizer(backend, bos if isinstance(bos, int) and 0 <= bos < len(tokens) else None, bool(add_bos))
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _CUTS:
+        raise CheckpointError(f"{source}: the pre-tokenizer {pre!r} is not supported.", fix=f"Known: {', '.join(_CUTS)}.")
+    merges = []
+    for merge in _strings(metadata, "tokenizer.ggml.merges", source):
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise CheckpointError(f"{source}: key tokenizer.ggml.merges has the entry {merge!r}, not a pair.")
+        merges.append((left, right))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    except Exception as error:  # the library raises bare Exception, for example for a merge of unknown tokens
+        raise CheckpointError(f"{source}: the tokenizer's vocabulary and merges do not fit: {error}.") from error
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _CUTS[pre]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], source: str) -> Tokenizer:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError(f"{source}: key tokenizer.ggml.scores must have one number per token.")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    # SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece first.
+    ranked = []
+    for token, token_type, score in zip(tokens, types, scores, strict=True):
+        if token_type in (_UNKNOWN, _CONTROL, _BYTE):
+            continue
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                ranked.append((-score, vocab[token], left, right))
+    ranked.sort()
+    merges = [(tokens[left], tokens[right]) for _, _, left, right in ranked]
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces = [normalizers.Replace(" ", "▁")]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _strings(metadata: dict[str, Any], key: str, source: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        raise CheckpointError(f"{source}: key {key} must be a list of strings.")
+    return value

@@ -1,0 +1,6 @@
+"""One op a file: a torch reference (semantics, CPU path, oracle), later beside its Triton twin.
+
+Every op here keeps the bits of a row whatever other rows are computed with it; docs/architecture.md says how that was checked.
+
+Shape letters: T tokens of a step, H hidden, N query heads, G KV heads, R = N / G, D head dim, S tokens of a page, P pages.
+"""

@@ -1,0 +1,201 @@
+"""Causal attention of a mixed step over paged KV: any number of query tokens per request, grouped query heads.
+
+The result of a query depends on its position and the tokens before it, never on how the step was cut:
+
+- Keys are taken in blocks whose boundaries depend on the position alone (0, 64, 128, 256, 512, 1024, 1536, ...), merged in
+  order by the online softmax. The first blocks are short, so that short contexts pay little.
+- Queries are taken in tiles of one token (decoding) or 32 tokens (prompts), all matrix products of a kind having one shape.
+  A row of such a product keeps its bits from two rows up (one row would take another routine), so a tile has at least two.
+- Tiles of all requests that reach a block are computed together, longest first: work follows live tokens, nobody is padded to
+  the longest request, and only the block at hand is gathered out of the cache.
+
+A query row of a tile is one (token, head of the KV head's group). Shape letters of kernels/__init__; M rows of a tile, B keys
+of a block, n tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+PREFILL_TILE = 32
+_FIRST_BLOCK, _LAST_BLOCK = 64, 512
+_MAX_SCORE_BYTES = 64 * 2**20  # of one block's scores; more tiles than that are computed in turns
+
+
+def attention_reference(
+    q_TND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, positions_T: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One request, keys in a row: what the paged version must compute."""
+    num_repeats = q_TND.shape[1] // k_LGD.shape[1]
+    k = k_LGD.repeat_interleave(num_repeats, dim=1)
+    v = v_LGD.repeat_interleave(num_repeats, dim=1)
+    scores = torch.einsum("tnd,lnd->ntl", q_TND, k) * scale
+    hidden = torch.arange(k.shape[0]) > positions_T[:, None]
+    return torch.einsum("ntl,lnd->tnd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
+    """The blocks that cover positions 0 .. num_tokens - 1."""
+    bounds, start, size = [], 0, _FIRST_BLOCK
+    while start < num_tokens:
+        bounds.append((start, start + size))
+        start += size
+        size = min(start, _LAST_BLOCK)
+    return bounds
+
+
+@dataclass(slots=True)
+class _Block:
+    num_tiles: int
+    page_index: torch.Tensor  # into a cache flattened to [G * P, S * D], ordered [tile, G, page]
+    hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query; None if there are none
+    num_keys: int
+
+
+@dataclass(slots=True)
+class _Tiles:
+    """Tiles of one shape, those with most blocks first."""
+
+    num_tiles: int
+    tile_len: int  # tokens
+    tokens: torch.Tensor  # [n * tile_len] into the step's tokens; padding repeats the tile's first token
+    valid: torch.Tensor | None  # which of them are not padding; None: all
+    blocks: list[_Block]
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """How one step's attention is computed; made once, used by every layer."""
+
+    groups: list[_Tiles]
+    num_tokens: int
+
+
+def plan_attention(
+    starts: np.ndarray,
+    counts: np.ndarray,
+    page_tables: np.ndarray,  # [requests, pages], at least as wide as the last block
+    page_size: int,
+    num_pages: int,
+    num_kv_heads: int,
+    num_repeats: int,
+) -> AttentionPlan:
+    """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i."""
+    first_token = np.cumsum(counts) - counts
+    groups: list[_Tiles] = []
+    decoding = np.flatnonzero(counts == 1)
+    if decoding.size:
+        groups += _make_groups(
+            decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1,
+            page_tables, page_size, num_pages, num_kv_heads, num_repeats,
+        )  # fmt: skip
+    prefilling = np.flatnonzero(counts > 1)
+    if prefilling.size:
+        num_tiles = -(-counts[prefilling] // PREFILL_TILE)
+        request = np.repeat(prefilling, num_tiles)
+        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
+        lens = np.minimum(counts[request] - offset, PREFILL_TILE)
+        groups += _make_groups(
+            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE,
+            page_tables, page_size, num_pages, num_kv_heads, num_repeats,
+        )  # fmt: skip
+    return AttentionPlan(groups, int(counts.sum()))
+
+
+def _make_groups(
+    request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, tile_len: int,
+    page_tables: np.ndarray, page_size: int, num_pages: int, num_kv_heads: int, num_repeats: int,
+) -> list[_Tiles]:  # fmt: skip
+    """Tiles of one shape, sorted by reach and cut into groups of bounded memory."""
+    order = np.argsort(-(position + lens), kind="stable")
+    rows = max(2, tile_len * num_repeats)
+    at_once = max(1, _MAX_SCORE_BYTES // (4 * num_kv_heads * rows * _LAST_BLOCK))
+    heads = np.arange(num_kv_heads)[None, :, None] * num_pages
+    groups = []
+    for begin in range(0, order.size, at_once):
+        part = order[begin : begin + at_once]
+        in_tile = np.arange(tile_len)[None, :]
+        valid = in_tile < lens[part, None]
+        step_tokens = np.where(valid, token[part, None] + in_tile, token[part, None])
+        positions = np.where(valid, position[part, None] + in_tile, position[part, None])
+        reach = position[part] + lens[part]
+        blocks = []
+        for lo, hi in block_bounds(int(reach[0])):
+            n = int(np.count_nonzero(reach > lo))
+            pages = page_tables[request[part[:n]], lo // page_size : hi // page_size]
+            hidden = None
+            if positions[:n].min() < hi - 1:
+                after = np.arange(lo, hi)[None, None, :] > positions[:n, :, None]  # [n, tile_len, B]
+                after = np.repeat(after, rows // tile_len, axis=1)[:, None]
+                hidden = torch.from_numpy(after)
+            index = torch.from_numpy((pages[:, None, :].astype(np.int64) + heads).reshape(-1))
+            blocks.append(_Block(n, index, hidden, hi - lo))
+        groups.append(
+            _Tiles(
+                part.size,
+                tile_len,
+                torch.from_numpy(step_tokens.reshape(-1)),
+                None if valid.all() else torch.from_numpy(valid.reshape(-1)),
+                blocks,
+            )
+        )
+    return groups
+
+
+def paged_attention(
+    q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q_TND.shape
+    out = torch.empty_like(q_TND)
+    for group in plan.groups:
+        result = _attend(q_TND, k_GPSD, v_GPSD, group, scale)
+        tokens = group.tokens
+        if group.valid is not None:
+            result, tokens = result[group.valid], tokens[group.valid]
+        out.index_copy_(0, tokens, result)
+    return out
+
+
+def _attend(
+    q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, group: _Tiles, scale: float
+) -> torch.Tensor:
+    """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
+    num_kv_heads, num_pages, page_size, dim = k_GPSD.shape
+    n, tile_len = group.num_tiles, group.tile_len
+    num_repeats = q_TND.shape[1] // num_kv_heads
+    k_pages = k_GPSD.view(num_kv_heads * num_pages, page_size * dim)
+    v_pages = v_GPSD.view(num_kv_heads * num_pages, page_size * dim)
+    q = q_TND.index_select(0, group.tokens).mul_(scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
+    q = q.transpose(1, 2).reshape(n * num_kv_heads, tile_len * num_repeats, dim)
+    if q.shape[1] == 1:
+        q = q.expand(-1, 2, -1).contiguous()
+    rows = q.shape[1]
+    top = total = acc = None
+    for block in group.blocks:
+        batch = block.num_tiles * num_kv_heads
+        k = k_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim)
+        scores = torch.bmm(q[:batch], k.transpose(1, 2))
+        if block.hidden is not None:
+            scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
+        block_top = scores.amax(-1, keepdim=True)
+        v = v_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim)
+        if top is None or total is None or acc is None:
+            top = block_top
+            scores.sub_(top).exp_()
+            total = scores.sum(-1, keepdim=True)
+            acc = torch.bmm(scores, v)
+            continue
+        # Longer tiles come first, so those that reach this block are a leading part of the state.
+        old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
+        shrink = old_top.sub_(new_top).exp_()
+        scores.sub_(new_top).exp_()
+        total[:batch].mul_(shrink).add_(scores.sum(-1, keepdim=True))
+        acc[:batch].mul_(shrink).baddbmm_(scores, v)
+        top[:batch] = new_top
+    assert acc is not None and total is not None
+    out = acc.div_(total)[:, : tile_len * num_repeats]
+    out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
+    return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)

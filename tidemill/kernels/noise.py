@@ -1,0 +1,32 @@
+"""Random numbers that are a function of (seed, position, token): they survive any schedule, batch, chunking and preemption.
+
+SplitMix64 over a counter: two multiplications and three shifts a number, the same on every device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as signed 64-bit, which is what torch multiplies
+_MIX1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of signed 64-bit values."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)).mul_(_MIX1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX2)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def exponential_noise(seeds_S: torch.Tensor, positions_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exp(1) noise [S, V]. argmax(probability / noise) is a draw from the probabilities (the Gumbel-max trick without logarithms)."""
+    keys = _mix(seeds_S ^ _mix(positions_S + 1))
+    tokens = (torch.arange(vocab_size, device=seeds_S.device) + 1) * _GOLDEN
+    bits = _shift(_mix(keys.unsqueeze(1) + tokens), 1)
+    uniform = bits.to(torch.float32).mul_(2.0**-63)  # 63 bits rounded to 24: fine-grained near 0, where the winners are
+    return uniform.neg_().log1p_().neg_().clamp_(min=1e-30)

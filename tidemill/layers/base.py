@@ -1,0 +1,46 @@
+"""Layer: a module that takes its stored tensors one by one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tidemill.errors import CheckpointError
+from tidemill.weights.checkpoint import WeightTensor
+
+
+class Layer(nn.Module):
+    """`load` takes a tensor for one named part; when the last one is there, `finish` brings the layer into its final form."""
+
+    def __init__(self, parts: dict[str, tuple[int, ...]], optional: bool = False) -> None:
+        super().__init__()
+        self.parts = parts  # name to expected shape
+        self.optional = optional
+        self._loaded: set[str] = set()
+
+    @property
+    def missing(self) -> set[str]:
+        """Parts that must still come."""
+        return set() if self.optional else set(self.parts) - self._loaded
+
+    def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
+        expected = self.parts[part]
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
+            )
+        if part in self._loaded:
+            raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
+        self.take(part, tensor, row_order)
+        self._loaded.add(part)
+        if self._loaded == set(self.parts):
+            self.finish()
+
+    def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        """Default: a parameter of that name, on the meta device until now."""
+        value = torch.empty(self.parts[part])
+        tensor.read_into(value)
+        setattr(self, part, nn.Parameter(value, requires_grad=False))
+
+    def finish(self) -> None:
+        """All parts are there."""

@@ -1,0 +1,23 @@
+"""RMSNorm with its learned scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tidemill.kernels.norm import add_rms_norm, rms_norm
+from tidemill.layers.base import Layer
+
+
+class RMSNorm(Layer):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__({"weight": (size,)})
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x_TH, self.weight, self.eps)
+
+    def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
+        """Adds x to the residual in place and returns the norm of the sum."""
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

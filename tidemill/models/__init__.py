@@ -1,0 +1,1 @@
+"""One file an architecture; a lazy registry of names."""

@@ -1,0 +1,105 @@
+"""CausalLM: what the runner asks of a model, and how any model is filled from a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tidemill.config import ModelConfig
+from tidemill.errors import CheckpointError
+from tidemill.layers.attention import StepContext
+from tidemill.layers.base import Layer
+from tidemill.layers.rope import Rope
+from tidemill.weights.checkpoint import Checkpoint
+
+ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder. Built without memory, then filled tensor by tensor."""
+
+    # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number.
+    NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
+    IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
+
+    rope: Rope
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
+
+    @abstractmethod
+    def forward(self, ids_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Hidden states [T, H] after the last norm."""
+
+    @abstractmethod
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor: ...
+
+    def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
+        """How the rows of a stored matrix must be reordered; None: as they are."""
+        return None
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: str, progress: ProgressFn | None = None) -> CausalLM:
+        """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size."""
+        with torch.device("meta"):
+            model = cls(config, dtype)  # type: ignore[call-arg]
+        targets = model._targets(checkpoint.format)
+        ignored = [re.compile(pattern) for pattern in cls.IGNORED]
+        done, total = 0, checkpoint.num_bytes
+        with torch.inference_mode():
+            for tensor in checkpoint.tensors():
+                places = targets.get(tensor.name)
+                if places is None:
+                    if not any(pattern.fullmatch(tensor.name) for pattern in ignored):
+                        raise CheckpointError(
+                            f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
+                            f"with {config.num_layers} layers."
+                        )
+                    continue
+                for layer, part in places:
+                    layer.load(part, tensor, model.row_order(checkpoint.format, part))
+                done += tensor.num_bytes
+                if progress:
+                    progress(tensor.name, done, total)
+        stored_as = {place: name for name, places in targets.items() for place in places}
+        for layer in model.modules():
+            if isinstance(layer, Layer) and layer.missing:
+                name = stored_as.get((layer, min(layer.missing)), min(layer.missing))
+                raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        return model.eval()
+
+    def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
+        """Stored name to the layers and parts it fills. A tied table fills two."""
+        targets: dict[str, list[tuple[Layer, str]]] = {}
+        for path, part, hf_name, gguf_name in self.NAMES:
+            stored = hf_name if checkpoint_format == "hf" else gguf_name
+            if not stored:
+                continue
+            for i in range(self.config.num_layers) if "{}" in path else range(1):
+                layer = self.get_submodule(path.format(i))
+                assert isinstance(layer, Layer)
+                for suffix, our_part in ((".weight", part), (".bias", f"{part}.bias")):
+                    if our_part in layer.parts:
+                        targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
+        return targets
+
+
+def required(metadata: dict[str, Any], key: str, kind: type, source: object) -> Any:
+    """A key of a configuration, of the type it must have."""
+    value = metadata.get(key)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        problem = "is missing" if value is None else f"is {value!r}"
+        raise CheckpointError(f"{source}: key {key} {problem}; it must be of type {kind.__name__}.")
+    return value

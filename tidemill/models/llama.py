@@ -1,0 +1,179 @@
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral (within its window)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tidemill.config import ModelConfig, RopeScaling
+from tidemill.errors import CheckpointError
+from tidemill.layers.attention import Attention, StepContext
+from tidemill.layers.embedding import Embedding
+from tidemill.layers.linear import Linear
+from tidemill.layers.mlp import GatedMLP
+from tidemill.layers.norm import RMSNorm
+from tidemill.layers.rope import Rope
+from tidemill.models.base import CausalLM, required
+from tidemill.weights.checkpoint import Checkpoint
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+        super().__init__()
+        c = config
+        self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.attn = Attention(layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, dtype)
+        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
+        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
+
+
+class Llama(CausalLM):
+    NAMES: ClassVar = [
+        ("embed", "weight", "model.embed_tokens", "token_embd"),
+        ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
+        ("blocks.{}.attn.qkv", "q", "model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
+        ("blocks.{}.attn.qkv", "k", "model.layers.{}.self_attn.k_proj", "blk.{}.attn_k"),
+        ("blocks.{}.attn.qkv", "v", "model.layers.{}.self_attn.v_proj", "blk.{}.attn_v"),
+        ("blocks.{}.attn.out", "out", "model.layers.{}.self_attn.o_proj", "blk.{}.attn_output"),
+        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.ffn_norm"),
+        ("blocks.{}.mlp.gate_up", "gate", "model.layers.{}.mlp.gate_proj", "blk.{}.ffn_gate"),
+        ("blocks.{}.mlp.gate_up", "up", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
+        ("blocks.{}.mlp.down", "down", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
+        ("norm", "weight", "model.norm", "output_norm"),
+        ("rope", "factors", "", "rope_freqs"),
+    ]
+    HEAD_NAMES = ("lm_head", "output")
+    IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
+        super().__init__(config)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.head = Linear(config.hidden_size, {"head": config.vocab_size}, dtype=dtype)
+        # A tied head is filled from the embedding's tensor; a stored copy of it, if any, is not read.
+        tied = config.tie_embeddings
+        head = ("model.embed_tokens", "token_embd") if tied else self.HEAD_NAMES
+        self.NAMES = [*self.NAMES, ("head", "head", *head)]  # type: ignore[misc]
+        if tied:
+            self.IGNORED = (*self.IGNORED, r"lm_head\.weight")  # type: ignore[misc]
+
+    def forward(self, ids_T: torch.Tensor, step: StepContext) -> torch.Tensor:
+        residual = self.embed(ids_T)
+        x = self.blocks[0].attn_norm(residual)
+        for i, block in enumerate(self.blocks):
+            x = block.mlp_norm.add(block.attn(x, step), residual)
+            next_norm = self.blocks[i + 1].attn_norm if i + 1 < len(self.blocks) else self.norm
+            x = next_norm.add(block.mlp(x), residual)
+        return x
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_TH)
+
+    def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
+        """GGUF stores the rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
+        if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
+            return None
+        num_heads = self.config.num_heads if part[0] == "q" else self.config.num_kv_heads
+        rows = torch.arange(num_heads * self.config.head_dim, device="cpu")
+        return rows.view(num_heads, self.config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        if checkpoint.format == "gguf":
+            return _from_gguf(checkpoint)
+        return _from_hf(checkpoint)
+
+
+def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
+    data, source = checkpoint.metadata, checkpoint.path / "config.json"
+
+    def need(key: str, kind: type = int) -> Any:
+        return required(data, key, kind, source)
+
+    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"{source}: hidden_act {data['hidden_act']!r} is not supported.")
+    num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
+    context, notes = need("max_position_embeddings"), []
+    window = data.get("sliding_window")
+    if isinstance(window, int) and window < context:
+        notes.append(f"context limited to the sliding window of {window}, within which attention is full")
+        context = window
+    # Newer files put both under rope_parameters.
+    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    theta = data.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    return ModelConfig(
+        architecture=checkpoint.architecture,
+        vocab_size=need("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=need("intermediate_size"),
+        num_layers=need("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=data.get("num_key_value_heads") or num_heads,
+        head_dim=data.get("head_dim") or hidden_size // num_heads,
+        max_context=context,
+        norm_eps=need("rms_norm_eps", float),
+        rope_theta=float(theta),
+        rope_scaling=_hf_scaling(rope, context, source),
+        tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+        attention_bias=bool(data.get("attention_bias", False)),
+        mlp_bias=bool(data.get("mlp_bias", False)),
+        notes=tuple(notes),
+    )
+
+
+def _hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("default", "dynamic"):
+        return None  # dynamic scaling starts past max_position_embeddings, where this engine's context ends
+    if kind not in ("linear", "llama3", "yarn"):
+        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear, llama3 and yarn are.")
+    fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+    given = {name: float(rope[name]) for name in fields if rope.get(name) is not None}
+    original = rope.get("original_max_position_embeddings") or context
+    return RopeScaling(kind=kind, factor=float(required(rope, "factor", float, source)), original_context=original, **given)
+
+
+def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
+    data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+
+    def need(key: str, kind: type = int) -> Any:
+        return required(data, f"{arch}.{key}", kind, source)
+
+    shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
+    num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
+    head_dim = data.get(f"{arch}.attention.key_length") or hidden_size // num_heads
+    rotated = data.get(f"{arch}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise CheckpointError(f"{source}: only {rotated} of {head_dim} dimensions are rotated, which is not supported.")
+    if data.get(f"{arch}.expert_count"):
+        raise CheckpointError(f"{source}: mixture-of-experts models are not supported.")
+    table = shapes.get("token_embd.weight")
+    if table is None:
+        raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
+    kind, scaling = data.get(f"{arch}.rope.scaling.type", "none"), None
+    if kind in ("linear", "yarn"):
+        original = data.get(f"{arch}.rope.scaling.original_context_length") or need("context_length")
+        scaling = RopeScaling(kind=kind, factor=need("rope.scaling.factor", float), original_context=original)
+    elif kind != "none":
+        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear and yarn are.")
+    return ModelConfig(
+        architecture=arch,
+        vocab_size=table[0],
+        hidden_size=hidden_size,
+        intermediate_size=need("feed_forward_length"),
+        num_layers=need("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=data.get(f"{arch}.attention.head_count_kv") or num_heads,
+        head_dim=head_dim,
+        max_context=need("context_length"),
+        norm_eps=need("attention.layer_norm_rms_epsilon", float),
+        rope_theta=float(data.get(f"{arch}.rope.freq_base", 10000.0)),
+        rope_scaling=scaling,
+        tie_embeddings="output.weight" not in shapes,
+        attention_bias="blk.0.attn_q.bias" in shapes,
+        mlp_bias="blk.0.ffn_gate.bias" in shapes,
+    )

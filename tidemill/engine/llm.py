@@ -76,6 +76,8 @@ class LLM:
         self.config = self._core.config
         self.model_config = self._core.model_config
         self.events: list[Event] = []  # of the last call
+        self.last: RequestOutput | None = None  # what the last stream produced, with its timings
+        self._interrupted = False
 
     def generate(
         self,
@@ -113,7 +115,9 @@ class LLM:
         ids = self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context)
         yield from self._stream(ids, params or SamplingParams())
 
-    last: RequestOutput | None = None  # what the last stream produced, with its timings
+    def interrupt(self) -> None:
+        """End the running stream after the step at hand. Safe to call from a signal handler."""
+        self._interrupted = True
 
     # ---- inside
 
@@ -156,8 +160,9 @@ class LLM:
         request_id = self._submit(None, prompt_ids, params, 0)
         output = self.last = self._pending[request_id].output
         given = 0
+        self._interrupted = False
         try:
-            while request_id in self._pending:
+            while request_id in self._pending and not self._interrupted:
                 self._step()
                 text = output.outputs[0].text
                 if len(text) > given:

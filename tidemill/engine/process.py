@@ -47,12 +47,11 @@ class EngineProcess:
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             self._take_messages(core, wait=not core.has_work)
-            if core.has_work:
-                output, failed = core.step()
-                if output.deltas or output.events:
-                    self.send(output)
-                for refused in failed:
-                    self.send(refused)
+            output, failed = core.step()
+            if output.deltas or output.events:
+                self.send(output)
+            for refused in failed:
+                self.send(refused)
 
     def _take_messages(self, core: EngineCore, wait: bool) -> None:
         ready = dict(self._poller.poll(None if wait else 0))

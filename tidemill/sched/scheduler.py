@@ -106,7 +106,9 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._remove(request)
-        self._emit(events.Aborted(self._clock.now(), request.request_id, reason, request.num_output))
+        now = self._clock.now()
+        self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
+        self._say_what_is_left(now)
 
     # ---- a step
 
@@ -170,6 +172,8 @@ class Scheduler:
             if reason:
                 self._finish(request, reason, now)
             progress.append(Progress(request, token, reason))
+        if any(done.finish_reason for done in progress):
+            self._say_what_is_left(now)
         return progress
 
     # ---- running requests: one more token each
@@ -404,6 +408,9 @@ class Scheduler:
         request.children = []
         request.status = Status.FINISHED
         del self._requests[request.seq]
+
+    def _say_what_is_left(self, now: float) -> None:
+        self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting), self.kv.num_free_pages))
 
     def check_integrity(self) -> None:
         """Rows, queues and pages agree."""

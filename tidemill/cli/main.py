@@ -1,0 +1,49 @@
+"""`tidemill`: the commands, and errors as a person wants to read them."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from tidemill import __version__
+from tidemill.cli import chat, generate, memory, models, serve
+from tidemill.errors import TidemillError
+
+app = typer.Typer(
+    name="tidemill",
+    help="Run and serve language models on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        print(f"tidemill {__version__}")
+        raise typer.Exit
+
+
+app.command()(serve.serve)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(models.models)
+app.command()(memory.memory)
+
+
+def main() -> None:
+    try:
+        app()
+    except TidemillError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {error.message}", markup=True)
+        if error.fix:
+            console.print(error.fix, markup=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

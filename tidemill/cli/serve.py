@@ -1,0 +1,115 @@
+"""`tidemill serve`: the server, with its budget and the reasons for it on the screen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tidemill.cli import options as opt
+from tidemill.config import fmt_bytes
+from tidemill.weights.locate import locate
+from tidemill.wire import Loading, Ready
+
+console = Console(stderr=True, highlight=False)
+
+
+def serve(
+    model: opt.Model = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    served_name: Annotated[str | None, typer.Option(help="The model's name in the API. Default: as given.")] = None,
+    dtype: opt.DType = "auto",
+    page_size: opt.PageSize = 16,
+    max_context: opt.MaxContext = None,
+    max_requests: opt.MaxRequests = None,
+    token_budget: opt.TokenBudget = None,
+    kv_memory: opt.KVMemory = None,
+    policy: opt.PolicyName = "continuous",
+    prefix_caching: opt.PrefixCaching = True,
+    threads: opt.Threads = None,
+) -> None:
+    """Serve a model over the OpenAI API."""
+    from tidemill.server.run import serve as run_server
+
+    locate(model, fetch=True)
+    options = opt.engine_options(
+        model,
+        dtype=dtype,
+        page_size=page_size,
+        max_context=max_context,
+        max_requests=max_requests,
+        token_budget=token_budget,
+        kv_memory=kv_memory,
+        policy=policy,
+        prefix_caching=prefix_caching,
+        threads=threads,
+        served_name=served_name,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task("Loading weights", total=None)
+
+    def on_loading(message: Loading) -> None:
+        bar.update(task, completed=message.done_bytes, total=message.total_bytes)
+
+    def on_ready(ready: Ready) -> None:
+        bar.stop()
+        name = served_name or model
+        console.print(budget_table(name, ready))
+        shown = f"[{host}]" if ":" in host else host
+        console.print(f"Tidemill serves [bold]{name}[/] on http://{shown}:{port}   (Ctrl-C stops it)\n")
+        console.print("Try, in another terminal:", style="dim")
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
+        console.print(
+            f"  curl http://{shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+    bar.start()
+    try:
+        with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+            _run(run_server(options, host, port, on_loading, on_ready))
+    finally:
+        bar.stop()
+
+
+def _run(main) -> None:  # type: ignore[no-untyped-def]
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+def budget_table(name: str, ready: Ready) -> Table:
+    """Where the memory goes, what fits, and why each value was chosen."""
+    config, model = ready.config, ready.model
+    why = config.reasons
+    table = Table(title=f"{name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters", title_justify="left")
+    for column in ("setting", "value", "because"):
+        table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
+    table.add_row("compute", f"{config.dtype}, {config.threads} threads", f"{why['dtype']}; {why['threads']}")
+    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters resident as {config.dtype}")
+    table.add_row(
+        "KV cache",
+        f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",
+        f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.dtype))} a token, used as it fills",
+    )
+    table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
+    table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])
+    table.add_row("requests", f"{config.max_requests} at once", why["max_requests"])
+    table.add_row(
+        "at full context", f"{config.full_context_requests:.1f} requests", f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}"
+    )
+    table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
+    table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
+    for note in model.notes:
+        table.add_row("note", "", note)
+    return table

@@ -1,0 +1,44 @@
+"""Errors as OpenAI clients expect them: {"error": {message, type, param, code}}. No paths, no tracebacks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tidemill.errors import TidemillError
+from tidemill.server.sse import ClientGone
+
+_log = logging.getLogger("tidemill.server")
+
+
+def error_body(error: TidemillError) -> dict[str, Any]:
+    return _body(str(error), error.kind, error.param, type(error).__name__)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def install(app: FastAPI) -> None:
+    @app.exception_handler(TidemillError)
+    async def typed(_: Request, error: TidemillError) -> Response:
+        return JSONResponse(error_body(error), error.status)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "internal_error"
+        return JSONResponse(_body(str(error.detail), kind, None, None), error.status_code, error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        _log.exception("unexpected error in %s", request.url.path, exc_info=error)
+        return JSONResponse(_body("An internal error occurred.", "internal_error", None, None), 500)

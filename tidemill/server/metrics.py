@@ -1,0 +1,83 @@
+"""Prometheus metrics, read from the engine's events and from nothing else. docs/architecture.md lists them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tidemill import events
+from tidemill.events import Event
+
+_LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.submitted = self._counter("requests_submitted", "Requests taken in (one per sample)")
+        self.finished = self._counter("requests_finished", "Requests ended, by reason", ("reason",))
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
+        self.output_tokens = self._counter("output_tokens", "Tokens generated")
+        self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
+        self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
+        self.preemptions = self._counter("preemptions", "Requests that lost their pages and started over")
+        self.evicted_pages = self._counter("evicted_pages", "Cached pages overwritten")
+        self.running = self._gauge("requests_running", "Requests that hold a row")
+        self.waiting = self._gauge("requests_waiting", "Requests in the queue")
+        self.free_pages = self._gauge("kv_pages_free", "KV pages that can be taken")
+        self.step_s = self._histogram("step_seconds", "Duration of a step", _STEP_S)
+        self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
+        self.queue_s = self._histogram("queue_seconds", "Arrival to first step", _LATENCY_S)
+        self.e2e_s = self._histogram("request_seconds", "Arrival to last token", _LATENCY_S)
+        self.tpot_s = self._histogram("time_per_output_token_seconds", "Mean time between a request's tokens", _STEP_S)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"tidemill_{name}", text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"tidemill_{name}", text, registry=self.registry, buckets=buckets)
+
+    def take(self, batch: list[Event]) -> None:
+        for event in batch:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case events.Submitted():
+                self.submitted.inc()
+                self.waiting.inc()
+            case events.Admitted():
+                self.cached_tokens.inc(event.num_cached)
+            case events.StepPlanned():
+                self.computed_tokens.inc(event.num_tokens)
+                self.running.set(event.num_running)
+                self.waiting.set(event.num_waiting)
+                self.free_pages.set(event.num_free_pages)
+            case events.StepDone():
+                self.step_s.observe(event.duration_s)
+                self.output_tokens.inc(event.num_sampled)
+            case events.FirstToken():
+                self.ttft_s.observe(event.since_arrival_s)
+            case events.Preempted():
+                self.preemptions.inc()
+            case events.PagesEvicted():
+                self.evicted_pages.inc(event.num_pages)
+            case events.Finished():
+                self.finished.labels(event.reason).inc()
+                self.prompt_tokens.inc(event.num_prompt)
+                self.queue_s.observe(event.queue_s)
+                self.e2e_s.observe(event.queue_s + event.prefill_s + event.decode_s)
+                if event.num_output > 1:
+                    self.tpot_s.observe(event.decode_s / (event.num_output - 1))
+            case events.Aborted():
+                self.finished.labels("abort").inc()
+            case events.RequestsLeft():
+                self.running.set(event.num_running)
+                self.waiting.set(event.num_waiting)
+                self.free_pages.set(event.num_free_pages)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

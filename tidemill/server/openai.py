@@ -1,0 +1,328 @@
+"""OpenAI routes: models, completions, chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.output import TextDelta
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import SamplingParams
+from tidemill.server.body import body_of, schema_of
+from tidemill.server.errors import error_body
+from tidemill.server.openai_types import ChatRequest, CompletionRequest
+from tidemill.server.service import Service, new_id
+from tidemill.server.sse import EventStream, until_disconnect
+from tidemill.wire import Delta, TokenLogprobs
+
+_json = msgspec.json.Encoder().encode
+MAX_PROMPTS = 256
+
+
+@dataclass(slots=True)
+class _Usage:
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sample as it grows."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request of either kind: what to run, and how its answer is written."""
+
+    request_id: str
+    object_name: str  # of the whole answer
+    chunk_name: str  # of a streamed piece
+    model: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    priority: int
+    include_usage: bool
+    whole: Callable[[int, _Choice], dict[str, Any]]
+    piece: Callable[[int, str, list[TokenLogprobs], str | None], dict[str, Any]]
+    opening: Callable[[int], dict[str, Any]] | None = None
+    usage: _Usage = field(default_factory=_Usage)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, name: str, choices: list[dict[str, Any]], usage: bool) -> dict[str, Any]:
+        body = {"id": self.request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
+        return body | {"usage": self.usage.body()} if usage else body
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @router.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> dict[str, Any]:
+        service.check_model(model_id)
+        return _model_card(service)
+
+    @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+    async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
+        return await _answer(service, request, body.stream, _completion_job(service, body))
+
+    @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+    async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
+        return await _answer(service, request, body.stream, _chat_job(service, body))
+
+    return router
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created_s,
+        "owned_by": "tidemill",
+        "max_model_len": service.max_context,
+    }
+
+
+# ---- running a job
+
+
+async def _answer(service: Service, request: Request, stream: bool, making: Awaitable[_Job]) -> Response:
+    job = await making
+    outputs = _outputs(service, job)
+    if not stream:
+        return Response(await until_disconnect(request, _whole(job, outputs)), media_type="application/json")
+    # The first output is awaited before the headers go out, so that a refused request gets its status code.
+    first = await until_disconnect(request, anext(outputs))
+    return EventStream(_stream(job, first, outputs))
+
+
+async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delta, TextDelta]]:
+    """Outputs of all prompts, by choice number: prompt * n + sample."""
+    job.usage.num_prompt = sum(map(len, job.prompts))
+    async for i, (delta, text) in _merge(
+        [
+            service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority)
+            for i, prompt in enumerate(job.prompts)
+        ]
+    ):
+        job.usage.num_output += text.num_tokens
+        if delta.index == 0 and text.finish_reason:
+            job.usage.num_cached += delta.num_cached
+        yield i * job.params.n + delta.index, delta, text
+
+
+async def _whole(job: _Job, outputs: AsyncIterator[tuple[int, Delta, TextDelta]]) -> bytes:
+    choices = [_Choice() for _ in range(len(job.prompts) * job.params.n)]
+    async for number, delta, text in outputs:
+        choice = choices[number]
+        choice.text += text.text
+        choice.logprobs += (delta.logprobs or [])[: text.num_tokens]
+        choice.finish_reason = text.finish_reason
+    return _json(job.body(job.object_name, [job.whole(i, choice) for i, choice in enumerate(choices)], True))
+
+
+async def _stream(
+    job: _Job, first: tuple[int, Delta, TextDelta], rest: AsyncIterator[tuple[int, Delta, TextDelta]]
+) -> AsyncIterator[bytes]:
+    try:
+        if job.opening:
+            for number in range(len(job.prompts) * job.params.n):
+                yield _json(job.body(job.chunk_name, [job.opening(number)], False))
+        for piece in _pieces(job, first):
+            yield piece
+        async for output in rest:
+            for piece in _pieces(job, output):
+                yield piece
+        if job.include_usage:
+            yield _json(job.body(job.chunk_name, [], True))
+    except TidemillError as error:
+        yield _json(error_body(error))
+    finally:
+        await rest.aclose()  # type: ignore[attr-defined]
+
+
+def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
+    number, delta, text = output
+    logprobs = (delta.logprobs or [])[: text.num_tokens]
+    if not text.text and not logprobs and not text.finish_reason:
+        return []
+    return [_json(job.body(job.chunk_name, [job.piece(number, text.text, logprobs, text.finish_reason)], False))]
+
+
+async def _merge(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
+    """Several streams as one, in the order in which things come; when it ends, for whatever reason, so do they all."""
+    if len(streams) == 1:
+        try:
+            async for item in streams[0]:
+                yield 0, item
+        finally:
+            await streams[0].aclose()  # type: ignore[attr-defined]
+        return
+    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[Any]) -> None:
+        try:
+            async for item in stream:
+                queue.put_nowait((number, item, None))
+            queue.put_nowait((number, None, None))
+        except TidemillError as error:
+            queue.put_nowait((number, None, error))
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    num_left = len(streams)
+    try:
+        while num_left:
+            number, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                num_left -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- completions
+
+
+async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
+    service.check_model(body.model)
+    prompts = await _prompts(service, body.prompt)
+    tokenizer = service.tokenizer
+    lengths: dict[int, int] = {}
+
+    def whole(number: int, choice: _Choice) -> dict[str, Any]:
+        logprobs = _completion_logprobs(tokenizer, choice.logprobs, 0) if body.logprobs is not None else None
+        return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def piece(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> dict[str, Any]:
+        offset = lengths.get(number, 0)
+        lengths[number] = offset + len(text)
+        written = _completion_logprobs(tokenizer, logprobs, offset) if body.logprobs is not None else None
+        return {"index": number, "text": text, "logprobs": written, "finish_reason": reason}
+
+    return _Job(
+        request_id=new_id("cmpl"),
+        object_name="text_completion",
+        chunk_name="text_completion",
+        model=service.model_name,
+        prompts=prompts,
+        params=body.params(),
+        priority=body.priority,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        whole=whole,
+        piece=piece,
+    )
+
+
+async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [await service.encode(prompt)]
+    if not prompt:
+        raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"{len(prompt)} prompts in one request; at most {MAX_PROMPTS}.", param="prompt")
+    return [await service.encode(one) if isinstance(one, str) else one for one in prompt]  # type: ignore[misc]
+
+
+def _completion_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], offset: int) -> dict[str, Any]:
+    tokens, offsets = [], []
+    for entry in entries:
+        text = tokenizer.token_text(entry.token_id)
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "top_logprobs": [
+            {tokenizer.token_text(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+# ---- chat
+
+
+async def _chat_job(service: Service, body: ChatRequest) -> _Job:
+    service.check_model(body.model)
+    params = body.params()
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    prompt = await service.encode_chat(messages)
+    tokenizer = service.tokenizer
+
+    def written(logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
+        return {"content": [_chat_logprob(tokenizer, entry) for entry in logprobs]} if body.logprobs else None
+
+    def whole(number: int, choice: _Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text}
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": written(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def piece(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> dict[str, Any]:
+        delta = {"content": text} if text or logprobs else {}
+        return {"index": number, "delta": delta, "logprobs": written(logprobs), "finish_reason": reason}
+
+    def opening(number: int) -> dict[str, Any]:
+        return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    return _Job(
+        request_id=new_id("chatcmpl"),
+        object_name="chat.completion",
+        chunk_name="chat.completion.chunk",
+        model=service.model_name,
+        prompts=[prompt],
+        params=params,
+        priority=body.priority,
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        whole=whole,
+        piece=piece,
+        opening=opening,
+    )
+
+
+def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    def one(token: int, value: float) -> dict[str, Any]:
+        return {"token": tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
+
+    return one(entry.token_id, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
+
+
+def _finite(value: float) -> float:
+    return max(value, -9999.0)  # JSON has no infinity

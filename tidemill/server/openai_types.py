@@ -1,0 +1,103 @@
+"""Requests of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidemill.errors import InvalidRequest
+from tidemill.sampling import SamplingParams
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class SamplingRequest(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    user: str | None = Field(default=None, max_length=1024)  # for the caller's own records
+    # Beyond OpenAI's, under the names other engines use.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+
+    def sampling(self, **more: Any) -> SamplingParams:
+        """Parameters not given keep the defaults of SamplingParams."""
+        names = (
+            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
+            "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+        )  # fmt: skip
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream.", param="stream_options")
+        return SamplingParams(**given, **more)
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 10:
+        raise InvalidRequest(f"logit_bias is keyed by token ids; got {text[:40]!r}.", param="logit_bias")
+    return int(text)
+
+
+class CompletionRequest(SamplingRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: Literal[False] | None = None
+
+    def params(self) -> SamplingParams:
+        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+
+class ChatRequest(SamplingRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed with logprobs.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ.", fix="Give one.", param="max_tokens")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(max_tokens=max_tokens, logprobs=logprobs)

@@ -1,0 +1,88 @@
+"""From options to a listening server and back to nothing: engine, socket, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from tidemill.config import EngineOptions
+from tidemill.engine.client import EngineClient
+from tidemill.errors import ConfigError
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.server.app import create_app
+from tidemill.server.metrics import Metrics
+from tidemill.server.service import Service
+from tidemill.weights.locate import locate
+from tidemill.wire import Loading, Ready
+
+_GRACE_S = 5  # for answers under way when the server is told to stop
+
+
+class _Server(uvicorn.Server):
+    """Signals are handled here, so that the engine is closed before the process ends and the exit code is 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    options: EngineOptions,
+    host: str,
+    port: int,
+    on_loading: Callable[[Loading], None] | None = None,
+    on_ready: Callable[[Ready], None] | None = None,
+) -> None:
+    """Runs until SIGINT or SIGTERM."""
+    path = locate(options.model)
+    listening = _listen(host, port)  # before gigabytes are read
+    metrics = Metrics()
+    client = EngineClient(on_events=metrics.take)
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    server: _Server | None = None
+
+    def stop() -> None:
+        if server is None or not server.started:
+            assert me is not None
+            me.cancel()  # still loading
+        else:
+            server.force_exit = server.should_exit  # a second signal does not wait
+            server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        tokenizer, ready = await asyncio.gather(asyncio.to_thread(Tokenizer.load, path), client.start(options, on_loading))
+        name = options.served_name or options.model
+        app = create_app(Service(client, tokenizer, name, metrics))
+        server = _Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S)
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.02)
+        if server.started and on_ready:
+            on_ready(ready)
+        await serving
+    finally:
+        await client.close()
+        listening.close()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ConfigError(f"Cannot listen on {host}:{port}: {error}.", fix="Choose another --port or --host.") from error
+    return listening

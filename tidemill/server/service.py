@@ -1,0 +1,80 @@
+"""Service: what every route needs, whatever API it speaks: a tokenizer, an engine, and text out of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from tidemill.engine.client import EngineClient
+from tidemill.errors import EngineDead, InvalidRequest
+from tidemill.frontend.output import TextDelta, TextStream
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import SamplingParams
+from tidemill.server.metrics import Metrics
+from tidemill.wire import Delta, Ready, Submit
+
+_LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
+
+
+class Service:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str, metrics: Metrics) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.metrics = metrics
+        self.created_s = int(time.time())
+
+    @property
+    def ready(self) -> Ready:
+        if self.client.ready is None:
+            raise EngineDead("The engine is not ready.")
+        return self.client.ready
+
+    @property
+    def max_context(self) -> int:
+        return self.ready.config.max_context
+
+    async def encode(self, text: str) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text, max_tokens=self.max_context)
+        return await asyncio.to_thread(self.tokenizer.encode, text, max_tokens=self.max_context)
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, max_tokens=self.max_context)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ModelUnknown(f"There is no model {name!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
+
+    async def stream(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[tuple[Delta, TextDelta]]:
+        """Each sample's text as it comes. Leaving early ends the request in the engine."""
+        texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
+        ended: set[int] = set()
+        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority)
+        async with aclosing(self.client.submit(request)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                if delta.index in ended:
+                    continue
+                text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
+                if text.finish_reason:
+                    ended.add(delta.index)
+                    if not delta.finish_reason:
+                        await self.client.abort(request_id, "stop string", delta.index)
+                yield delta, text
+                if len(ended) == params.n:
+                    return
+
+
+class ModelUnknown(InvalidRequest):
+    kind = "invalid_request_error"
+    status = 404
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

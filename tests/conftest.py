@@ -1,0 +1,51 @@
+"""Models for tests: tiny random Llamas made with Transformers, and the real default model with its reference."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import byte_tokenizer, make_llama
+from tidemill.weights.locate import locate
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return locate("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path):
+    """The same GGUF through Transformers, in float32. Its conversion takes 20 s, so its safetensors are kept between runs."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    kept = Path(__file__).parent.parent / ".test-cache" / smollm2_path.stem
+    if not (kept / "config.json").is_file():
+        read = AutoModelForCausalLM.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32)
+        settings = read.config.to_dict()
+        settings.pop("quantization_config", None)  # the weights are plain by now, but it would refuse to save them
+        model = LlamaForCausalLM(LlamaConfig(**settings))
+        model.load_state_dict(read.state_dict())
+        part = kept.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part, max_shard_size="200MB")
+        part.rename(kept)
+    return AutoModelForCausalLM.from_pretrained(kept, dtype=torch.float32).eval(), kept
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A small Llama with a byte-level tokenizer and a chat template: everything a server needs, loaded in no time."""
+    path = tmp_path_factory.mktemp("tiny")
+    make_llama(path, vocab_size=320, max_position_embeddings=512)
+    byte_tokenizer(path)
+    return path

@@ -1,0 +1,184 @@
+"""The first promise: a request's tokens and logprobs do not depend on anything but the request. Bit for bit, in float32."""
+
+import pytest
+import torch
+
+from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
+from tidemill import events
+from tidemill.engine.core import EngineCore
+from tidemill.events import EventBuffer
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
+
+PARAMS = {
+    "greedy": greedy(20, logprobs=3),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=20, seed=1234, logprobs=3),
+    "penalties": SamplingParams(
+        temperature=1.0, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=20, seed=-7, logprobs=3
+    ),
+}
+# The layer shapes of the default model, and an awkward one with odd sizes and one query head per KV head.
+SHAPES = {
+    "smollm2": {
+        "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 2048,
+        "initializer_range": 0.06,
+    },
+    "odd": {"hidden_size": 60, "intermediate_size": 133, "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 203},
+}  # fmt: skip
+PROMPT_LEN = 150
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    make_llama(path, seed=3, **SHAPES[request.param])
+    return load_model(path)
+
+
+def ids(model, num: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab_size, (num,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> dict[str, Answer]:
+    """Each request by itself, its prompt in one piece."""
+    prompt = ids(model, PROMPT_LEN, 0)
+    return {name: run(make_core(model), {"x": (prompt, params)})["x"] for name, params in PARAMS.items()}
+
+
+def others(model, num: int) -> dict[str, tuple[list[int], SamplingParams]]:
+    """Neighbours of all lengths and kinds."""
+    kinds = list(PARAMS.values())
+    return {f"o{i}": (ids(model, 1 + (i * 37) % 200, 100 + i), kinds[i % 3]) for i in range(num)}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_among_31_others(model, alone, kind):
+    prompt = ids(model, PROMPT_LEN, 0)
+    crowd = others(model, 31)
+    requests = dict(list(crowd.items())[:15]) | {"x": (prompt, PARAMS[kind])} | dict(list(crowd.items())[15:])
+    assert run(make_core(model), requests)["x"] == alone[kind]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_in_chunks(model, alone, kind, chunk):
+    prompt = ids(model, PROMPT_LEN, 0)
+    core = make_core(model, token_budget=chunk, max_requests=1)
+    assert run(core, {"x": (prompt, PARAMS[kind])})["x"] == alone[kind]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("page_size", [1, 32])
+def test_in_other_pages(model, alone, kind, page_size):
+    prompt = ids(model, PROMPT_LEN, 0)
+    assert run(make_core(model, page_size=page_size), {"x": (prompt, PARAMS[kind])})["x"] == alone[kind]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_with_a_prefix_hit(model, alone, kind):
+    prompt = ids(model, PROMPT_LEN, 0)
+    core = make_core(model, token_budget=64)
+    run(core, {"before": (prompt[:100], greedy(3))})
+    answer = run(core, {"x": (prompt, PARAMS[kind])})["x"]
+    assert answer.last.num_cached == 96
+    assert answer == alone[kind]
+    again = run(core, {"x": (prompt, PARAMS[kind])})["x"]
+    assert again.last.num_cached == 144
+    assert again == alone[kind]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("caching", [True, False])
+def test_after_preemption(model, alone, kind, caching):
+    """Preempted in the middle of the prompt and twice in the middle of the answer, with neighbours."""
+    prompt = ids(model, PROMPT_LEN, 0)
+    core = make_core(model, token_budget=64, prefix_caching=caching)
+    answers = {"x": Answer()} | {name: Answer() for name in others(model, 5)}
+    core.submit(Submit("x", prompt, PARAMS[kind]))
+    for name, (tokens, params) in others(model, 5).items():
+        core.submit(Submit(name, tokens, params))
+    num_steps = num_preempted = 0
+    while core.has_work:
+        take(core, answers)
+        num_steps += 1
+        request = next((r for r in core.scheduler.running if r.request_id == "x"), None)
+        if request and (num_steps == 1 or request.num_output in (5, 11) and request.epoch < 3):
+            core.scheduler._preempt(request, "test")
+            num_preempted += 1
+    assert num_preempted >= 3
+    assert answers["x"] == alone[kind]
+
+
+def test_preempted_by_lack_of_pages(model):
+    """The real thing: a pool too small for all of them."""
+    crowd = others(model, 8)
+    expected = {name: run(make_core(model), {name: one})[name] for name, one in crowd.items()}
+    per_token = model.config.kv_bytes_per_token("float32")
+    core = make_core(model, kv_memory_bytes=(256 + 64) * per_token, token_budget=64)
+    seen = _watch(core)
+    assert run(core, crowd) == expected
+    assert any(isinstance(event, events.Preempted) for event in seen)
+
+
+def test_samples_share_pages_and_equal_requests_of_their_own(model):
+    """n = 4: each sample equals a lone request with its seed; the prompt is computed once."""
+    prompt = ids(model, PROMPT_LEN, 0)
+    params = SamplingParams(temperature=1.0, max_tokens=12, n=4, seed=99, logprobs=1)
+    core = make_core(model, prefix_caching=False)
+    seen = _watch(core)
+    together = run(core, {"x": (prompt, params)})
+    assert sum(event.num_tokens for event in seen if isinstance(event, events.StepPlanned)) == PROMPT_LEN + 3 + 4 * 11
+    assert any(isinstance(event, events.PageCopied) for event in seen)
+    for index in range(4):
+        lone = run(make_core(model), {"x": (prompt, params.sample(index))})["x"]
+        assert together["x" if index == 0 else f"x:{index}"] == lone
+    assert len({tuple(answer.tokens) for answer in together.values()}) == 4
+
+
+@pytest.mark.parametrize("policy", ["static", "none", "prefill-first", "splitfuse"])
+def test_under_every_policy(model, alone, policy):
+    prompt = ids(model, PROMPT_LEN, 0)
+    requests = others(model, 6) | {"x": (prompt, PARAMS["seeded"])}
+    assert run(make_core(model, policy=policy, token_budget=64, max_requests=4), requests)["x"] == alone["seeded"]
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks(model):
+    prompt = ids(model, PROMPT_LEN, 0)
+    params = greedy(2, prompt_logprobs=2)
+    whole = run(make_core(model), {"x": (prompt, params)})["x"]
+    assert len(whole.prompt_logprobs) == PROMPT_LEN - 1
+    assert [entry.token_id for entry in whole.prompt_logprobs] == prompt[1:]
+    assert run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"] == whole
+
+
+def test_the_real_model_alone_and_in_a_crowd(smollm2_path):
+    """All thirty layers, once: greedy and seeded, in chunks of 7, cached, and among 31 others."""
+    real = load_model(smollm2_path)
+    prompt = ids(real, 70, 0)
+    for params in (greedy(8, logprobs=2), SamplingParams(temperature=0.8, max_tokens=8, seed=5, logprobs=2)):
+        lone = run(make_core(real), {"x": (prompt, params)})["x"]
+        core = make_core(real, token_budget=7, max_requests=1)
+        assert run(core, {"x": (prompt, params)})["x"] == lone
+        assert run(core, {"x": (prompt, params)})["x"] == lone  # cached now
+        crowd = {f"o{i}": (ids(real, 1 + 3 * i, i + 1), greedy(4)) for i in range(31)}
+        assert run(make_core(real, kv_memory_bytes=2**28), crowd | {"x": (prompt, params)})["x"] == lone
+
+
+def _watch(core: EngineCore) -> list[events.Event]:
+    """Everything the core emits from now on."""
+    seen: list[events.Event] = []
+    buffer = core._events
+
+    class Tee(EventBuffer):
+        def __call__(self, event: events.Event) -> None:
+            seen.append(event)
+            buffer(event)
+
+        def take(self) -> list[events.Event]:
+            return buffer.take()
+
+    core._events = Tee()
+    core.scheduler._emit = core._events
+    return seen

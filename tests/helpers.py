@@ -1,0 +1,136 @@
+"""Shared pieces of tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill.config import EngineConfig, EngineOptions, Machine, resolve
+from tidemill.engine.core import EngineCore
+from tidemill.models.base import CausalLM
+from tidemill.models.registry import model_class
+from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.wire import Delta, Submit
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_llama(path: Path | None = None, seed: int = 0, **config: Any):
+    """A random Llama by Transformers, saved as safetensors if a path is given. Weights large enough to give varied logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2,
+    } | config  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).eval().float()
+    for name, weight in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            weight.data.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    if path is not None:
+        model.save_pretrained(path)
+    return model
+
+
+def byte_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer of 256 bytes and a few special tokens, with a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i + 2 for i, char in enumerate(alphabet)} | {"<s>": 0, "</s>": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "</s>", "bos_token": "<s>", "chat_template": CHAT_TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def load_model(path: Path) -> CausalLM:
+    checkpoint = open_checkpoint(path)
+    cls = model_class(checkpoint)
+    return cls.load(checkpoint, cls.read_config(checkpoint), "float32")
+
+
+def engine_config(model: CausalLM, **options: Any) -> EngineConfig:
+    options = {"kv_memory_bytes": 64 * 2**20, "threads": 2} | options
+    machine = Machine(num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
+    return resolve(EngineOptions(**options), model.config, machine)
+
+
+def make_core(model: CausalLM, **options: Any) -> EngineCore:
+    return EngineCore(model, engine_config(model, **options))
+
+
+class Answer:
+    """Everything the engine said about one sample."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.prompt_logprobs: Any = None
+        self.finish_reason: str | None = None
+        self.last: Delta | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Bit for bit: logprobs are compared as floats, not approximately."""
+        return isinstance(other, Answer) and vars(self) | {"last": None} == vars(other) | {"last": None}
+
+    def __repr__(self) -> str:
+        return f"Answer({self.tokens}, {self.finish_reason}, {[entry.logprob for entry in self.logprobs]})"
+
+
+def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]], eos: tuple[int, ...] = ()) -> dict[str, Answer]:
+    """Submit everything at once and step until it is done. Samples beyond the first are named id:index."""
+    answers: dict[str, Answer] = {}
+    for name, (prompt, params) in requests.items():
+        core.submit(Submit(name, prompt, params, list(eos)))
+        for index in range(params.n):
+            answers[name if index == 0 else f"{name}:{index}"] = Answer()
+    while core.has_work:
+        take(core, answers)
+    core.scheduler.check_integrity()
+    return answers
+
+
+def take(core: EngineCore, answers: dict[str, Answer]) -> None:
+    output, failed = core.step()
+    assert not failed
+    for delta in output.deltas:
+        answer = answers[delta.request_id if delta.index == 0 else f"{delta.request_id}:{delta.index}"]
+        answer.tokens += delta.token_ids
+        answer.logprobs += delta.logprobs or []
+        answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
+        answer.finish_reason = delta.finish_reason
+        answer.last = delta
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)
+
+
+@torch.inference_mode()
+def reference_agrees(reference: Any, prompt: list[int], output: list[int], near_tie: float = 1e-4) -> tuple[int, int]:
+    """Teacher-forced: each output token must be the reference's best after the same tokens, unless its two best are a near-tie.
+    Returns how many agreed and how many were excused; by induction the sequences are equal up to the first excuse."""
+    logits = reference(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :].float()
+    agreed = excused = 0
+    for token, row in zip(output, logits, strict=True):
+        best = row.topk(2).values
+        if int(row.argmax()) == token:
+            agreed += 1
+        else:
+            assert best[0] - best[1] < near_tie, f"token {token} at {agreed + excused}, reference {int(row.argmax())}"
+            assert best[0] - row[token] < near_tie
+            excused += 1
+    return agreed, excused

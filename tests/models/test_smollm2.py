@@ -1,0 +1,49 @@
+"""The default model, end to end, against Transformers in float32."""
+
+import torch
+
+from tests.helpers import greedy, load_model, make_core, reference_agrees, run
+from tests.models.test_llama import prompt_logits
+from tidemill.frontend.tokenizer import Tokenizer
+
+TOPICS = [
+    "tide mills", "the French Revolution", "how bread rises", "prime numbers", "a lost dog", "rain in the desert", "the moon",
+    "computers", "why the sky is blue", "a friendly dragon", "gravity", "a recipe for soup", "chess", "old maps", "honey bees",
+    "the Roman army", "a letter home", "volcanoes", "the alphabet", "trees in winter", "glass", "the number seven", "jazz",
+    "a train journey", "salt",
+]  # fmt: skip
+TEXTS = [f"Write about {topic}." for topic in TOPICS] + [
+    f"{start} {topic}" for start, topic in zip(["The history of", "Once upon a time there was", "def", "Q: What is", "1. "] * 5, TOPICS, strict=True)
+]
+
+
+def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_reference):
+    reference, _ = smollm2_reference
+    tokenizer = Tokenizer.load(smollm2_path)
+    asked = {
+        text: tokenizer.encode_chat([{"role": "user", "content": text}]) if i % 2 else tokenizer.encode(text)
+        for i, text in enumerate(TEXTS)
+    }
+    assert len(asked) == 50
+    model = load_model(smollm2_path)
+    answers = run(make_core(model, kv_memory_bytes=2**30), {text: (ids, greedy(64)) for text, ids in asked.items()})
+    agreed = excused = 0
+    for text, ids in asked.items():
+        assert len(answers[text].tokens) == 64
+        a, e = reference_agrees(reference, ids, answers[text].tokens)
+        agreed, excused = agreed + a, excused + e
+    assert agreed + excused == 50 * 64
+    assert excused <= 16, f"{excused} near-ties are too many to be near-ties"
+    with torch.inference_mode():
+        for text in TEXTS[:3]:
+            expected = reference(torch.tensor([asked[text]])).logits[0]
+            assert (prompt_logits(model, asked[text], kv_memory_bytes=2**28) - expected).abs().max() < 1e-3
+
+
+def test_safetensors_and_gguf_give_the_same_bits(smollm2_path, smollm2_reference):
+    """Two readers, one model: the folder that Transformers wrote against the file it read."""
+    _, folder = smollm2_reference
+    ids = list(range(1000, 1040))
+    one = prompt_logits(load_model(smollm2_path), ids, kv_memory_bytes=2**28)
+    other = prompt_logits(load_model(folder), ids, kv_memory_bytes=2**28)
+    assert torch.equal(one, other)

@@ -1,17 +1,17 @@
 """Tidemill: an LLM inference and serving engine.
 
-    from tidemill import LLM, SamplingParams
-    LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
+from tidemill import LLM, SamplingParams
+LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 """
 
 from typing import TYPE_CHECKING, Any
 
 from tidemill.sampling import SamplingParams
+from tidemill.version import __version__
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 

@@ -68,9 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _integer(self, "max_tokens", 1, 2**31 - 1)
         _integer(self, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens"
-            )
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _integer(self, field, 0, MAX_LOGPROBS)
@@ -79,13 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
-            raise InvalidRequest(
-                f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop"
-            )
+            raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
-            raise InvalidRequest(
-                "stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids"
-            )
+            raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -116,9 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
             for token in ids:
                 if token >= vocab_size:
-                    raise InvalidRequest(
-                        f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field
-                    )
+                    raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
 
 
 def sample_seed(seed: int, index: int) -> int:

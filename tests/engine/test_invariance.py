@@ -104,7 +104,7 @@ def test_after_preemption(model, alone, kind, caching):
         take(core, answers)
         num_steps += 1
         request = next((r for r in core.scheduler.running if r.request_id == "x"), None)
-        if request and (num_steps == 1 or request.num_output in (5, 11) and request.epoch < 3):
+        if request and (num_steps == 1 or (request.num_output in (5, 11) and request.epoch < 3)):
             core.scheduler._preempt(request, "test")
             num_preempted += 1
     assert num_preempted >= 3

@@ -7,13 +7,24 @@ from tests.helpers import engine_config, greedy, load_model, make_core, make_lla
 from tidemill.runner.model_runner import ModelRunner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SHAPES = {
     "gqa 9/3 tied": {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3},
     "gqa 4/1 untied": {"num_key_value_heads": 1, "tie_word_embeddings": False},
     "mha": {"num_key_value_heads": 4},
-    "mha untied, odd sizes": {"num_key_value_heads": 4, "vocab_size": 251, "intermediate_size": 133, "tie_word_embeddings": False},
+    "mha untied, odd sizes": {
+        "num_key_value_heads": 4,
+        "vocab_size": 251,
+        "intermediate_size": 133,
+        "tie_word_embeddings": False,
+    },
     "head_dim apart from hidden size": {"head_dim": 24},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "rope linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -84,9 +95,16 @@ def test_mistral_is_served_within_its_window(tmp_path):
     torch.manual_seed(0)
     reference = MistralForCausalLM(
         MistralConfig(
-            vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, sliding_window=128, initializer_range=0.2,
-        )  # fmt: skip
+            vocab_size=200,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            sliding_window=128,
+            initializer_range=0.2,
+        )
     ).eval()
     reference.save_pretrained(tmp_path)
     model = load_model(tmp_path)

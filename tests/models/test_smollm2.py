@@ -13,7 +13,8 @@ TOPICS = [
     "a train journey", "salt",
 ]  # fmt: skip
 TEXTS = [f"Write about {topic}." for topic in TOPICS] + [
-    f"{start} {topic}" for start, topic in zip(["The history of", "Once upon a time there was", "def", "Q: What is", "1. "] * 5, TOPICS, strict=True)
+    f"{start} {topic}"
+    for start, topic in zip(["The history of", "Once upon a time there was", "def", "Q: What is", "1. "] * 5, TOPICS, strict=True)
 ]
 
 

@@ -49,9 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt, max_tokens, n, priority, salt):
         if len(self.live) < 12:
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1)
-            for request in self.scheduler.add(
-                "r", prompt, params, priority=priority, salt=salt, eos_token_ids=frozenset({EOS})
-            ):
+            for request in self.scheduler.add("r", prompt, params, priority=priority, salt=salt, eos_token_ids=frozenset({EOS})):
                 self.live[request.seq] = request
 
     @rule(which=st.integers(0, 11))

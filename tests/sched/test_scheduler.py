@@ -149,7 +149,7 @@ def test_an_urgent_request_takes_the_place_of_a_lower_one():
     step(scheduler)
     add(scheduler, "urgent", 4, max_tokens=1, priority=0)
     add(scheduler, "equal", 4, max_tokens=1, priority=5)
-    plan, done = step(scheduler)
+    _plan, done = step(scheduler)
     assert [p.request.request_id for p in done] == ["urgent"]
     assert [e.request_id for e in buffer.take() if isinstance(e, events.Preempted)] == ["low"]
     assert scheduler.waiting[0].request_id == "low"  # back in its old place, before its equal

@@ -75,7 +75,7 @@ def chat(
             console.print(f"{error} /reset starts over.", style="red", markup=False)
             continue
         messages.append({"role": "assistant", "content": answer})
-        console.print(summary(llm), style="dim")
+        console.print(summary(llm), style="dim", soft_wrap=True)
 
 
 def _answer(llm: Any, prompt_ids: list[int], params: SamplingParams) -> str:

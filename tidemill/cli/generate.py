@@ -47,7 +47,7 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     print(flush=True)
-    console.print(summary(llm), style="dim")
+    console.print(summary(llm), style="dim", soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
 

@@ -7,9 +7,9 @@ import sys
 import typer
 from rich.console import Console
 
-from tidemill import __version__
 from tidemill.cli import chat, generate, memory, models, serve
 from tidemill.errors import TidemillError
+from tidemill.version import __version__
 
 app = typer.Typer(
     name="tidemill",
@@ -36,7 +36,9 @@ app.command()(memory.memory)
 
 def main() -> None:
     try:
-        app()
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except TidemillError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.print(f"[bold red]error:[/] {error.message}", markup=True)

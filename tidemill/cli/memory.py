@@ -41,7 +41,11 @@ def memory(
     have = parse_bytes(available) if available else Machine.detect().available_bytes
     room = have - weights - activations
     table = Table("part", "bytes", "how", title=f"{model}: {requests} × {tokens:,} tokens in {dtype}", title_justify="left")
-    table.add_row("weights", fmt_bytes(weights), f"{config.num_parameters:,} parameters" + (", tied table twice" if config.tie_embeddings else ""))
+    table.add_row(
+        "weights",
+        fmt_bytes(weights),
+        f"{config.num_parameters:,} parameters" + (", tied table twice" if config.tie_embeddings else ""),
+    )
     table.add_row(
         "KV cache",
         fmt_bytes(kv),

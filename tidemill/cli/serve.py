@@ -106,7 +106,9 @@ def budget_table(name: str, ready: Ready) -> Table:
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])
     table.add_row("requests", f"{config.max_requests} at once", why["max_requests"])
     table.add_row(
-        "at full context", f"{config.full_context_requests:.1f} requests", f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}"
+        "at full context",
+        f"{config.full_context_requests:.1f} requests",
+        f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}",
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")

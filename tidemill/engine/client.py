@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -74,8 +75,8 @@ class EngineClient:
             sys.executable, "-m", "tidemill.engine.process", endpoint,
             stdin=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        await self._send(Start(options))
         died = asyncio.create_task(self._process.wait())
+        starting = asyncio.ensure_future(self._socket.send(encode(Start(options))))  # waits until the process connects
         try:
             while True:
                 receiving = asyncio.ensure_future(self._socket.recv())
@@ -92,24 +93,23 @@ class EngineClient:
                     self.ready = message
                     break
         except BaseException:
-            died.cancel()
             await self.close()
             raise
-        died.cancel()
+        finally:
+            died.cancel()
+            starting.cancel()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
         return self.ready
 
     async def submit(self, request: Submit) -> AsyncIterator[Delta]:
         """Deltas of all samples, until each has finished."""
-        if self._dead:
-            raise self._dead
         if request.request_id in self._streams:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         queue: asyncio.Queue[Delta | TidemillError] = asyncio.Queue()
         self._streams[request.request_id] = queue
         num_left = request.params.n
         try:
-            await self._send(request)
+            self._send(request)
             while num_left:
                 item = await queue.get()
                 if isinstance(item, TidemillError):
@@ -119,13 +119,13 @@ class EngineClient:
                 yield item
         finally:
             self._streams.pop(request.request_id, None)
-            if num_left and not self._dead:
-                await self._send(Abort(request.request_id, "client left"))
+            if num_left:
+                self.abort(request.request_id, "client left")
 
-    async def abort(self, request_id: str, reason: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, reason: str, index: int | None = None) -> None:
         """End one sample, or all; the stream sees nothing more of it."""
-        if not self._dead:
-            await self._send(Abort(request_id, reason, index))
+        with contextlib.suppress(EngineDead):
+            self._send(Abort(request_id, reason, index))
 
     async def close(self) -> None:
         """End the process and remove the socket. Safe to call twice."""
@@ -134,8 +134,8 @@ class EngineClient:
         self._tasks.clear()
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
-            with contextlib.suppress(Exception):
-                await self._send(Shutdown())
+            with contextlib.suppress(EngineDead):
+                self._send(Shutdown())
             if process.stdin:
                 process.stdin.close()
             try:
@@ -159,9 +159,13 @@ class EngineClient:
     def process_id(self) -> int | None:
         return self._process.pid if self._process else None
 
-    async def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        await self._socket.send(encode(message))
+    def _send(self, message: ToEngine) -> None:
+        """Never waits: the queue has no limit of its own, and without a peer there is nobody to wait for."""
+        if self._dead or self._socket is None:
+            raise self._dead or EngineDead("The engine is not running.")
+        sent: Any = self._socket.send(encode(message), flags=zmq.NOBLOCK)  # done by the time it returns
+        if sent.exception() is not None:
+            raise EngineDead("The engine process does not listen.", fix="Restart the server.")
 
     async def _read(self) -> None:
         assert self._socket is not None

@@ -106,7 +106,7 @@ class EngineCore:
             raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
         if len(prompt_ids) >= context:
             raise ContextTooLong(
-                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, and at least one is needed for the answer.",
+                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the answer.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )

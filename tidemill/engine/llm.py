@@ -131,13 +131,15 @@ class LLM:
 
     def _run(
         self,
-        texts: list[str | None],
+        texts: Sequence[str | None],
         encoded: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
         priority: int,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(encoded) if params is None or isinstance(params, SamplingParams) else list(params)
+        each = (
+            [params or SamplingParams()] * len(encoded) if params is None or isinstance(params, SamplingParams) else list(params)
+        )
         if len(each) != len(encoded):
             raise InvalidRequest(f"{len(encoded)} prompts and {len(each)} sets of sampling parameters.", param="params")
         self.events = []

@@ -22,7 +22,7 @@ _PROGRESS_EVERY_S = 0.1
 
 class EngineProcess:
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(endpoint)
@@ -58,7 +58,7 @@ class EngineProcess:
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
             self._running = False  # the parent is gone
             return
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
                 try:

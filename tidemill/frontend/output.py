@@ -60,7 +60,9 @@ class TextStream:
         self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens)
         self._finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
-        self._enders = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids))
+        self._enders = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids)
+        )
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:

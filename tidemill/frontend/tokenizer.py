@@ -56,7 +56,7 @@ class Tokenizer:
             )
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
         if add_special and self._add_bos and self.bos_token_id is not None:
             ids = [self.bos_token_id, *ids]
@@ -74,9 +74,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt that a conversation becomes."""
         if self.chat_template is None:
-            raise InvalidRequest(
-                "This model has no chat template.", fix="Use completions with a plain prompt.", param="messages"
-            )
+            raise InvalidRequest("This model has no chat template.", fix="Use completions with a plain prompt.", param="messages")
         return self.chat_template.render(
             messages, bos_token=self._bos_text, eos_token=self._eos_text, add_generation_prompt=add_generation_prompt
         )
@@ -144,7 +142,9 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
             else:
                 table[token_id] = token.replace("▁", " ").encode() if token_id not in added else token.encode()
     else:
-        raise CheckpointError(f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level and SentencePiece are.")
+        raise CheckpointError(
+            f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level and SentencePiece are."
+        )
     return table, special
 
 
@@ -183,7 +183,11 @@ def _from_folder(path: Path) -> Tokenizer:
     first = backend.encode("", add_special_tokens=True).ids
     bos = first[0] if first and first[0] not in eos else _token_id(backend, settings.get("bos_token"))
     return Tokenizer(
-        backend, eos_token_ids=eos, bos_token_id=bos, add_bos=bool(first) and first[0] == bos, chat_template=_folder_template(path, settings)
+        backend,
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        add_bos=bool(first) and first[0] == bos,
+        chat_template=_folder_template(path, settings),
     )
 
 

@@ -148,7 +148,6 @@ def _make_groups(
 def paged_attention(
     q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q_TND.shape
     out = torch.empty_like(q_TND)
     for group in plan.groups:
         result = _attend(q_TND, k_GPSD, v_GPSD, group, scale)
@@ -159,9 +158,7 @@ def paged_attention(
     return out
 
 
-def _attend(
-    q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, group: _Tiles, scale: float
-) -> torch.Tensor:
+def _attend(q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, group: _Tiles, scale: float) -> torch.Tensor:
     """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
     num_kv_heads, num_pages, page_size, dim = k_GPSD.shape
     n, tile_len = group.num_tiles, group.tile_len
@@ -195,7 +192,8 @@ def _attend(
         total[:batch].mul_(shrink).add_(scores.sum(-1, keepdim=True))
         acc[:batch].mul_(shrink).baddbmm_(scores, v)
         top[:batch] = new_top
-    assert acc is not None and total is not None
+    assert acc is not None
+    assert total is not None
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)

@@ -24,7 +24,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def exponential_noise(seeds_S: torch.Tensor, positions_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp(1) noise [S, V]. argmax(probability / noise) is a draw from the probabilities (the Gumbel-max trick without logarithms)."""
+    """Exp(1) noise [S, V]. argmax(probability / noise) is a draw: the Gumbel-max trick without logarithms."""
     keys = _mix(seeds_S ^ _mix(positions_S + 1))
     tokens = (torch.arange(vocab_size, device=seeds_S.device) + 1) * _GOLDEN
     bits = _shift(_mix(keys.unsqueeze(1) + tokens), 1)

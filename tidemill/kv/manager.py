@@ -1,8 +1,8 @@
 """KVManager: which pages a sequence owns, which it shares, and which of its tokens are already there.
 
-    tokens   0 ........ 15 | 16 ....... 31 | 32 ...... 40
-    table      page 7      |   page 2      |   page 9
-               shared, in the prefix index      private, partly filled
+tokens   0 ........ 15 | 16 ....... 31 | 32 ...... 40
+table      page 7      |   page 2      |   page 9
+           shared, in the prefix index      private, partly filled
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KVManager:
         return seq in self._tables
 
     def find_prefix(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
-        """Pages that already hold the longest findable prefix, at most all but the last token: one must be computed to get logits."""
+        """Pages that already hold the longest findable prefix, but never the last token: one must be computed to get logits."""
         return self._find(token_ids, salt)[0]
 
     # ---- taking and giving back

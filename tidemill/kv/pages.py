@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 NULL_PAGE = 0  # never owned, never written; fills the unused tail of page tables
@@ -25,7 +26,7 @@ class PagePool:
         order = [num_pages, *range(1, num_pages), num_pages]
         self._next = [0] * (num_pages + 1)
         self._prev = [0] * (num_pages + 1)
-        for before, after in zip(order, order[1:], strict=False):
+        for before, after in itertools.pairwise(order):
             self._next[before] = after
             self._prev[after] = before
 
@@ -49,7 +50,8 @@ class PagePool:
 
     def drop(self, page: int) -> bool:
         """One owner less. True if that was the last: the page is then the most recently used free one."""
-        assert self._refs[page] > 0 and page != NULL_PAGE
+        assert self._refs[page] > 0
+        assert page != NULL_PAGE
         self._refs[page] -= 1
         if self._refs[page]:
             return False

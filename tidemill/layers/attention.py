@@ -26,7 +26,9 @@ class StepContext:
 class Attention(nn.Module):
     """Projection, rotation, write to the cache, attention, projection."""
 
-    def __init__(self, layer: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, dtype: str) -> None:
+    def __init__(
+        self, layer: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, dtype: str
+    ) -> None:
         super().__init__()
         self.layer, self.num_heads, self.num_kv_heads, self.head_dim = layer, num_heads, num_kv_heads, head_dim
         outs = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}

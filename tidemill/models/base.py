@@ -32,6 +32,8 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.names = self.NAMES  # a model may add to them, depending on its configuration
+        self.ignored = self.IGNORED
 
     @classmethod
     @abstractmethod
@@ -54,7 +56,7 @@ class CausalLM(nn.Module, ABC):
         with torch.device("meta"):
             model = cls(config, dtype)  # type: ignore[call-arg]
         targets = model._targets(checkpoint.format)
-        ignored = [re.compile(pattern) for pattern in cls.IGNORED]
+        ignored = [re.compile(pattern) for pattern in model.ignored]
         done, total = 0, checkpoint.num_bytes
         with torch.inference_mode():
             for tensor in checkpoint.tensors():
@@ -72,16 +74,16 @@ class CausalLM(nn.Module, ABC):
                 if progress:
                     progress(tensor.name, done, total)
         stored_as = {place: name for name, places in targets.items() for place in places}
-        for layer in model.modules():
-            if isinstance(layer, Layer) and layer.missing:
-                name = stored_as.get((layer, min(layer.missing)), min(layer.missing))
+        for module in model.modules():
+            if isinstance(module, Layer) and module.missing:
+                name = stored_as.get((module, min(module.missing)), min(module.missing))
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         return model.eval()
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
         """Stored name to the layers and parts it fills. A tied table fills two."""
         targets: dict[str, list[tuple[Layer, str]]] = {}
-        for path, part, hf_name, gguf_name in self.NAMES:
+        for path, part, hf_name, gguf_name in self.names:
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue

@@ -28,6 +28,11 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
 
+    def forward(self, delta_TH: torch.Tensor, residual_TH: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
+        delta_TH = self.attn(self.attn_norm.add(delta_TH, residual_TH), step)
+        return self.mlp(self.mlp_norm.add(delta_TH, residual_TH))
+
 
 class Llama(CausalLM):
     NAMES: ClassVar = [
@@ -44,7 +49,6 @@ class Llama(CausalLM):
         ("norm", "weight", "model.norm", "output_norm"),
         ("rope", "factors", "", "rope_freqs"),
     ]
-    HEAD_NAMES = ("lm_head", "output")
     IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
@@ -55,26 +59,24 @@ class Llama(CausalLM):
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
         self.head = Linear(config.hidden_size, {"head": config.vocab_size}, dtype=dtype)
         # A tied head is filled from the embedding's tensor; a stored copy of it, if any, is not read.
-        tied = config.tie_embeddings
-        head = ("model.embed_tokens", "token_embd") if tied else self.HEAD_NAMES
-        self.NAMES = [*self.NAMES, ("head", "head", *head)]  # type: ignore[misc]
-        if tied:
-            self.IGNORED = (*self.IGNORED, r"lm_head\.weight")  # type: ignore[misc]
+        if config.tie_embeddings:
+            self.names = [*self.NAMES, ("head", "head", "model.embed_tokens", "token_embd")]
+            self.ignored = (*self.IGNORED, r"lm_head\.weight")
+        else:
+            self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
 
     def forward(self, ids_T: torch.Tensor, step: StepContext) -> torch.Tensor:
         residual = self.embed(ids_T)
-        x = self.blocks[0].attn_norm(residual)
-        for i, block in enumerate(self.blocks):
-            x = block.mlp_norm.add(block.attn(x, step), residual)
-            next_norm = self.blocks[i + 1].attn_norm if i + 1 < len(self.blocks) else self.norm
-            x = next_norm.add(block.mlp(x), residual)
-        return x
+        delta = torch.zeros_like(residual)
+        for block in self.blocks:
+            delta = block(delta, residual, step)
+        return self.norm.add(delta, residual)
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         return self.head(hidden_TH)
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
-        """GGUF stores the rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
+        """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
         if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
             return None
         num_heads = self.config.num_heads if part[0] == "q" else self.config.num_kv_heads

@@ -21,9 +21,7 @@ class Batch:
     last_token: np.ndarray  # number in the step of each item's last token
 
 
-def gather_batch(
-    items: list[StepItem], state: RowState, num_pages: int, num_kv_heads: int, num_repeats: int
-) -> Batch:
+def gather_batch(items: list[StepItem], state: RowState, num_pages: int, num_kv_heads: int, num_repeats: int) -> Batch:
     rows = np.array([item.row for item in items])
     starts = np.array([item.start for item in items])
     counts = np.array([item.count for item in items])

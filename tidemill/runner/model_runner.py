@@ -35,9 +35,7 @@ class ModelRunner:
         shape = model.config
         self._num_pages = config.num_pages + 1  # and the null page
         self._num_repeats = shape.num_heads // shape.num_kv_heads
-        self.cache = new_cache(
-            shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim
-        )
+        self.cache = new_cache(shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim)
         self._num_slots = self._num_pages * config.page_size
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
         self.sampler = Sampler(shape.vocab_size, self.state)

@@ -83,9 +83,7 @@ def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch
         logits_V[ids] -= counts.to(torch.float32) * p.frequency_penalty + p.presence_penalty
 
 
-def draw(
-    logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
-) -> torch.Tensor:
+def draw(logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> torch.Tensor:
     """One token per row from the restricted distribution."""
     temperatures = torch.tensor([p.temperature for p in params])
     logits_SV = logits_SV / temperatures.unsqueeze(1)

@@ -46,7 +46,9 @@ class StepPlan:
     items: list[StepItem] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
     page_updates: list[RowPages] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): all read, then all written, then the step
+    page_copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (source, target): all read, then all written, then the step
 
     @property
     def num_tokens(self) -> int:

@@ -18,9 +18,9 @@ class Status(Enum):
 class Request:
     """There is no prefill phase and no decode phase: a step computes some of the tokens that are not computed yet.
 
-        tokens         |----- prompt -----|-- output --|. in flight .|
-        num_computed   |=============>                                     (advanced when a step is planned)
-        num_known      |------------------------------>              >     (in-flight tokens are on the device, not here yet)
+    tokens         |----- prompt -----|-- output --|. in flight .|
+    num_computed   |=============>                                     (advanced when a step is planned)
+    num_known      |------------------------------>              >     (in-flight tokens are on the device, not here yet)
     """
 
     request_id: str

@@ -190,7 +190,7 @@ class Scheduler:
         assert all(item.seq in self._requests and self._requests[item.seq].row == item.row for item in plan.items)
 
     def _make_writable(self, request: Request, plan: StepPlan, count: int) -> bool:
-        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: it preempted itself."""
+        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself."""
         end = request.num_computed + count
         while True:
             num_before = len(self.kv.table(request.seq))
@@ -217,18 +217,15 @@ class Scheduler:
     # ---- prompts: started ones first, then waiting ones while there is room
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
-        for request in self.running:
+        for started in self.running:
             if state.num_left <= 0:
                 return
-            if request.num_needed > 1:
-                count = self.policy.chunk(request.num_needed, state)
+            if started.num_needed > 1:
+                count = self.policy.chunk(started.num_needed, state)
                 if count == 0:
                     return
-                self._schedule(request, count, plan, state)
-        while self.waiting:
-            request = self._next_waiting()
-            if request is None:
-                return
+                self._schedule(started, count, plan, state)
+        while (request := self._next_waiting()) is not None:
             obstacle = self._obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
@@ -262,7 +259,7 @@ class Scheduler:
         return ""
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
-        """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for their growth."""
+        """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
         if forked:
@@ -290,9 +287,7 @@ class Scheduler:
         if request.started_s is None:
             request.started_s = now
         self._emit(
-            events.Admitted(
-                now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason
-            )
+            events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
         )
         if forked:
             self._plan_copies(request, copies or [], plan)
@@ -315,9 +310,7 @@ class Scheduler:
 
     def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
         samples = count == request.num_needed
-        plan.items.append(
-            StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch)
-        )
+        plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch))
         if request.num_needed > 1:
             state.num_prefill_tokens += count
         state.num_left -= count

@@ -7,9 +7,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from tidemill import __version__
 from tidemill.server import errors, openai
 from tidemill.server.service import Service
+from tidemill.version import __version__
 
 
 def create_app(service: Service) -> FastAPI:

@@ -124,10 +124,7 @@ async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delt
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     async for i, (delta, text) in _merge(
-        [
-            service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority)
-            for i, prompt in enumerate(job.prompts)
-        ]
+        [service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority) for i, prompt in enumerate(job.prompts)]
     ):
         job.usage.num_output += text.num_tokens
         if delta.index == 0 and text.finish_reason:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
+
+TokenId = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]  # what travels; whether the model has it is the engine's to say
 
 
 class StreamOptions(BaseModel):
@@ -38,7 +40,7 @@ class SamplingRequest(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -69,7 +71,7 @@ def _token_id(text: str) -> int:
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Literal[False] | None = None

@@ -65,7 +65,7 @@ class Service:
                 if text.finish_reason:
                     ended.add(delta.index)
                     if not delta.finish_reason:
-                        await self.client.abort(request_id, "stop string", delta.index)
+                        self.client.abort(request_id, "stop string", delta.index)
                 yield delta, text
                 if len(ended) == params.n:
                     return

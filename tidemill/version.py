@@ -1,0 +1,3 @@
+"""The version, by itself so that anybody may import it."""
+
+__version__ = "0.1.0"

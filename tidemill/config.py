@@ -45,7 +45,8 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    attention_out_bias: bool = False
     mlp_bias: bool = False
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
@@ -108,6 +109,7 @@ class EngineOptions:
     page_size: int = 16
     max_context: int | None = None
     max_requests: int | None = None
+    max_waiting: int = 4096
     token_budget: int | None = None
     kv_memory_bytes: int | None = None
     policy: str = "continuous"
@@ -124,6 +126,7 @@ class EngineConfig:
     num_pages: int  # that can hold tokens; the null page comes on top
     max_context: int
     max_requests: int
+    max_waiting: int
     token_budget: int
     policy: str
     prefix_caching: bool
@@ -230,6 +233,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         num_pages=num_pages,
         max_context=context,
         max_requests=max_requests,
+        max_waiting=options.max_waiting,
         token_budget=token_budget,
         policy=options.policy,
         prefix_caching=options.prefix_caching,
@@ -263,6 +267,8 @@ def _at_least(name: str, value: int, low: int) -> None:
 
 def _physical_cores() -> int:
     """Distinct physical cores among the CPUs this process may run on."""
+    if not hasattr(os, "sched_getaffinity"):  # not Linux
+        return os.cpu_count() or 1
     cpus = os.sched_getaffinity(0)
     cores = set()
     for cpu in cpus:
@@ -270,18 +276,28 @@ def _physical_cores() -> int:
             cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
         except OSError:
             cores.add(str(cpu))
-    return max(1, len(cores))
+    quota = _read_cgroup("cpu.max").split()
+    limit = int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0].isdigit() else len(cores)
+    return max(1, min(len(cores), int(limit)))
 
 
 def _memory() -> tuple[int, int]:
     """Total and available bytes, whichever is tighter: the machine or the control group."""
-    info = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M))
-    total, available = int(info["MemTotal"]) * 1024, int(info["MemAvailable"]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            total, available = min(total, int(limit)), min(available, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
+        info = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M))
+        total, available = int(info["MemTotal"]) * 1024, int(info["MemAvailable"]) * 1024
+    except (OSError, KeyError):  # not Linux
+        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
+    if limit.isdigit() and used.isdigit():
+        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)  # given back when asked for
+        free = int(limit) - int(used) + (int(cached[1]) if cached else 0)
+        total, available = min(total, int(limit)), min(available, max(0, free))
     return total, available
+
+
+def _read_cgroup(name: str) -> str:
+    try:
+        return Path("/sys/fs/cgroup", name).read_text().strip()
+    except OSError:
+        return ""

@@ -11,6 +11,7 @@ class TidemillError(Exception):
 
     kind = "internal_error"
     status = 500
+    code: str | None = None  # the name API clients know it by, where there is one
 
     def __init__(self, message: str, *, fix: str = "", param: str | None = None) -> None:
         super().__init__(f"{message} {fix}".strip())
@@ -28,6 +29,21 @@ class InvalidRequest(TidemillError):
 
 class ContextTooLong(InvalidRequest):
     """The prompt, or prompt plus output, does not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    """More bytes than a request may have."""
+
+    status = 413
+
+
+class QueueFull(TidemillError):
+    """More requests are waiting than may."""
+
+    kind = "rate_limit_error"
+    status = 429
 
 
 class ConfigError(TidemillError):
@@ -59,5 +75,15 @@ class EngineDead(TidemillError):
 
 ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
     cls.__name__: cls
-    for cls in (TidemillError, InvalidRequest, ContextTooLong, ConfigError, ModelNotFound, CheckpointError, EngineDead)
+    for cls in (
+        TidemillError,
+        InvalidRequest,
+        ContextTooLong,
+        RequestTooLarge,
+        QueueFull,
+        ConfigError,
+        ModelNotFound,
+        CheckpointError,
+        EngineDead,
+    )
 }

@@ -47,13 +47,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        stop: Any = self.stop
-        if isinstance(stop, str):
-            msgspec.structs.force_setattr(self, "stop", (stop,))
-        elif isinstance(stop, list):
-            msgspec.structs.force_setattr(self, "stop", tuple(stop))
-        if isinstance(self.stop_token_ids, list):
-            msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for field in ("stop", "stop_token_ids"):
+            value: Any = getattr(self, field)
+            if value is None or isinstance(value, str | list):
+                value = (value,) if isinstance(value, str) else tuple(value or ())
+                msgspec.structs.force_setattr(self, field, value)
+            if not isinstance(value, tuple):
+                raise InvalidRequest(f"{field} must be a list; got {value!r}.", param=field)
+        if self.logit_bias is None:
+            msgspec.structs.force_setattr(self, "logit_bias", {})
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers; got {self.logit_bias!r}.", param="logit_bias")
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidRequest(f"{field} must be true or false; got {getattr(self, field)!r}.", param=field)
         if self.top_k == -1:  # the other common spelling of "all"
             msgspec.structs.force_setattr(self, "top_k", 0)
         _integer(self, "n", 1, MAX_N)

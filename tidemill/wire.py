@@ -62,11 +62,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None  # one sample; None: all of them
 
 
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """A sample's text reached a stop string."""
+
+    request_id: str
+    index: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Submit | Abort | Shutdown
+ToEngine: TypeAlias = Start | Submit | Abort | Finish | Shutdown
 
 
 # ---- from the engine

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers import Answer, greedy, load_model, make_core, run, take
-from tidemill.errors import ContextTooLong, InvalidRequest
+from tidemill.errors import ContextTooLong, InvalidRequest, QueueFull
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Submit
 
@@ -93,6 +93,47 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
     core.runner.execute = real
     assert len(run(core, {"next": ([1, 2, 3], greedy(5))})["next"].tokens) == 5
     core.scheduler.check_integrity()
+
+
+def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
+    """The interrupted step had announced pages that it never computed."""
+    prompt = list(range(2, 60))
+    expected = run(core, {"a": (prompt, greedy(5))})["a"].tokens
+    core.scheduler.kv.clear_prefixes()
+    core.submit(Submit("b", prompt, greedy(5)))
+    real = core.runner.execute
+
+    def interrupted(plan):
+        raise KeyboardInterrupt
+
+    core.runner.execute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        core.step()
+    core.runner.execute = real
+    core.runner.cache.normal_()
+    assert run(core, {"c": (prompt, greedy(5))})["c"].tokens == expected
+
+
+def test_an_end_token_outside_the_vocabulary_harms_nobody(core):
+    answers = run(core, {"a": ([1, 2], greedy(3, min_tokens=2)), "b": ([1, 2], greedy(3))}, eos=(99999,))
+    assert all(len(answer.tokens) == 3 for answer in answers.values())
+
+
+def test_more_logprobs_than_words(core):
+    assert len(run(core, {"a": ([1], greedy(1, logprobs=20))})["a"].logprobs[0].top) == 20
+
+
+def test_the_queue_is_bounded(model):
+    core = make_core(model, max_waiting=3)
+    for i in range(3):
+        core.submit(Submit(f"r{i}", [1], greedy(2)))
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        core.submit(Submit("r3", [1], greedy(2)))
+    with pytest.raises(QueueFull):
+        core.submit(Submit("r4", [1], SamplingParams(n=4)))
+    while core.has_work:
+        core.step()
+    core.submit(Submit("r3", [1], greedy(2)))
 
 
 def test_timings_sum_to_the_whole(core):

@@ -4,6 +4,7 @@ import pytest
 
 from tidemill import LLM, SamplingParams
 from tidemill.errors import InvalidRequest
+from tidemill.events import Finished
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,8 @@ def test_stop_string_ends_one_sample(llm):
     output = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop))[0].outputs[0]
     assert output.text == free[: free.index(stop)]
     assert output.finish_reason == "stop"
+    assert output.timings.decode_s > 0
+    assert [event.reason for event in llm.events if isinstance(event, Finished)] == ["stop"]
     assert not llm._core.has_work
 
 

@@ -28,7 +28,7 @@ def test_round_trip(smollm2, text):
 
 
 def test_byte_level_facts(smollm2):
-    assert smollm2.eos_token_ids == (2,)
+    assert smollm2.eos_token_ids == (2, 0)  # the file's own, and <|endoftext|>
     assert smollm2.encode("<|im_end|>") == [2]
     assert smollm2.decode([2]) == ""
     digits = smollm2.encode("1234")
@@ -148,11 +148,18 @@ def test_sentencepiece_equals_the_algorithm():
 def test_bos_and_space_flags_of_the_file():
     def encode(text, **changes):
         built = build_tokenizer(sentencepiece_metadata(**changes), "test")
-        return Tokenizer(built.backend, eos_token_ids=[2], bos_token_id=built.bos_token_id, add_bos=built.add_bos).encode(text)
+        return Tokenizer(
+            built.backend,
+            eos_token_ids=built.eos_token_ids,
+            bos_token_id=built.bos_token_id,
+            add_bos=built.add_bos,
+            add_eos=built.add_eos,
+        ).encode(text)
 
     assert encode("ab")[0] == 1
     assert encode("ab", **{"tokenizer.ggml.add_bos_token": False})[0] != 1
     assert encode("ab", **{"tokenizer.ggml.add_space_prefix": False}) == [1, 263]
+    assert encode("ab", **{"tokenizer.ggml.add_eos_token": True})[-1] == 2
 
 
 @pytest.mark.parametrize(
@@ -190,6 +197,45 @@ def test_folder_tokenizer_with_template(tmp_path):
     assert tokenizer.render_chat([{"role": "user", "content": "hé"}]) == "<|user|>hé<|end|><|assistant|>"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     assert Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "x"}]) == "x!"
+
+
+def test_settings_of_a_training_run_do_not_cut_prompts(tmp_path):
+    byte_tokenizer(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert len(tokenizer.encode("x" * 30)) == 30
+
+
+def test_a_post_processor_is_respected(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    byte_tokenizer(tmp_path)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode("ab")
+    assert (ids[0], ids[-1], len(ids)) == (0, 1, 4)
+    assert len(tokenizer.encode("ab", add_special=False)) == 2
+
+
+def test_a_template_that_is_broken_leaves_completions(tmp_path):
+    byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("x")
+    with pytest.raises(InvalidRequest, match="cannot be compiled"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_what_published_templates_use():
+    from tidemill.frontend.chat import ChatTemplate
+
+    template = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{% if tools is not none %}T{% endif %}"
+    assert ChatTemplate(template).render([{"role": "user", "content": "x"}]) == "x"
 
 
 def test_no_template_says_so(tmp_path):

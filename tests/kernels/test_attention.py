@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.attention import attention_reference, block_bounds, paged_attention, plan_attention
+from tidemill.kernels.attention import attention_reference, block_bounds, decode_tile, paged_attention, plan_attention
 from tidemill.kernels.kv_cache import copy_pages, new_cache, slot_index, write_kv
 
 NUM_PAGES = 80
@@ -35,7 +35,7 @@ def paged(requests, heads, kv_heads, dim, page_size, seed=0, poison=1e30):
         queries.append(q)
         expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5))
     starts, counts = (np.array(values) for values in zip(*requests, strict=True))
-    plan = plan_attention(starts, counts, tables, page_size, num_pages, kv_heads, heads // kv_heads)
+    plan = plan_attention(starts, counts, tables, page_size, num_pages, heads, kv_heads, dim)
     result = paged_attention(torch.cat(queries), cache[0], cache[1], plan, dim**-0.5)
     return result, torch.cat(expected)
 
@@ -83,8 +83,20 @@ def _only(requests, row):
         queries.append(torch.randn(new, heads, dim))
         tables.append(table)
     start, count = (np.array([value]) for value in requests[row])
-    plan = plan_attention(start, count, tables[row], page_size, num_pages, kv_heads, heads // kv_heads)
+    plan = plan_attention(start, count, tables[row], page_size, num_pages, heads, kv_heads, dim)
     return paged_attention(queries[row], cache[0], cache[1], plan, dim**-0.5)
+
+
+def test_larger_tiles_for_decoding_give_the_same(monkeypatch):
+    """The fallback for machines whose small products round differently."""
+    from tidemill.kernels import attention
+
+    requests = [(300, 1), (0, 1), (90, 64)]
+    small, expected = paged(requests, 6, 2, 32, 16)
+    monkeypatch.setattr(attention, "decode_tile", lambda *_: attention.PREFILL_TILE)
+    large, _ = paged(requests, 6, 2, 32, 16)
+    assert torch.allclose(large, expected, atol=2e-5)
+    assert torch.equal(large, small) or decode_tile(3, 32, torch.get_num_threads()) != 1
 
 
 def test_blocks_depend_on_position_alone():
@@ -99,7 +111,7 @@ def test_blocks_depend_on_position_alone():
 def test_work_follows_live_tokens():
     """One long request does not make the short ones pay for its length."""
     starts, counts = np.array([4000] + [10] * 20), np.ones(21, np.int64)
-    plan = plan_attention(starts, counts, np.zeros((21, 512), np.int32), 16, 100, 2, 3)
+    plan = plan_attention(starts, counts, np.zeros((21, 512), np.int32), 16, 100, 6, 2, 64)
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
 

@@ -5,8 +5,16 @@ from tidemill.kv.manager import KVManager
 PROMPT = list(range(100, 140))  # 40 tokens: two full pages of 16 and 8 more
 
 
+def admit(kv: KVManager, seq: int, tokens: list[int], salt: str = "", **more) -> int | None:
+    return kv.admit(seq, len(tokens), kv.page_keys(tokens, salt), salt, **more)
+
+
+def find(kv: KVManager, tokens: list[int]) -> list[int]:
+    return kv.find(kv.page_keys(tokens))
+
+
 def admitted(kv: KVManager, seq: int, tokens: list[int], salt: str = "") -> int:
-    found = kv.admit(seq, tokens, salt)
+    found = admit(kv, seq, tokens, salt)
     assert found is not None
     kv.record(seq, tokens, len(tokens))
     kv.check_integrity()
@@ -44,20 +52,20 @@ def test_found_after_release_and_evicted_from_the_tail():
     kv = KVManager(4, 16)  # three pages
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
-    assert len(kv.find_prefix(PROMPT[:33])) == 2
-    kv.admit(2, [1, 2, 3])  # takes the empty page
-    kv.admit(3, [4, 5, 6])  # takes the second page of the prefix, not the first
-    assert len(kv.find_prefix(PROMPT[:33])) == 1
+    assert len(find(kv, PROMPT[:33])) == 2
+    admit(kv, 2, [1, 2, 3])  # takes the empty page
+    admit(kv, 3, [4, 5, 6])  # takes the second page of the prefix, not the first
+    assert len(find(kv, PROMPT[:33])) == 1
     assert kv.num_evicted == 1
     kv.check_integrity()
 
 
 def test_admission_that_does_not_fit_changes_nothing():
     kv = KVManager(4, 16)
-    assert kv.admit(1, PROMPT, reserve=1) is None
+    assert admit(kv, 1, PROMPT, reserve=1) is None
     assert not kv.holds(1)
     assert kv.num_free_pages == 3
-    assert kv.admit(1, PROMPT) == 0
+    assert admit(kv, 1, PROMPT) == 0
     assert kv.extend(1, 48) == []
     assert kv.extend(1, 49) is None
 
@@ -67,7 +75,7 @@ def test_revived_pages_count_as_taken():
     kv = KVManager(4, 16)
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
-    assert kv.admit(2, PROMPT[:17] + [5] * 32) is None  # one found but free, three new: four of three
+    assert admit(kv, 2, PROMPT[:17] + [5] * 32) is None  # one found but free, three new: four of three
 
 
 def test_fork_copies_on_write():
@@ -93,7 +101,7 @@ def test_a_findable_page_is_never_written_in_place():
     kv.release(1)
     findable = kv.table(2)[1]
     assert kv.copies_to_write(2, 31, 32) == [(1, findable)]
-    assert kv.find_prefix(PROMPT) == [kv.table(2)[0], findable]
+    assert find(kv, PROMPT) == [kv.table(2)[0], findable]
 
 
 def test_copy_without_a_free_page_changes_nothing():
@@ -107,7 +115,7 @@ def test_copy_without_a_free_page_changes_nothing():
 
 def test_integrity_notices_a_leak():
     kv = KVManager(10, 16)
-    kv.admit(1, PROMPT)
+    admit(kv, 1, PROMPT)
     kv._pool.take()
     with pytest.raises(AssertionError, match="leaked"):
         kv.check_integrity()
@@ -117,9 +125,9 @@ def test_clearing_forgets_but_keeps_living_sequences():
     kv = KVManager(20, 16)
     admitted(kv, 1, PROMPT)
     assert kv.clear_prefixes() == 2
-    assert kv.find_prefix(PROMPT) == []
+    assert find(kv, PROMPT) == []
     kv.record(1, PROMPT, 40)
-    assert len(kv.find_prefix(PROMPT)) == 2
+    assert len(find(kv, PROMPT)) == 2
     kv.check_integrity()
 
 
@@ -127,5 +135,5 @@ def test_clearing_forgets_but_keeps_living_sequences():
 def test_waste_is_under_one_page(page_size):
     kv = KVManager(200, page_size)
     for num_tokens in (1, 15, 16, 17, 33):
-        kv.admit(num_tokens, list(range(num_tokens)))
+        admit(kv, num_tokens, list(range(num_tokens)))
         assert 0 <= len(kv.table(num_tokens)) * page_size - num_tokens < page_size

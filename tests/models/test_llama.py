@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import engine_config, greedy, load_model, make_core, make_llama, reference_agrees, run
+from tidemill.runner.batch import gather_batch
 from tidemill.runner.model_runner import ModelRunner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
 
@@ -48,10 +49,7 @@ def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     plan = StepPlan(0, [StepItem(0, 0, 0, len(prompt), True, 0)], [row])
     runner.state.stage(plan)
     runner.state.apply()
-    from tidemill.runner.batch import gather_batch
-
-    shape = model.config
-    batch = gather_batch(plan.items, runner.state, runner._num_pages, shape.num_kv_heads, shape.num_heads // shape.num_kv_heads)
+    batch = gather_batch(plan.items, runner.state, runner._num_pages, model.config)
     return model.logits(runner.forward(batch))
 
 

@@ -84,6 +84,19 @@ def test_the_crossing_token_is_kept_even_for_the_smallest_p():
     assert (probs > 0).tolist() == [[True, False, False]]
 
 
+def test_top_p_beyond_the_likeliest_is_the_same_as_sorting_all():
+    """Flat distributions need more tokens than are looked at first."""
+    generator = torch.Generator().manual_seed(0)
+    probs = (torch.randn(3, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [5.0]])).softmax(-1)
+    expected = probs.clone()
+    ordered, order = expected.sort(dim=-1, descending=True)
+    ordered[ordered.cumsum(-1) - ordered >= 0.9] = 0.0
+    expected = torch.zeros_like(expected).scatter_(1, order, ordered)
+    restrict_top_p(probs, [0.9, 0.9, 0.9])
+    assert torch.equal(probs, expected)
+    assert (probs > 0).sum(-1)[0] > 512
+
+
 def test_top_k_keeps_ties():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     restrict_top_k(logits, [1])
@@ -184,7 +197,8 @@ NAN = float("nan")
         *[("seed", v) for v in (2**63, -(2**63) - 1, 1.0)],
         *[("stop", v) for v in ("", ["a", ""], [1], ["x"] * 17, ["y" * 2000])],
         *[("stop_token_ids", v) for v in ([-1], ["a"], [2**31])],
-        *[("logit_bias", v) for v in ({1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))],
+        *[("ignore_eos", v) for v in ("no", 1, None)],
+        *[("logit_bias", v) for v in ([1], {1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))],
     ],
 )
 def test_impossible_values_are_refused_by_name(field, value):
@@ -197,3 +211,4 @@ def test_common_spellings_are_accepted():
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
     assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()

@@ -2,9 +2,13 @@
 
 import glob
 import os
+import shutil
 import signal
 import stat
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -47,20 +51,72 @@ def test_signals_end_it_cleanly_even_in_the_middle_of_an_answer(tiny_folder, num
     assert not os.path.exists(os.path.dirname(socket_file))
 
 
-def test_interrupt_while_loading(tiny_folder):
+def engines() -> set[str]:
+    """Endpoints of all engine processes on this machine."""
+    found = set()
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        try:
+            words = Path(path).read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"tidemill.engine.process" in words:
+            found.add(words[-2].decode())
+    return found
+
+
+@pytest.mark.parametrize("delay_s", [0.3, 1.0, 1.6, 2.2])
+def test_interrupt_while_loading(tiny_folder, delay_s):
+    before, files = engines(), set(glob.glob("/tmp/tidemill-*"))
     server = Server(tiny_folder)
-    time.sleep(1.5)
-    engine = server.engine_pid() if server.process.poll() is None else None
-    assert server.stop() in (0, 130)  # 130: it was still importing
-    assert engine is None or gone(engine)
+    time.sleep(delay_s)
+    assert server.stop() in (0, 130, -signal.SIGINT)  # not 0 only while Python itself is still importing
+    end = time.monotonic() + 5
+    while engines() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not engines() - before
+    assert not set(glob.glob("/tmp/tidemill-*")) - files
+
+
+def test_a_model_without_tokenizer_leaves_nothing_behind(tiny_folder, tmp_path):
+    before = engines()
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    server = Server(tmp_path / "m")
+    assert server.process.wait(30) == 1
+    assert "tokenizer.json" in server.process.stdout.read()
+    end = time.monotonic() + 5
+    while engines() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not engines() - before
+
+
+def test_code_in_the_current_folder_is_not_run(tiny_folder, tmp_path):
+    """`cd downloaded-model && tidemill serve .` must not import what lies there."""
+    shutil.copytree(tiny_folder, tmp_path / "m")
+    for name in ("safetensors", "torch", "gguf", "pip"):
+        (tmp_path / "m" / f"{name}.py").write_text("raise SystemExit('foreign code ran')")
+    tidemill = Path(sys.executable).parent / "tidemill"
+    done = subprocess.run([tidemill, "generate", "x", "-m", ".", "-n", "1"], cwd=tmp_path / "m", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    server = subprocess.Popen([tidemill, "serve", ".", "--port", "0"], cwd=tmp_path / "m", stderr=subprocess.PIPE, text=True)
+    seen = ""
+    for line in server.stderr:
+        seen += line
+        if "serves" in line:
+            break
+    server.send_signal(signal.SIGINT)
+    assert server.wait(20) == 0, seen
+    assert "foreign code" not in seen
 
 
 def test_the_engine_does_not_outlive_a_killed_server(tiny_folder):
     server = Server(tiny_folder).wait()
+    before = sockets()
     engine = server.engine_pid()
     server.process.kill()
     server.process.wait()
     assert gone(engine)
+    assert len(sockets()) == len(before) - 1
 
 
 def test_a_dead_engine_is_told_not_hidden(tiny_folder):

@@ -133,6 +133,10 @@ BAD_COMPLETIONS = [
     ({"prompt": [2**70]}, "prompt", ""),
     ({"prompt": "x" * 600}, "prompt", "context holds 512"),
     ({"prompt": "x" * 5_000_000}, "prompt", "characters"),
+    ({"prompt": [1.5] * 300_000}, "prompt", "at most 256"),
+    ({"prompt": [[0.5]] * 300_000}, "prompt", ""),
+    ({"prompt": [1, "a"]}, "prompt", "list of token ids"),
+    ({"prompt": ["a"] * 20, "n": 100}, "n", "at most 256"),
     ({"prompt": {"a": 1}}, "prompt", ""),
     ({"prompt": None}, "prompt", ""),
     ({"prompt": ["a"] * 300}, "prompt", "300 prompts"),
@@ -184,9 +188,37 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
     ],
 )  # fmt: skip
 def test_bad_bodies(server, body):
-    reply = httpx.post(f"{server.url}/v1/completions", content=body, timeout=10)
+    reply = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=10)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"]
+
+
+def test_only_json_of_bounded_size_is_read(server):
+    plain = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
+    assert plain.status_code == 415
+    assert "application/json" in plain.json()["error"]["message"]
+    large = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 9_000_000})
+    assert large.status_code == 413
+
+
+def test_salts_keep_prefixes_apart(client):
+    def cached(salt: str) -> int:
+        body = {"cache_salt": salt}
+        reply = client.completions.create(model="tiny", prompt="salted " * 20, max_tokens=1, extra_body=body)
+        return reply.usage.prompt_tokens_details.cached_tokens
+
+    assert cached("a") == 0
+    assert cached("a") > 0
+    assert cached("b") == 0
+
+
+def test_error_codes_that_clients_look_for(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x" * 600)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="nope", prompt="x")
+    assert missing.value.code == "model_not_found"
 
 
 def test_bad_chats(server, client):

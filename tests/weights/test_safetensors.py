@@ -109,6 +109,26 @@ def test_unsupported_activation_and_scaling(folder):
     fails(folder, "longrope")
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rope_scaling": ["x"], "rope_parameters": None}, "rope_scaling"),
+        ({"rope_theta": "abc"}, "rope_theta"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": "8k"}},
+            "original_max_position",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "factor"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"quantization_config": "gptq"}, "gptq"),
+        ({"head_dim": "16"}, "head_dim"),
+    ],
+)
+def test_malformed_configurations_name_the_key(folder, changes, key):
+    edit_config(folder, **changes)
+    fails(folder, key)
+
+
 def test_quantized_folder_is_refused_by_name(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq"})
     fails(folder, "gptq")
@@ -129,6 +149,16 @@ def test_locate(folder, tmp_path, smollm2_path):
     empty.mkdir()
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         locate(str(empty))
+
+
+def test_an_interrupted_download_is_not_taken_for_a_model(tmp_path):
+    from tidemill.weights.locate import _is_complete
+
+    make_llama().save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert _is_complete(tmp_path)
+    sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+    assert not _is_complete(tmp_path)
 
 
 def test_a_hub_id_offline_says_what_to_do():

@@ -41,7 +41,8 @@ def main() -> None:
         sys.exit(130)
     except TidemillError as error:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold red]error:[/] {error.message}", markup=True)
+        console.print("error:", style="bold red", end=" ")
+        console.print(error.message, markup=False)
         if error.fix:
             console.print(error.fix, markup=False)
         sys.exit(1)

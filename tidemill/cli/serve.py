@@ -63,7 +63,7 @@ def serve(
         name = served_name or model
         console.print(budget_table(name, ready))
         shown = f"[{host}]" if ":" in host else host
-        console.print(f"Tidemill serves [bold]{name}[/] on http://{shown}:{port}   (Ctrl-C stops it)\n")
+        console.print(f"Tidemill serves {name} on http://{shown}:{port}   (Ctrl-C stops it)\n", style="bold", markup=False)
         console.print("Try, in another terminal:", style="dim")
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
         console.print(

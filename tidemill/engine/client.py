@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ from tidemill.events import Event
 from tidemill.wire import (
     Abort,
     Delta,
+    Finish,
+    FromEngine,
     Loading,
     Ready,
     Refused,
@@ -34,6 +37,7 @@ from tidemill.wire import (
 )
 
 _STOP_S = 5.0
+_log = logging.getLogger("tidemill.engine")
 
 
 class EngineClient:
@@ -46,12 +50,12 @@ class EngineClient:
         self._folder: str | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._dead: EngineDead | None = None
+        self._death = ""  # what became of the engine, if it is gone
         self.ready: Ready | None = None
 
     @property
     def alive(self) -> bool:
-        return self._dead is None and self.ready is not None
+        return not self._death and self.ready is not None
 
     @property
     def num_live(self) -> int:
@@ -71,35 +75,40 @@ class EngineClient:
             self._socket.bind(endpoint)
         finally:
             os.umask(umask)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tidemill.engine.process", endpoint,
-            stdin=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
-        died = asyncio.create_task(self._process.wait())
+        try:
+            self.ready = await self._spawn(endpoint, options, on_loading)
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        return self.ready
+
+    async def _spawn(self, endpoint: str, options: EngineOptions, on_loading: Callable[[Loading], None] | None) -> Ready:
+        # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
+        command = [sys.executable, "-P", "-m", "tidemill.engine.process", endpoint]
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+        self._process = process
+        assert self._socket is not None
+        died = asyncio.create_task(process.wait())
         starting = asyncio.ensure_future(self._socket.send(encode(Start(options))))  # waits until the process connects
+        receiving = None
         try:
             while True:
                 receiving = asyncio.ensure_future(self._socket.recv())
                 await asyncio.wait([receiving, died], return_when=asyncio.FIRST_COMPLETED)
                 if not receiving.done():
-                    receiving.cancel()
-                    raise EngineDead(f"The engine process ended with code {self._process.returncode} while starting.")
+                    raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
                 message = decode_from_engine(receiving.result())
                 if isinstance(message, Loading) and on_loading:
                     on_loading(message)
                 elif isinstance(message, Refused):
                     raise error_from(message)
                 elif isinstance(message, Ready):
-                    self.ready = message
-                    break
-        except BaseException:
-            await self.close()
-            raise
+                    return message
         finally:
-            died.cancel()
-            starting.cancel()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
-        return self.ready
+            for task in (died, starting, receiving):
+                if task is not None:
+                    task.cancel()
 
     async def submit(self, request: Submit) -> AsyncIterator[Delta]:
         """Deltas of all samples, until each has finished."""
@@ -127,29 +136,35 @@ class EngineClient:
         with contextlib.suppress(EngineDead):
             self._send(Abort(request_id, reason, index))
 
+    def finish(self, request_id: str, index: int) -> None:
+        """A sample's text reached a stop string."""
+        with contextlib.suppress(EngineDead):
+            self._send(Finish(request_id, index))
+
     async def close(self) -> None:
-        """End the process and remove the socket. Safe to call twice."""
+        """End the process and remove the socket, whatever state they are in. Safe to call twice."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(EngineDead):
-                self._send(Shutdown())
-            if process.stdin:
-                process.stdin.close()
-            try:
-                await asyncio.wait_for(process.wait(), _STOP_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        self._fail_all(EngineDead("The engine has been shut down."))
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        try:
+            if process is not None and process.returncode is None and self.ready is not None:
+                with contextlib.suppress(EngineDead, TimeoutError):
+                    self._send(Shutdown())
+                    await asyncio.wait_for(process.wait(), _STOP_S)
+        finally:
+            if process is not None and process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            self._fail_all("The engine has been shut down.")
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+        if process is not None:
+            await process.wait()
 
     @property
     def socket_path(self) -> Path | None:
@@ -161,37 +176,49 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         """Never waits: the queue has no limit of its own, and without a peer there is nobody to wait for."""
-        if self._dead or self._socket is None:
-            raise self._dead or EngineDead("The engine is not running.")
+        if self._death or self._socket is None:
+            raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
         sent: Any = self._socket.send(encode(message), flags=zmq.NOBLOCK)  # done by the time it returns
-        if sent.exception() is not None:
+        if not sent.done() or sent.exception() is not None:
             raise EngineDead("The engine process does not listen.", fix="Restart the server.")
 
     async def _read(self) -> None:
         assert self._socket is not None
-        while True:
-            message = decode_from_engine(await self._socket.recv())
-            if isinstance(message, StepOutput):
-                for delta in message.deltas:
-                    queue = self._streams.get(delta.request_id)
-                    if queue is not None:
-                        queue.put_nowait(delta)
-                if self._on_events and message.events:
-                    self._on_events(message.events)
-            elif isinstance(message, Refused):
-                queue = self._streams.get(message.request_id or "")
+        try:
+            while True:
+                self._take(decode_from_engine(await self._socket.recv()))
+        except Exception as error:
+            _log.exception("the engine's messages cannot be read any more")
+            self._fail_all(f"The engine's messages cannot be read: {type(error).__name__}.")
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            for delta in message.deltas:
+                queue = self._streams.get(delta.request_id)
                 if queue is not None:
-                    queue.put_nowait(error_from(message))
+                    queue.put_nowait(delta)
+            if self._on_events and message.events:
+                try:
+                    self._on_events(message.events)
+                except Exception:
+                    _log.exception("a reader of events failed")
+        elif isinstance(message, Refused):
+            if message.request_id is None:
+                self._last_words = message.message
+            elif message.request_id in self._streams:
+                self._streams[message.request_id].put_nowait(error_from(message))
+
+    _last_words = ""  # of the engine process, before it ended
 
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
-        self._fail_all(EngineDead(f"The engine process ended with code {code}.", fix="Restart the server."))
+        self._fail_all(self._last_words or f"The engine process ended with code {code}.")
 
-    def _fail_all(self, error: EngineDead) -> None:
-        self._dead = self._dead or error
+    def _fail_all(self, why: str) -> None:
+        self._death = self._death or why
         for queue in self._streams.values():
-            queue.put_nowait(error)
+            queue.put_nowait(EngineDead(why, fix="Restart the server."))
 
 
 def error_from(message: Refused) -> TidemillError:

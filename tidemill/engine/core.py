@@ -10,8 +10,8 @@ import torch
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, Machine, resolve
-from tidemill.errors import ContextTooLong, InvalidRequest, TidemillError
-from tidemill.events import EventBuffer
+from tidemill.errors import ContextTooLong, InvalidRequest, QueueFull, TidemillError
+from tidemill.events import Event, EventBuffer
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
@@ -23,7 +23,7 @@ from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Refused, StepOutput, Submit, Timings, TokenLogprobs
+from tidemill.wire import Abort, Delta, Finish, Refused, StepOutput, Submit, Timings, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -80,13 +80,16 @@ class EngineCore:
         """Queue a request, or raise what is wrong with it."""
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
+        num_waiting = len(self.scheduler.waiting)
+        if num_waiting + request.params.n > self.config.max_waiting:
+            raise QueueFull(f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may.", fix="Try again later.")
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
         request.params.check_vocabulary(self.model_config.vocab_size)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
             request.params.seeded(),
-            eos_token_ids=frozenset(request.eos_token_ids),
+            eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
             salt=request.salt,
         )
@@ -128,6 +131,20 @@ class EngineCore:
                 self.scheduler.abort(request, message.reason)
                 self._forget(request.seq)
 
+    def finish(self, message: Finish) -> Timings | None:
+        """A sample is over for a reason only the frontend can see: its text reached a stop string."""
+        live = self._live.get(message.request_id)
+        request = live.requests.get(message.index) if live else None
+        if request is None:
+            return None
+        self.scheduler.finish(request, "stop")
+        self._forget(request.seq)
+        return _timings(request, self._clock.now())
+
+    def take_events(self) -> list[Event]:
+        """What was decided since the last step's output, by aborts for example."""
+        return self._events.take()
+
     def step(self) -> tuple[StepOutput, list[Refused]]:
         """One step: what it produced, and the requests that failed in it."""
         plan = self.scheduler.plan()
@@ -136,9 +153,12 @@ class EngineCore:
         started = self._clock.now()
         try:
             result = self.runner.execute(plan)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
+            failed = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
             traceback.print_exc()
-            return StepOutput([], self._events.take()), self._fail(plan, error)
+            return StepOutput([], self._events.take()), failed
         progress = self.scheduler.commit(plan, result.tokens)
         now = self._clock.now()
         self._events(events.StepDone(now, plan.step, now - started, len(progress)))
@@ -177,15 +197,17 @@ class EngineCore:
                 self._forget(request.seq)
         return deltas
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[Refused]:
+    def _fail(self, plan: StepPlan, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail, the others go on, and no page of it is trusted again."""
         failed = []
         for item in plan.items:
             request_id = self._id_of.get(item.seq)
             if request_id is not None:
                 self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))
-                failed.append(refusal(request_id, TidemillError("The engine failed while computing this request.")))
+                what = f"The engine failed while computing this request ({type(error).__name__})."
+                failed.append(refusal(request_id, TidemillError(what)))
         self.scheduler.kv.clear_prefixes()
+        self.runner.state.discard_staged()
         return failed
 
     def _forget(self, seq: int) -> None:

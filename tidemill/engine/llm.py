@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,7 +18,9 @@ from tidemill.frontend.output import TextStream
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Submit, Timings, TokenLogprobs
+from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
+
+_MAX_EVENTS = 100_000
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = dict[str, Any]
@@ -75,7 +78,7 @@ class LLM:
         self._pending: dict[str, _Pending] = {}
         self.config = self._core.config
         self.model_config = self._core.model_config
-        self.events: list[Event] = []  # of the last call
+        self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # what the last stream produced, with its timings
         self._interrupted = False
 
@@ -103,9 +106,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many."""
         batch: list[Any] = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
-        texts = [self.tokenizer.render_chat(messages) for messages in batch]
         encoded = [self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context) for messages in batch]
-        return self._run(texts, encoded, params, progress, 0)
+        return self._run([None] * len(batch), encoded, params, progress, 0)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one answer as it comes. Leaving the loop early ends the request."""
@@ -142,23 +144,24 @@ class LLM:
         )
         if len(each) != len(encoded):
             raise InvalidRequest(f"{len(encoded)} prompts and {len(each)} sets of sampling parameters.", param="params")
-        self.events = []
+        self.events.clear()
         ids: list[str] = []
         try:
             for text, prompt_ids, one in zip(texts, encoded, each, strict=True):
                 ids.append(self._submit(text, prompt_ids, one, priority))
             outputs = [self._pending[request_id].output for request_id in ids]
             with _request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
-                while any(request_id in self._pending for request_id in ids):
+                while self._pending:
                     self._step()
-                    bar.update(task, completed=sum(request_id not in self._pending for request_id in ids))
+                    bar.update(task, completed=len(ids) - len(self._pending))
             return outputs
         finally:
             for request_id in ids:  # after an error or Ctrl-C
                 self._abandon(request_id)
+            self.events.extend(self._core.take_events())
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[str]:
-        self.events = []
+        self.events.clear()
         request_id = self._submit(None, prompt_ids, params, 0)
         output = self.last = self._pending[request_id].output
         given = 0
@@ -172,6 +175,7 @@ class LLM:
                     given = len(text)
         finally:
             self._abandon(request_id)
+            self.events.extend(self._core.take_events())
 
     def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int) -> str:
         request_id = f"llm-{self._next_id}"
@@ -188,7 +192,7 @@ class LLM:
 
     def _step(self) -> None:
         output, failed = self._core.step()
-        self.events += output.events
+        self.events.extend(output.events)
         for delta in output.deltas:
             self._take(delta)
         for refused in failed:
@@ -211,7 +215,7 @@ class LLM:
         sample.timings = delta.timings
         sample.finish_reason = text.finish_reason
         if text.finish_reason and not delta.finish_reason:
-            self._core.abort(Abort(delta.request_id, "stop string", delta.index))
+            sample.timings = self._core.finish(Finish(delta.request_id, delta.index))
         if pending.done:
             del self._pending[delta.request_id]
 

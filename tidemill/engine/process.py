@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,13 +16,14 @@ import zmq
 
 from tidemill.engine.core import EngineCore, refusal
 from tidemill.errors import TidemillError
-from tidemill.wire import Abort, FromEngine, Loading, Ready, Refused, Shutdown, Start, Submit, decode_to_engine, encode
+from tidemill.wire import Abort, Finish, FromEngine, Loading, Ready, Refused, Shutdown, Start, Submit, decode_to_engine, encode
 
 _PROGRESS_EVERY_S = 0.1
 
 
 class EngineProcess:
     def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -35,6 +37,10 @@ class EngineProcess:
         self._socket.send(encode(message))
 
     def run(self) -> None:
+        self._poller.poll(None)
+        if not self._socket.poll(0):
+            self._parent_gone()
+            return
         start = decode_to_engine(self._socket.recv())
         assert isinstance(start, Start)
         try:
@@ -56,7 +62,7 @@ class EngineProcess:
     def _take_messages(self, core: EngineCore, wait: bool) -> None:
         ready = dict(self._poller.poll(None if wait else 0))
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
-            self._running = False  # the parent is gone
+            self._parent_gone()
             return
         while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
@@ -67,9 +73,16 @@ class EngineProcess:
                     self.send(refusal(message.request_id, error))
             elif isinstance(message, Abort):
                 core.abort(message)
+            elif isinstance(message, Finish):
+                core.finish(message)
             elif isinstance(message, Shutdown):
                 self._running = False
                 return
+
+    def _parent_gone(self) -> None:
+        """It was killed, so it could not clean up: the socket's folder is removed here."""
+        self._running = False
+        shutil.rmtree(os.path.dirname(self._endpoint.removeprefix("ipc://")), ignore_errors=True)
 
     _last_report_s = 0.0
 

@@ -8,17 +8,29 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.errors import CheckpointError, InvalidRequest
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's words for training; here its content is simply text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
     """Compiled once; rendering can call nothing but what is given here."""
 
     def __init__(self, source: str) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -29,7 +41,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
         try:
-            return self._template.render(messages=[_plain(message) for message in messages], **variables)
+            return self._template.render(
+                messages=[_plain(message) for message in messages], tools=None, documents=None, **variables
+            )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:

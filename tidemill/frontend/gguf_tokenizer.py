@@ -39,19 +39,25 @@ _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "tekken"}  # a word tha
 _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 
 
+# Many files name only the token that ends a text, not the one that ends a turn of a conversation.
+_ENDERS = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<|return|>"}
+
+
 @dataclass(frozen=True)
 class BuiltTokenizer:
     backend: Tokenizer
     bos_token_id: int | None
     add_bos: bool
+    add_eos: bool
+    eos_token_ids: tuple[int, ...]  # the file's own first, then control tokens that are known to end an answer
 
 
 def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens", source)
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{source}: key tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens.")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"{source}: key tokenizer.ggml.token_type must have one entry for each of {len(tokens)} tokens.")
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens, source)
         bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
@@ -62,14 +68,23 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
         raise CheckpointError(
             f"{source}: the tokenizer kind {kind!r} is not supported.", fix="gpt2 (byte-level BPE) and llama (SentencePiece) are."
         )
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type == _CONTROL:
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False)])
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", bos_default)
-    return BuiltTokenizer(backend, bos if isinstance(bos, int) and 0 <= bos < len(tokens) else None, bool(add_bos))
+    control = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _CONTROL]
+    defined = [token for token, token_type in zip(tokens, types, strict=True) if token_type == _USER_DEFINED]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in defined])
+
+    def token_id(name: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+
+    enders = [token_id(name) for name in ("eos", "eot", "eom")] + [tokens.index(token) for token in control if token in _ENDERS]
+    return BuiltTokenizer(
+        backend,
+        bos_token_id=token_id("bos"),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", bos_default)),
+        add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        eos_token_ids=tuple(dict.fromkeys(token for token in enders if token is not None)),
+    )
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
@@ -95,7 +110,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tok
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int], source: str) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], float):
         raise CheckpointError(f"{source}: key tokenizer.ggml.scores must have one number per token.")
     vocab = {token: i for i, token in enumerate(tokens)}
     # SentencePiece joins the neighbours whose union scores best; as merges, that is every way to split a piece, best piece first.

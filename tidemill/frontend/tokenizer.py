@@ -27,18 +27,30 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         bos_token_id: int | None = None,
         add_bos: bool = False,
+        add_eos: bool = False,
+        bos_in_chat: bool = True,
         chat_template: str | None = None,
     ) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry settings of a training run
+        backend.no_padding()
         self._backend = backend
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))  # the first is the one to write
         self.bos_token_id = bos_token_id
-        self._add_bos = add_bos and bos_token_id is not None
+        self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
+        self._after = list(self.eos_token_ids[:1]) if add_eos else []
+        self._before_chat = self._before if bos_in_chat else []
         self.vocab_size = backend.get_vocab_size()
         self._token_bytes, self.special_ids = _byte_table(backend)
         self._longest_bytes = max(map(len, self._token_bytes.values()), default=1)
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
-        self.chat_template = ChatTemplate(chat_template) if chat_template else None
+        self.chat_template: ChatTemplate | None = None
+        self._no_chat = "This model has no chat template."
+        if chat_template:
+            try:
+                self.chat_template = ChatTemplate(chat_template)
+            except CheckpointError as error:  # completions work all the same
+                self._no_chat = str(error)
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
@@ -58,23 +70,19 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
-        if add_special and self._add_bos and self.bos_token_id is not None:
-            ids = [self.bos_token_id, *ids]
-        return ids
+        return [*self._before, *ids, *self._after] if add_special else ids
 
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         ids = self.encode(text, add_special=False, max_tokens=max_tokens)
-        if self._add_bos and ids[:1] != [self.bos_token_id] and self.bos_token_id is not None:
-            ids = [self.bos_token_id, *ids]  # a template may write it or leave it to the tokenizer
-        return ids
+        return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         """The prompt that a conversation becomes."""
         if self.chat_template is None:
-            raise InvalidRequest("This model has no chat template.", fix="Use completions with a plain prompt.", param="messages")
+            raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
         return self.chat_template.render(
             messages, bos_token=self._bos_text, eos_token=self._eos_text, add_generation_prompt=add_generation_prompt
         )
@@ -155,12 +163,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     metadata = GGUFFile(path).metadata
     built = build_tokenizer(metadata, str(path))
     template = metadata.get("tokenizer.chat_template")
-    eos = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return Tokenizer(
         built.backend,
-        eos_token_ids=[token for token in eos if isinstance(token, int)],
+        eos_token_ids=built.eos_token_ids,
         bos_token_id=built.bos_token_id,
         add_bos=built.add_bos,
+        add_eos=built.add_eos,
         chat_template=template if isinstance(template, str) else None,
     )
 
@@ -180,13 +188,19 @@ def _from_folder(path: Path) -> Tokenizer:
         eos += [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
     named = _token_id(backend, settings.get("eos_token"))
     eos += [named] if named is not None else []
-    first = backend.encode("", add_special_tokens=True).ids
-    bos = first[0] if first and first[0] not in eos else _token_id(backend, settings.get("bos_token"))
+    backend.no_truncation()
+    backend.no_padding()
+    around = backend.encode("", add_special_tokens=True).ids  # what its post-processor writes around a text
+    bos = _token_id(backend, settings.get("bos_token"))
+    if around and around[0] not in eos:
+        bos = around[0]
     return Tokenizer(
         backend,
         eos_token_ids=eos,
         bos_token_id=bos,
-        add_bos=bool(first) and first[0] == bos,
+        add_bos=around[:1] == [bos],
+        add_eos=bool(around) and around[-1] in eos,
+        bos_in_chat=False,  # a folder's template writes its own
         chat_template=_folder_template(path, settings),
     )
 

@@ -5,7 +5,8 @@ The result of a query depends on its position and the tokens before it, never on
 - Keys are taken in blocks whose boundaries depend on the position alone (0, 64, 128, 256, 512, 1024, 1536, ...), merged in
   order by the online softmax. The first blocks are short, so that short contexts pay little.
 - Queries are taken in tiles of one token (decoding) or 32 tokens (prompts), all matrix products of a kind having one shape.
-  A row of such a product keeps its bits from two rows up (one row would take another routine), so a tile has at least two.
+  With a BLAS a row of such a product keeps its bits from two rows up (one row would take another routine), so a tile has at
+  least two. That is probed once per model shape; where it does not hold, decoding takes the larger tiles, too.
 - Tiles of all requests that reach a block are computed together, longest first: work follows live tokens, nobody is padded to
   the longest request, and only the block at hand is gathered out of the cache.
 
@@ -16,6 +17,7 @@ of a block, n tiles.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -45,6 +47,24 @@ def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
         start += size
         size = min(start, _LAST_BLOCK)
     return bounds
+
+
+@cache
+def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
+    """Tokens of a decoding tile: 1 if its rows come out bit for bit as in a prompt's tile, else a prompt's tile."""
+    generator = torch.Generator().manual_seed(dim)
+    small, large = max(2, num_repeats), PREFILL_TILE * num_repeats
+    q = torch.randn(4, large, dim, generator=generator)
+    for size in {hi - lo for lo, hi in block_bounds(4 * _LAST_BLOCK)}:
+        k, v, acc = (torch.randn(4, n, dim, generator=generator) for n in (size, size, large))
+        scores = torch.bmm(q, k.transpose(1, 2))
+        mixed = torch.baddbmm(acc, scores, v)
+        for batch in (1, 4):
+            part = torch.bmm(q[:batch, :small].contiguous(), k[:batch].transpose(1, 2))
+            again = torch.baddbmm(acc[:batch, :small], scores[:batch, :small].contiguous(), v[:batch])
+            if not torch.equal(part, scores[:batch, :small]) or not torch.equal(again, mixed[:batch, :small]):
+                return PREFILL_TILE
+    return 1
 
 
 @dataclass(slots=True)
@@ -80,19 +100,22 @@ def plan_attention(
     page_tables: np.ndarray,  # [requests, pages], at least as wide as the last block
     page_size: int,
     num_pages: int,
+    num_heads: int,
     num_kv_heads: int,
-    num_repeats: int,
+    head_dim: int,
 ) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
-    decoding = np.flatnonzero(counts == 1)
+    num_repeats = num_heads // num_kv_heads
+    small = decode_tile(num_repeats, head_dim, torch.get_num_threads())
+    decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
         groups += _make_groups(
             decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1,
             page_tables, page_size, num_pages, num_kv_heads, num_repeats,
         )  # fmt: skip
-    prefilling = np.flatnonzero(counts > 1)
+    prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
         request = np.repeat(prefilling, num_tiles)

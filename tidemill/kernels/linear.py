@@ -21,8 +21,9 @@ import torch.nn.functional as F
 LinearFn: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _TILE = 32
-_PROBE_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 128, 200)
-_PROBE_WIDTH = 2048  # output features used for the probe: their number does not change how one of them is summed
+_MAX_ROWS = 512  # of one product; more are done in turns, so that no number of rows goes unprobed
+_PROBE_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 128, 256, _MAX_ROWS)
+_PROBE_WIDTH = 512  # output features used for the probe: their number does not change how one of them is summed
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
@@ -32,7 +33,14 @@ def linear_reference(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.
 def pack_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> LinearFn:
     """Take over a weight; the caller may free its own copy."""
     name = choose_backend(min(weight_NK.shape[0], _PROBE_WIDTH), weight_NK.shape[1], torch.get_num_threads())
-    return BACKENDS[name](weight_NK, bias_N)
+    linear = BACKENDS[name](weight_NK, bias_N)
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= _MAX_ROWS:
+            return linear(x)
+        return torch.cat([linear(part) for part in x.split(_MAX_ROWS)])
+
+    return apply
 
 
 @cache
@@ -45,7 +53,7 @@ def choose_backend(num_out: int, num_in: int, num_threads: int) -> str:
         try:
             if is_row_invariant(make(weight, None), x):
                 return name
-        except RuntimeError:  # an op this build of torch does not have
+        except (RuntimeError, AttributeError):  # an op this build of torch does not have
             continue
     return "tiles"
 

@@ -29,4 +29,4 @@ def exponential_noise(seeds_S: torch.Tensor, positions_S: torch.Tensor, vocab_si
     tokens = (torch.arange(vocab_size, device=seeds_S.device) + 1) * _GOLDEN
     bits = _shift(_mix(keys.unsqueeze(1) + tokens), 1)
     uniform = bits.to(torch.float32).mul_(2.0**-63)  # 63 bits rounded to 24: fine-grained near 0, where the winners are
-    return uniform.neg_().log1p_().neg_().clamp_(min=1e-30)
+    return uniform.neg_().log1p_().neg_().clamp_(1e-30, 64.0)  # never 0, and never infinite where u rounds to 1

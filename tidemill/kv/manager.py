@@ -17,7 +17,8 @@ from tidemill.kv.prefix import PrefixIndex, chain_key, root_key
 @dataclass(slots=True)
 class _Table:
     pages: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are recorded
+    keys: list[bytes] = field(default_factory=list)  # chain keys of the leading full pages, as far as they are known
+    num_recorded: int = 0  # of them, how many are findable
     root: bytes = b""
 
 
@@ -54,25 +55,43 @@ class KVManager:
     def holds(self, seq: int) -> bool:
         return seq in self._tables
 
-    def find_prefix(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
-        """Pages that already hold the longest findable prefix, but never the last token: one must be computed to get logits."""
-        return self._find(token_ids, salt)[0]
+    def page_keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
+        """Chain keys by which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
+        if not self.prefix_caching:
+            return []
+        keys, key, size = [], root_key(salt, self.page_size), self.page_size
+        for start in range(0, (len(token_ids) - 1) // size * size, size):
+            key = chain_key(key, token_ids[start : start + size])
+            keys.append(key)
+        return keys
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages that already hold the longest findable beginning."""
+        pages: list[int] = []
+        for key in keys:
+            page = self._index.find(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     # ---- taking and giving back
 
-    def admit(self, seq: int, token_ids: Sequence[int], salt: str = "", reserve: int = 0, cached: bool = True) -> int | None:
-        """Give a new sequence pages for all its tokens, sharing what is found. Returns the number of tokens found, or None if
-        fewer than `reserve` pages would stay free (nothing is changed then)."""
+    def admit(
+        self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0, cached: bool = True
+    ) -> int | None:
+        """Give a new sequence pages for all its tokens, sharing what is found under its keys. Returns the number of tokens found,
+        or None if fewer than `reserve` pages would stay free (nothing is changed then)."""
         assert seq not in self._tables
-        found, keys = self._find(token_ids, salt) if cached else ([], [])
-        num_new = self.num_pages_for(len(token_ids)) - len(found)
+        found = self.find(keys) if cached else []
+        num_new = self.num_pages_for(num_tokens) - len(found)
         num_revived = sum(1 for page in found if self._pool.references(page) == 0)
         if num_new + num_revived + reserve > self._pool.num_free:
             return None
         for page in found:
             self._pool.share(page)
         pages = found + [self._take() for _ in range(num_new)]
-        self._tables[seq] = _Table(pages, keys, root_key(salt, self.page_size))
+        self._tables[seq] = _Table(pages, list(keys), len(found), root_key(salt, self.page_size))
         return len(found) * self.page_size
 
     def extend(self, seq: int, num_tokens: int) -> list[int] | None:
@@ -113,11 +132,13 @@ class KVManager:
             return
         table = self._tables[seq]
         size = self.page_size
-        for i in range(len(table.keys), min(num_computed, len(token_ids)) // size):
-            parent = table.keys[i - 1] if i else table.root
-            key = chain_key(parent, token_ids[i * size : (i + 1) * size])
-            table.keys.append(key)
-            self._index.put(key, table.pages[i])
+        num_full = min(num_computed, len(token_ids)) // size
+        for i in range(table.num_recorded, num_full):
+            if i == len(table.keys):
+                parent = table.keys[i - 1] if i else table.root
+                table.keys.append(chain_key(parent, token_ids[i * size : (i + 1) * size]))
+            self._index.put(table.keys[i], table.pages[i])
+        table.num_recorded = max(table.num_recorded, num_full)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
@@ -128,7 +149,8 @@ class KVManager:
         pages = source.pages[:num_shared]
         for page in pages:
             self._pool.share(page)
-        self._tables[child] = _Table(list(pages), source.keys[: num_tokens // self.page_size], source.root)
+        num_full = min(num_tokens // self.page_size, source.num_recorded)
+        self._tables[child] = _Table(list(pages), source.keys[:num_full], num_full, source.root)
         return num_shared
 
     def release(self, seq: int) -> None:
@@ -139,24 +161,10 @@ class KVManager:
     def clear_prefixes(self) -> int:
         """Forget all findable content. Returns how many pages that was."""
         for table in self._tables.values():
-            table.keys.clear()  # a live sequence may be found again only after it is recorded anew
+            table.num_recorded = 0  # a live sequence is found again once it is recorded anew
         return self._index.clear()
 
     # ---- inside
-
-    def _find(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], list[bytes]]:
-        pages: list[int] = []
-        keys: list[bytes] = []
-        if self.prefix_caching and self._index:
-            key, size = root_key(salt, self.page_size), self.page_size
-            for start in range(0, (len(token_ids) - 1) // size * size, size):
-                key = chain_key(key, token_ids[start : start + size])
-                page = self._index.find(key)
-                if page is None:
-                    break
-                pages.append(page)
-                keys.append(key)
-        return pages, keys
 
     def _take(self) -> int:
         page = self._pool.take()
@@ -171,7 +179,7 @@ class KVManager:
         owners: dict[int, int] = {}
         for table in self._tables.values():
             assert len(set(table.pages)) == len(table.pages), "a sequence holds a page twice"
-            assert len(table.keys) <= len(table.pages)
+            assert table.num_recorded <= min(len(table.keys), len(table.pages))
             for page in table.pages:
                 owners[page] = owners.get(page, 0) + 1
         for page in range(1, self._pool.num_pages):

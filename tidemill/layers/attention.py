@@ -27,13 +27,21 @@ class Attention(nn.Module):
     """Projection, rotation, write to the cache, attention, projection."""
 
     def __init__(
-        self, layer: int, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, dtype: str
+        self,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        out_bias: bool,
+        dtype: str,
     ) -> None:
         super().__init__()
         self.layer, self.num_heads, self.num_kv_heads, self.head_dim = layer, num_heads, num_kv_heads, head_dim
         outs = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
         self.qkv = Linear(hidden_size, outs, bias=bias, dtype=dtype)
-        self.out = Linear(num_heads * head_dim, {"out": hidden_size}, bias=bias, dtype=dtype)
+        self.out = Linear(num_heads * head_dim, {"out": hidden_size}, bias=out_bias, dtype=dtype)
 
     def forward(self, x_TH: torch.Tensor, step: StepContext) -> torch.Tensor:
         heads = self.qkv(x_TH).view(x_TH.shape[0], -1, self.head_dim)

@@ -96,6 +96,11 @@ class CausalLM(nn.Module, ABC):
         return targets
 
 
+def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:
+    """A key that may be missing or null."""
+    return default if metadata.get(key) is None else required(metadata, key, kind, source)
+
+
 def required(metadata: dict[str, Any], key: str, kind: type, source: object) -> Any:
     """A key of a configuration, of the type it must have."""
     value = metadata.get(key)

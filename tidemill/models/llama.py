@@ -15,7 +15,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
-from tidemill.models.base import CausalLM, required
+from tidemill.models.base import CausalLM, optional, required
 from tidemill.weights.checkpoint import Checkpoint
 
 
@@ -24,7 +24,9 @@ class Block(nn.Module):
         super().__init__()
         c = config
         self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.attn = Attention(layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, dtype)
+        self.attn = Attention(
+            layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, c.attention_out_bias, dtype
+        )
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
 
@@ -100,13 +102,13 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         raise CheckpointError(f"{source}: hidden_act {data['hidden_act']!r} is not supported.")
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
     context, notes = need("max_position_embeddings"), []
-    window = data.get("sliding_window")
-    if isinstance(window, int) and window < context:
+    window = optional(data, "sliding_window", int, context, source)
+    if window < context:
         notes.append(f"context limited to the sliding window of {window}, within which attention is full")
         context = window
     # Newer files put both under rope_parameters.
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    theta = data.get("rope_theta") or rope.get("rope_theta") or 10000.0
+    rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
+    theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
     return ModelConfig(
         architecture=checkpoint.architecture,
         vocab_size=need("vocab_size"),
@@ -114,14 +116,15 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         intermediate_size=need("intermediate_size"),
         num_layers=need("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=data.get("num_key_value_heads") or num_heads,
-        head_dim=data.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
+        head_dim=optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source),
         max_context=context,
         norm_eps=need("rms_norm_eps", float),
-        rope_theta=float(theta),
+        rope_theta=theta,
         rope_scaling=_hf_scaling(rope, context, source),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)),
+        attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
         notes=tuple(notes),
     )
@@ -134,9 +137,9 @@ def _hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScali
     if kind not in ("linear", "llama3", "yarn"):
         raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear, llama3 and yarn are.")
     fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given = {name: float(rope[name]) for name in fields if rope.get(name) is not None}
-    original = rope.get("original_max_position_embeddings") or context
-    return RopeScaling(kind=kind, factor=float(required(rope, "factor", float, source)), original_context=original, **given)
+    given = {name: required(rope, name, float, source) for name in fields if rope.get(name) is not None}
+    original = optional(rope, "original_max_position_embeddings", int, context, source)
+    return RopeScaling(kind=kind, factor=required(rope, "factor", float, source), original_context=original, **given)
 
 
 def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
@@ -147,7 +150,7 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
 
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
-    head_dim = data.get(f"{arch}.attention.key_length") or hidden_size // num_heads
+    head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
     rotated = data.get(f"{arch}.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise CheckpointError(f"{source}: only {rotated} of {head_dim} dimensions are rotated, which is not supported.")
@@ -158,8 +161,10 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
     kind, scaling = data.get(f"{arch}.rope.scaling.type", "none"), None
     if kind in ("linear", "yarn"):
-        original = data.get(f"{arch}.rope.scaling.original_context_length") or need("context_length")
+        original = optional(data, f"{arch}.rope.scaling.original_context_length", int, need("context_length"), source)
         scaling = RopeScaling(kind=kind, factor=need("rope.scaling.factor", float), original_context=original)
+    elif f"{arch}.rope.scale_linear" in data:  # how older files say it
+        scaling = RopeScaling(kind="linear", factor=need("rope.scale_linear", float))
     elif kind != "none":
         raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear and yarn are.")
     return ModelConfig(
@@ -169,13 +174,14 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         intermediate_size=need("feed_forward_length"),
         num_layers=need("block_count"),
         num_heads=num_heads,
-        num_kv_heads=data.get(f"{arch}.attention.head_count_kv") or num_heads,
+        num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
         head_dim=head_dim,
         max_context=need("context_length"),
         norm_eps=need("attention.layer_norm_rms_epsilon", float),
-        rope_theta=float(data.get(f"{arch}.rope.freq_base", 10000.0)),
+        rope_theta=optional(data, f"{arch}.rope.freq_base", float, 10000.0, source),
         rope_scaling=scaling,
         tie_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
+        attention_out_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.config import ModelConfig
 from tidemill.kernels.attention import AttentionPlan, plan_attention
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
@@ -21,7 +22,7 @@ class Batch:
     last_token: np.ndarray  # number in the step of each item's last token
 
 
-def gather_batch(items: list[StepItem], state: RowState, num_pages: int, num_kv_heads: int, num_repeats: int) -> Batch:
+def gather_batch(items: list[StepItem], state: RowState, num_pages: int, shape: ModelConfig) -> Batch:
     rows = np.array([item.row for item in items])
     starts = np.array([item.start for item in items])
     counts = np.array([item.count for item in items])
@@ -34,7 +35,14 @@ def gather_batch(items: list[StepItem], state: RowState, num_pages: int, num_kv_
         positions_T=positions,
         slots_T=pages * state.page_size + positions % state.page_size,
         attention=plan_attention(
-            starts, counts, state.pages.numpy()[rows], state.page_size, num_pages, num_kv_heads, num_repeats
+            starts,
+            counts,
+            state.pages.numpy()[rows],
+            state.page_size,
+            num_pages,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
         ),
         last_token=ends - 1,
     )

@@ -34,7 +34,6 @@ class ModelRunner:
         self.model = model
         shape = model.config
         self._num_pages = config.num_pages + 1  # and the null page
-        self._num_repeats = shape.num_heads // shape.num_kv_heads
         self.cache = new_cache(shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim)
         self._num_slots = self._num_pages * config.page_size
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
@@ -48,8 +47,7 @@ class ModelRunner:
         if plan.page_copies:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))
-        shape = self.model.config
-        batch = gather_batch(plan.items, self.state, self._num_pages, shape.num_kv_heads, self._num_repeats)
+        batch = gather_batch(plan.items, self.state, self._num_pages, self.model.config)
         hidden_TH = self.forward(batch)
         return self._sample(plan.items, batch, hidden_TH)
 

@@ -24,6 +24,10 @@ class StagedWrites:
             self._starts.append(row * self._num_columns + column)
             self._runs.append(values)
 
+    def clear(self) -> None:
+        self._starts.clear()
+        self._runs.clear()
+
     def apply(self) -> None:
         if not self._runs:
             return
@@ -31,10 +35,8 @@ class StagedWrites:
         ends = np.cumsum(lens)
         index = np.repeat(np.array(self._starts) - (ends - lens), lens) + np.arange(ends[-1])
         values = np.concatenate([np.array(run, dtype=np.int64) for run in self._runs])
-        # Later writes win, as they would one by one.
         self._flat.index_put_((torch.from_numpy(index),), torch.from_numpy(values).to(self._flat.dtype))
-        self._starts.clear()
-        self._runs.clear()
+        self.clear()
 
 
 class RowState:
@@ -68,6 +70,11 @@ class RowState:
     def apply(self) -> None:
         self._token_writes.apply()
         self._page_writes.apply()
+
+    def discard_staged(self) -> None:
+        """The step that staged them failed."""
+        self._token_writes.clear()
+        self._page_writes.clear()
 
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""

@@ -43,6 +43,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
     deferred_because: str = ""
+    page_keys: list[bytes] | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
     first_token_s: float | None = None
 

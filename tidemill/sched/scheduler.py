@@ -110,6 +110,12 @@ class Scheduler:
         self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
         self._say_what_is_left(now)
 
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request that has all it needs, between steps."""
+        now = self._clock.now()
+        self._finish(request, reason, now)
+        self._say_what_is_left(now)
+
     # ---- a step
 
     def plan(self) -> StepPlan | None:
@@ -271,7 +277,9 @@ class Scheduler:
             # Prompt logprobs need every prompt position computed, so nothing may be skipped.
             cached = request.params.prompt_logprobs is None
             reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
-            found = self.kv.admit(request.seq, request.tokens, request.salt, reserve, cached)
+            if request.page_keys is None:
+                request.page_keys = self.kv.page_keys(request.tokens, request.salt)
+            found = self.kv.admit(request.seq, request.num_known, request.page_keys, request.salt, reserve, cached)
             if found is None:
                 return False
             request.num_computed = found
@@ -336,11 +344,14 @@ class Scheduler:
     def _make_way(self, state: StepState) -> None:
         """A waiting request of strictly higher priority may push out running ones of lower priority."""
         request = self._next_waiting() if self.policy.may_admit(state) else None
-        while request and self.running and self.running[-1].priority > request.priority:
-            num_pages = self.kv.num_pages_for(request.num_known)
-            if self._free_rows and num_pages + len(self.running) <= self.kv.num_free_pages:
-                return
-            self._preempt(self.running[-1], f"{request.request_id} has priority {request.priority}")
+        if request is None:
+            return
+        lower = [r for r in self.running if r.priority > request.priority]
+        num_pages = self.kv.num_pages_for(request.num_known) + len(self.running) - len(lower)
+        if num_pages > self.kv.num_free_pages + sum(len(self.kv.table(r.seq)) for r in lower):
+            return  # it would not fit even then
+        while lower and not (self._free_rows and num_pages + len(lower) <= self.kv.num_free_pages):
+            self._preempt(lower.pop(), f"{request.request_id} has priority {request.priority}")
 
     def _victim(self) -> Request:
         """Whom to preempt: waiting samples that hold pages, then the running request of lowest priority that came last."""
@@ -355,6 +366,7 @@ class Scheduler:
         self.kv.release(request.seq)
         request.num_computed = 0
         request.num_in_flight = 0
+        request.page_keys = None
         request.epoch += 1
         if request.status is Status.RUNNING:
             self.running.remove(request)

@@ -1,4 +1,4 @@
-"""Request bodies: JSON whatever the content type says, checked against a model, refused in words."""
+"""Request bodies: JSON of bounded size, checked against a model, refused in words."""
 
 from __future__ import annotations
 
@@ -8,21 +8,45 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from tidemill.errors import InvalidRequest
+from tidemill.errors import InvalidRequest, RequestTooLarge
 
 M = TypeVar("M", bound=BaseModel)
+MAX_BODY_BYTES = 8 * 2**20
+
+
+class NotJSON(InvalidRequest):
+    """Only JSON is read. A web page of another origin cannot send that type without asking first."""
+
+    status = 415
 
 
 def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
     """A dependency that reads the body as `model`."""
 
     async def read(request: Request) -> M:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise NotJSON(
+                f"The content type is {content_type[:100]!r}.",
+                fix="Send application/json (curl: -H 'Content-Type: application/json').",
+            )
         try:
-            return model.model_validate_json(await request.body())
+            return model.model_validate_json(await _read(request))
         except ValidationError as error:
             raise _explain(error) from None
 
     return read
+
+
+async def _read(request: Request) -> bytes:
+    """The body, given up as soon as it is too large, whatever its header said."""
+    parts, num_bytes = [], 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > MAX_BODY_BYTES:
+            raise RequestTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")
+        parts.append(part)
+    return b"".join(parts)
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -31,8 +55,8 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """The first problem. Of a union's complaints there is one per member; the parameter's name is what matters."""
-    first = error.errors(include_url=False, include_context=True)[0]
+    """The first problem, by the parameter's name."""
+    first = error.errors(include_url=False, include_context=True, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
     path = [str(part) for part in first["loc"]]
@@ -42,4 +66,4 @@ def _explain(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is not supported.", param=path[0])
     if first["type"] == "missing":
         return InvalidRequest(f"The parameter {'.'.join(path)!r} is required.", param=path[0])
-    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {first['msg']}.", param=path[0])
+    return InvalidRequest(f"The parameter {path[0]!r} is not valid: {first['msg'].removeprefix('Value error, ')}.", param=path[0])

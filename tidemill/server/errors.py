@@ -17,7 +17,7 @@ _log = logging.getLogger("tidemill.server")
 
 
 def error_body(error: TidemillError) -> dict[str, Any]:
-    return _body(str(error), error.kind, error.param, type(error).__name__)
+    return _body(str(error), error.kind, error.param, error.code)
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

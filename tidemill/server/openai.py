@@ -18,13 +18,12 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
-from tidemill.server.openai_types import ChatRequest, CompletionRequest
+from tidemill.server.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
-MAX_PROMPTS = 256
 
 
 @dataclass(slots=True)
@@ -62,6 +61,7 @@ class _Job:
     prompts: list[list[int]]
     params: SamplingParams
     priority: int
+    salt: str
     include_usage: bool
     whole: Callable[[int, _Choice], dict[str, Any]]
     piece: Callable[[int, str, list[TokenLogprobs], str | None], dict[str, Any]]
@@ -110,7 +110,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 # ---- running a job
 
 
-async def _answer(service: Service, request: Request, stream: bool, making: Awaitable[_Job]) -> Response:
+async def _answer(service: Service, request: Request, stream: bool | None, making: Awaitable[_Job]) -> Response:
     job = await making
     outputs = _outputs(service, job)
     if not stream:
@@ -124,7 +124,10 @@ async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delt
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     async for i, (delta, text) in _merge(
-        [service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority) for i, prompt in enumerate(job.prompts)]
+        [
+            service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority, job.salt)
+            for i, prompt in enumerate(job.prompts)
+        ]
     ):
         job.usage.num_output += text.num_tokens
         if delta.index == 0 and text.finish_reason:
@@ -186,7 +189,7 @@ async def _merge(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, 
             async for item in stream:
                 queue.put_nowait((number, item, None))
             queue.put_nowait((number, None, None))
-        except TidemillError as error:
+        except Exception as error:
             queue.put_nowait((number, None, error))
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
@@ -213,7 +216,10 @@ async def _merge(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, 
 
 async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
     service.check_model(body.model)
+    params = body.params()
     prompts = await _prompts(service, body.prompt)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     tokenizer = service.tokenizer
     lengths: dict[int, int] = {}
 
@@ -233,8 +239,9 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         chunk_name="text_completion",
         model=service.model_name,
         prompts=prompts,
-        params=body.params(),
+        params=params,
         priority=body.priority,
+        salt=body.cache_salt or "",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         whole=whole,
         piece=piece,
@@ -248,8 +255,6 @@ async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
     if isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"{len(prompt)} prompts in one request; at most {MAX_PROMPTS}.", param="prompt")
     return [await service.encode(one) if isinstance(one, str) else one for one in prompt]  # type: ignore[misc]
 
 
@@ -307,6 +312,7 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         prompts=[prompt],
         params=params,
         priority=body.priority,
+        salt=body.cache_salt or "",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         whole=whole,
         piece=piece,

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
 
-TokenId = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]  # what travels; whether the model has it is the engine's to say
+MAX_CHOICES = 256  # prompts times samples of one request
+_IDS = {"type": "array", "items": {"type": "integer"}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+PromptField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]})]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class SamplingRequest(BaseModel):
@@ -24,7 +27,7 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = 1
     temperature: float | None = None
@@ -40,10 +43,11 @@ class SamplingRequest(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
 
     def sampling(self, **more: Any) -> SamplingParams:
@@ -71,13 +75,29 @@ def _token_id(text: str) -> int:
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: PromptField  # checked below: a union would try every kind on every entry
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: Literal[False] | None = None
 
     def params(self) -> SamplingParams:
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+    @field_validator("prompt")
+    @classmethod
+    def _of_one_kind(cls, prompt: Any) -> Any:
+        """A text or token ids, or a list of either. Whether the model has the tokens is the engine's to say."""
+        if isinstance(prompt, str) or _is_ids(prompt):
+            return prompt
+        if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
+            raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_CHOICES}")
+        if isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_is_ids, prompt))):
+            return prompt
+        raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and -(2**63) <= token < 2**63 for token in value)
 
 
 class Message(BaseModel):

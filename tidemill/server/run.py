@@ -57,7 +57,13 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        tokenizer, ready = await asyncio.gather(asyncio.to_thread(Tokenizer.load, path), client.start(options, on_loading))
+        starting = asyncio.create_task(client.start(options, on_loading))
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+            ready = await starting
+        finally:
+            starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
+            await asyncio.wait([starting])
         name = options.served_name or options.model
         app = create_app(Service(client, tokenizer, name, metrics))
         server = _Server(

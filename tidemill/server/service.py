@@ -51,12 +51,12 @@ class Service:
             raise ModelUnknown(f"There is no model {name!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
 
     async def stream(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, priority: int = 0
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
     ) -> AsyncIterator[tuple[Delta, TextDelta]]:
         """Each sample's text as it comes. Leaving early ends the request in the engine."""
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
-        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority)
+        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt)
         async with aclosing(self.client.submit(request)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 if delta.index in ended:
@@ -65,15 +65,17 @@ class Service:
                 if text.finish_reason:
                     ended.add(delta.index)
                     if not delta.finish_reason:
-                        self.client.abort(request_id, "stop string", delta.index)
+                        self.client.finish(request_id, delta.index)
                 yield delta, text
                 if len(ended) == params.n:
                     return
 
 
 class ModelUnknown(InvalidRequest):
-    kind = "invalid_request_error"
+    """A model this server does not serve."""
+
     status = 404
+    code = "model_not_found"
 
 
 def new_id(prefix: str) -> str:

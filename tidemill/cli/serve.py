@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from tidemill.cli import options as opt
-from tidemill.config import fmt_bytes
+from tidemill.config import EngineOptions, fmt_bytes
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
@@ -38,18 +38,18 @@ def serve(
     from tidemill.server.run import serve as run_server
 
     locate(model, fetch=True)
-    options = opt.engine_options(
-        model,
+    options = EngineOptions(
+        model=model,
+        served_name=served_name,
         dtype=dtype,
         page_size=page_size,
         max_context=max_context,
         max_requests=max_requests,
         token_budget=token_budget,
-        kv_memory=kv_memory,
+        kv_memory_bytes=opt.memory_bytes(kv_memory),
         policy=policy,
         prefix_caching=prefix_caching,
         threads=threads,
-        served_name=served_name,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -14,6 +15,9 @@ from tidemill.cli import options as opt
 from tidemill.cli.generate import summary
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tidemill.engine.llm import LLM
 
 _HELP = "/reset starts over, /system TEXT sets the system prompt, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -36,57 +40,83 @@ def chat(
     console = Console(stderr=True, highlight=False)
     llm = LLM(model, progress=console.is_terminal, threads=threads)
     console.print(f"Talking to {model}. {_HELP}", style="dim")
-    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    conversation = Conversation(llm, console, params, system)
+    signal.signal(signal.SIGINT, conversation.on_interrupt)
     while True:
         try:
-            text = input("> ").strip()
+            if not conversation.turn(conversation.listen()):
+                return
         except KeyboardInterrupt:
             console.print("\nCtrl-D or /exit leaves.", style="dim")
-            continue
         except EOFError:
             print()
             return
+
+
+class Conversation:
+    def __init__(self, llm: LLM, console: Console, params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._console = console
+        self._params = params
+        self._answering = self._listening = False
+        self._begin(system)
+
+    def _begin(self, system: str | None) -> None:
+        self._system = system
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def on_interrupt(self, *_: object) -> None:
+        """Ctrl-C ends an answer between two steps, so that the engine is never cut in two, or a line being typed; nothing else."""
+        if self._answering:
+            self._llm.interrupt()
+        elif self._listening:
+            self._listening = False
+            raise KeyboardInterrupt
+
+    def listen(self) -> str:
+        self._listening = True
+        text = input("> ")
+        self._listening = False
+        return text.strip()
+
+    def turn(self, text: str) -> bool:
+        """A command or a message. False: leave."""
         command, _, rest = text.partition(" ")
         if command in ("/exit", "/quit", "/bye"):
-            return
+            return False
         if command == "/reset":
-            messages = list(opening)
-            continue
-        if command == "/system":
-            opening = [{"role": "system", "content": rest}] if rest else []
-            messages = list(opening)
-            continue
-        if command.startswith("/"):
-            console.print(_HELP, style="dim")
-            continue
-        if not text:
-            continue
-        messages.append({"role": "user", "content": text})
+            self._begin(self._system)
+        elif command == "/system":
+            self._begin(rest or None)
+        elif command.startswith("/"):
+            self._console.print(_HELP, style="dim")
+        elif text:
+            self._say(text)
+        return True
+
+    def _say(self, text: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": text}]
         try:
-            ids = llm.tokenizer.encode_chat(messages, max_tokens=llm.config.max_context)
-            room = max(1, llm.config.max_context - len(ids))
-            params = SamplingParams(
-                max_tokens=min(max_tokens, room), temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-            )
-            answer = _answer(llm, ids, params)
+            ids = self._llm.tokenizer.encode_chat(messages, max_tokens=self._llm.config.max_context)
+            room = max(1, self._llm.config.max_context - len(ids))
+            most = min(self._params.max_tokens or room, room)
+            answer = self._answer(ids, msgspec.structs.replace(self._params, max_tokens=most))
         except InvalidRequest as error:
-            messages.pop()
-            console.print(f"{error} /reset starts over.", style="red", markup=False)
-            continue
-        messages.append({"role": "assistant", "content": answer})
-        console.print(summary(llm), style="dim", soft_wrap=True)
+            self._console.print(f"{error} /reset starts over.", style="red", markup=False)
+            return
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._console.print(summary(self._llm), style="dim", soft_wrap=True)
 
-
-def _answer(llm: Any, prompt_ids: list[int], params: SamplingParams) -> str:
-    previous = signal.signal(signal.SIGINT, lambda *_: llm.interrupt())
-    pieces: list[str] = []
-    try:
-        for piece in llm.stream(prompt_ids, params):
-            pieces.append(piece)
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    print(flush=True)
-    return "".join(pieces)
+    def _answer(self, prompt_ids: list[int], params: SamplingParams) -> str:
+        pieces: list[str] = []
+        self._answering = True
+        try:
+            for piece in self._llm.stream(prompt_ids, params):
+                pieces.append(piece)
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        finally:
+            self._answering = False
+        print(flush=True)
+        return "".join(pieces)

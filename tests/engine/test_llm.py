@@ -56,8 +56,8 @@ def test_streaming_gives_the_same_text(llm):
 def test_leaving_a_stream_frees_the_request(llm):
     for _ in llm.stream("hello", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)):
         break
-    assert not llm._core.has_work
-    llm._core.scheduler.check_integrity()
+    assert not llm.core.has_work
+    llm.core.scheduler.check_integrity()
 
 
 def test_stop_string_ends_one_sample(llm):
@@ -68,7 +68,7 @@ def test_stop_string_ends_one_sample(llm):
     assert output.finish_reason == "stop"
     assert output.timings.decode_s > 0
     assert [event.reason for event in llm.events if isinstance(event, Finished)] == ["stop"]
-    assert not llm._core.has_work
+    assert not llm.core.has_work
 
 
 def test_one_wrong_prompt_leaves_nothing_behind(llm):
@@ -76,5 +76,5 @@ def test_one_wrong_prompt_leaves_nothing_behind(llm):
         llm.generate(["fine", []], GREEDY)
     with pytest.raises(InvalidRequest):
         llm.generate(["fine", [1.5]], GREEDY)
-    assert not llm._core.has_work
+    assert not llm.core.has_work
     assert llm.generate("fine", GREEDY)[0].text

@@ -69,15 +69,15 @@ class LLM:
         path = locate(model, fetch=True)
         self.tokenizer = Tokenizer.load(path)
         with _loading_bar(progress) as (bar, task):
-            self._core = EngineCore.load(
+            self.core = EngineCore.load(
                 EngineOptions(model=str(path), **options),
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
         self._next_id = 0
         self._pending: dict[str, _Pending] = {}
-        self.config = self._core.config
-        self.model_config = self._core.model_config
+        self.config = self.core.config
+        self.model_config = self.core.model_config
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # what the last stream produced, with its timings
         self._interrupted = False
@@ -158,7 +158,7 @@ class LLM:
         finally:
             for request_id in ids:  # after an error or Ctrl-C
                 self._abandon(request_id)
-            self.events.extend(self._core.take_events())
+            self.events.extend(self.core.take_events())
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[str]:
         self.events.clear()
@@ -175,12 +175,12 @@ class LLM:
                     given = len(text)
         finally:
             self._abandon(request_id)
-            self.events.extend(self._core.take_events())
+            self.events.extend(self.core.take_events())
 
     def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int) -> str:
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
-        self._core.submit(Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority))
+        self.core.submit(Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority))
         samples = [Completion(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
         streams = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         self._pending[request_id] = _Pending(RequestOutput(text, prompt_ids, samples), streams)
@@ -188,10 +188,10 @@ class LLM:
 
     def _abandon(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
-            self._core.abort(Abort(request_id, "caller left"))
+            self.core.abort(Abort(request_id, "caller left"))
 
     def _step(self) -> None:
-        output, failed = self._core.step()
+        output, failed = self.core.step()
         self.events.extend(output.events)
         for delta in output.deltas:
             self._take(delta)
@@ -215,7 +215,7 @@ class LLM:
         sample.timings = delta.timings
         sample.finish_reason = text.finish_reason
         if text.finish_reason and not delta.finish_reason:
-            sample.timings = self._core.finish(Finish(delta.request_id, delta.index))
+            sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
         if pending.done:
             del self._pending[delta.request_id]
 

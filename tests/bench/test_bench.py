@@ -1,0 +1,176 @@
+"""The instrument itself: workloads keep their shape, statistics are exact, the generator does not wait."""
+
+import asyncio
+import itertools
+import json
+import math
+import time
+
+import pytest
+
+from tests.server.conftest import Server
+from tidemill.bench.http import run_load
+from tidemill.bench.record import Record, percentile, summarize
+from tidemill.bench.workload import Item, arriving, read_trace, synthetic
+from tidemill.errors import ConfigError
+
+
+def test_synthetic_lengths():
+    items = synthetic(200, 100, 50, spread=0.5, shared_prefix=10, seed=1)
+    assert items == synthetic(200, 100, 50, spread=0.5, shared_prefix=10, seed=1)
+    assert len({tuple(item.prompt_ids[:10]) for item in items}) == 1
+    assert all(60 <= len(item.prompt_ids) <= 160 for item in items)
+    assert all(25 <= item.num_output <= 75 for item in items)
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (4.0, 2.0)])
+def test_arrivals_have_the_rate_and_the_variation_asked_for(burstiness, variation):
+    times = [item.at_s for item in arriving([Item(0, [1], 1)] * 40_000, 5.0, burstiness=burstiness)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(0.2, rel=0.05)
+    assert deviation / mean == pytest.approx(variation, rel=0.08)
+
+
+def test_azure_trace(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.6805900,90,16\n"
+    )
+    items = read_trace(path, limit=10, time_scale=0.5, length_scale=0.5)
+    assert [(item.at_s, len(item.prompt_ids), item.num_output) for item in items] == [(0.0, 187, 22), (pytest.approx(2.0), 45, 8)]
+
+
+def test_mooncake_trace_keeps_equal_beginnings(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]},
+        {"timestamp": 3000, "input_length": 1536, "output_length": 9000, "hash_ids": [0, 1, 7]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    one, two = read_trace(path, limit=10, max_context=2048)
+    assert (len(one.prompt_ids), len(two.prompt_ids), two.num_output, two.at_s) == (1100, 1024, 1024, 3.0)
+    assert one.prompt_ids[:1024] == two.prompt_ids[:1024]
+    assert read_trace(path, limit=1)[0].prompt_ids != read_trace(path, limit=2, length_scale=0.9)[1].prompt_ids
+
+
+def test_what_is_no_trace_is_said(tmp_path):
+    for name, text in (("a.csv", "x,y\n1,2\n"), ("b.jsonl", "{"), ("c.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError):
+            read_trace(tmp_path / name, limit=5)
+    with pytest.raises(ConfigError):
+        read_trace(tmp_path / "missing.csv", limit=5)
+
+
+def test_statistics():
+    assert percentile(range(1, 101), 99) == 99
+    assert percentile([5.0], 50) == 5.0
+    good = Record(0.0, 0.1, 0.2, [1.1, 1.2, 1.6], 10, 3)
+    slow = Record(0.0, 0.0, 0.2, [9.0, 10.0], 10, 2)
+    failed = Record(0.0, 0.0, error="500")
+    summary = summarize([good, slow, failed], slo_ttft_s=2.0, slo_tpot_s=0.5)
+    assert summary["failed"] == 1
+    assert summary["errors"] == {"500": 1}
+    assert summary["duration_s"] == pytest.approx(10.0)
+    assert summary["output_tokens_per_s"] == pytest.approx(0.5)
+    assert summary["ttft_s"]["p50"] == pytest.approx(1.0)
+    assert good.tpot_s == pytest.approx(0.25)
+    assert summary["itl_s"]["p99"] == pytest.approx(1.0)
+    assert summary["goodput_requests_per_s"] == pytest.approx(0.1)
+    assert summary["slo_met"] == pytest.approx(1 / 3)
+    assert summary["lateness_s"]["p99"] == pytest.approx(0.1)
+
+
+async def test_the_generator_does_not_wait_for_answers():
+    """A server that never answers in time: all requests are sent when due all the same, and failures are counted."""
+    seen: list[float] = []
+    begin = time.perf_counter()
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        seen.append(time.perf_counter() - begin)
+        await asyncio.sleep(1.0)
+        writer.close()
+
+    server = await asyncio.start_server(slow, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    items = [Item(0.05 * i, [1, 2], 4) for i in range(8)]
+    records = await run_load(f"http://127.0.0.1:{port}/v1", "x", items)
+    server.close()
+    assert len(seen) == 8
+    assert max(seen) < 0.9  # the last was due at 0.35 s, the first answer came after 1 s
+    assert all(record.error for record in records)
+    assert all(record.sent_s - record.due_s < 0.2 for record in records)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder):
+    running = Server(tiny_folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+def test_bench_commands_end_to_end(server, tiny_folder, tmp_path):
+    from tests.cli.test_cli import tidemill
+
+    figures, plots = tmp_path / "out.json", tmp_path / "plots"
+    sizes = ["-r", "6", "--prompt-len", "20", "--output-len", "8"]
+    load = [
+        "bench",
+        "serve",
+        "--base-url",
+        f"{server.url}/v1",
+        "--model",
+        "tiny",
+        "--rate",
+        "20",
+        "--rate",
+        "40",
+        "--vocab",
+        "300",
+        *sizes,
+    ]
+    done = tidemill(*load, "--slo-ttft-ms", "10000", "--json", str(figures), "--plot", str(plots))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(figures.read_text())["20 requests/s"]
+    assert summary["failed"] == 0
+    assert summary["slo_met"] == 1.0
+    assert sorted(path.name for path in plots.iterdir()) == [
+        "latency-0.png", "latency-1.png", "rates.png", "timeline-0.png", "timeline-1.png",
+    ]  # fmt: skip
+    wrong = tidemill("bench", "serve", "--base-url", f"{server.url}/v1", "--model", "other", "-r", "2", "--rate", "50")
+    assert wrong.returncode == 1
+    assert "2 (2)" in wrong.stdout
+
+
+def test_policies_command(tiny_folder, tmp_path, monkeypatch):
+    """Random prompts of a vocabulary this small would be out of range, so the ids are drawn low."""
+    from typer.testing import CliRunner
+
+    from tidemill.bench import workload
+    from tidemill.cli.main import app
+
+    monkeypatch.setattr(workload, "_ids", lambda rng, num, vocab: [rng.randrange(2, 300) for _ in range(num)])
+    arguments = [
+        "bench",
+        "policies",
+        str(tiny_folder),
+        "-r",
+        "5",
+        "--prompt-len",
+        "20",
+        "--output-len",
+        "6",
+        "--max-requests",
+        "2",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "p.json"), "--plot", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert set(json.loads((tmp_path / "p.json").read_text())) == {"none", "static", "prefill-first", "splitfuse", "continuous"}
+    assert (tmp_path / "policies.png").is_file()
+    for command in ("latency", "throughput"):
+        sizes = ["--prompt-len", "20", "--output-len", "6"] + (["--repeats", "1"] if command == "latency" else ["-r", "3"])
+        done = CliRunner().invoke(app, ["bench", command, str(tiny_folder), *sizes])
+        assert done.exit_code == 0, done.output

@@ -1,0 +1,87 @@
+"""An open-loop load generator for any OpenAI-compatible server: it never waits for an answer before it sends the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tidemill.bench.record import Record
+from tidemill.bench.workload import Item
+from tidemill.errors import ConfigError
+
+
+async def run_load(
+    base_url: str,
+    model: str,
+    items: Sequence[Item],
+    *,
+    api_key: str | None = None,
+    ignore_eos: bool = True,
+    timeout_s: float = 600.0,
+    on_done: Callable[[int], None] | None = None,
+) -> list[Record]:
+    """Send every item at its time and record what comes back."""
+    try:
+        import httpx
+    except ImportError:
+        raise ConfigError("The load generator needs httpx.", fix="Run: pip install 'tidemill[bench]'") from None
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    records = [Record(item.at_s, num_prompt=len(item.prompt_ids)) for item in items]
+    num_done = 0
+
+    async with httpx.AsyncClient(base_url=base_url.rstrip("/"), headers=headers, timeout=timeout_s, limits=limits) as client:
+        begin = time.perf_counter()
+
+        async def one(item: Item, record: Record) -> None:
+            nonlocal num_done
+            body: dict[str, Any] = {
+                "model": model, "prompt": item.prompt_ids, "max_tokens": item.num_output, "temperature": 0.0,
+                "stream": True, "stream_options": {"include_usage": True},
+            }  # fmt: skip
+            if ignore_eos:
+                body["ignore_eos"] = True
+            record.sent_s = time.perf_counter() - begin
+            try:
+                async with client.stream("POST", "/completions", json=body) as reply:
+                    if reply.status_code != 200:
+                        text = (await reply.aread()).decode(errors="replace")
+                        record.error = f"{reply.status_code}: {text[:200]}"
+                    else:
+                        async for line in reply.aiter_lines():
+                            _take_line(line, record, time.perf_counter() - begin)
+            except (httpx.HTTPError, ValueError) as error:
+                record.error = type(error).__name__
+            if record.error is None and not record.token_times_s:
+                record.error = "no tokens"
+            num_done += 1
+            if on_done:
+                on_done(num_done)
+
+        tasks = []
+        for item, record in zip(items, records, strict=True):
+            delay = item.at_s - (time.perf_counter() - begin)
+            if delay > 0:
+                await asyncio.sleep(delay)
+            tasks.append(asyncio.create_task(one(item, record)))
+        await asyncio.gather(*tasks)
+    return records
+
+
+def _take_line(line: str, record: Record, now_s: float) -> None:
+    if not line.startswith("data:") or line.endswith("[DONE]"):
+        return
+    chunk = json.loads(line[5:])
+    if "error" in chunk:
+        record.error = str(chunk["error"])[:200]
+        return
+    if any(choice.get("text") for choice in chunk.get("choices", [])):
+        record.token_times_s.append(now_s)
+        record.num_output = max(record.num_output, len(record.token_times_s))
+    usage = chunk.get("usage")
+    if usage:
+        record.num_output = usage["completion_tokens"]

@@ -1,0 +1,87 @@
+"""Pictures of a run. matplotlib is imported when one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.bench.record import Record
+from tidemill.errors import ConfigError
+
+_QUEUE, _PREFILL, _DECODE = "#c9ccd1", "#e08a2e", "#3b76af"
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("Plots need matplotlib.", fix="Run: pip install 'tidemill[bench]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    _pyplot().close(figure)
+    return path
+
+
+def plot_latencies(records: Sequence[Record], path: Path) -> Path:
+    """Cumulative distributions of time to first token, time per output token, inter-token gap and end to end."""
+    good = [record for record in records if record.error is None]
+    series = {
+        "time to first token": [r.ttft_s for r in good],
+        "time per output token": [t for r in good if (t := r.tpot_s) is not None],
+        "inter-token gap": [gap for r in good for gap in r.gaps_s],
+        "end to end": [r.e2e_s for r in good],
+    }
+    figure, axes = _pyplot().subplots(1, 4, figsize=(15, 3.4))
+    for axis, (name, values) in zip(axes, series.items(), strict=True):
+        ordered = sorted(values)
+        axis.step([v * 1000 for v in ordered], [(i + 1) / len(ordered) for i in range(len(ordered))], where="post", color=_DECODE)
+        axis.set(title=name, xlabel="ms", ylim=(0, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of requests")
+    return _save(figure, path)
+
+
+def plot_timelines(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
+    """One panel a run, one line a request: waiting, prompt, answer."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(len(runs), 1, figsize=(11, 0.8 + 2.1 * len(runs)), sharex=True, squeeze=False)
+    for (name, records), (axis,) in zip(runs.items(), axes, strict=True):
+        good = [record for record in records if record.error is None]
+        for line, record in enumerate(good):
+            started = record.started_s if record.started_s is not None else record.sent_s
+            first, last = record.token_times_s[0], record.token_times_s[-1]
+            axis.broken_barh([(record.sent_s, started - record.sent_s)], (line, 0.8), color=_QUEUE)
+            axis.broken_barh([(started, first - started)], (line, 0.8), color=_PREFILL)
+            axis.broken_barh([(first, last - first)], (line, 0.8), color=_DECODE)
+        end = max(record.token_times_s[-1] for record in good)
+        axis.set_title(f"{name}: {end:.1f} s", loc="left", fontsize=10)
+        axis.set_yticks([])
+        axis.set_ylabel("requests")
+    axes[-1][0].set_xlabel("seconds")
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (_QUEUE, _PREFILL, _DECODE)]
+    figure.legend(patches, ["waiting", "prompt", "answer"], loc="upper right", ncol=3, fontsize=9)
+    return _save(figure, path)
+
+
+def plot_rates(points: Sequence[tuple[float, dict[str, Any]]], path: Path) -> Path:
+    """Throughput and median time to first token against the offered rate."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.4))
+    rates = [rate for rate, _ in points]
+    left.plot(rates, [summary["output_tokens_per_s"] for _, summary in points], marker="o", color=_DECODE)
+    left.set(xlabel="requests offered per second", ylabel="output tokens per second")
+    for percent in ("p50", "p99"):
+        right.plot(rates, [summary["ttft_s"][percent] for _, summary in points], marker="o", label=percent)
+    right.set(xlabel="requests offered per second", ylabel="time to first token, s")
+    right.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    return _save(figure, path)

@@ -1,0 +1,112 @@
+"""What is asked, and when: synthetic lengths or a recorded trace; Poisson, bursty or recorded arrivals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tidemill.errors import ConfigError
+
+MOONCAKE_BLOCK = 512  # tokens that one hash of a Mooncake trace stands for
+_FIRST_ID = 100  # below it many vocabularies have special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request of a workload."""
+
+    at_s: float
+    prompt_ids: list[int]
+    num_output: int
+
+
+def synthetic(
+    num_requests: int,
+    prompt_len: int,
+    output_len: int,
+    *,
+    spread: float = 0.0,
+    shared_prefix: int = 0,
+    vocab: int = 30_000,
+    seed: int = 0,
+) -> list[Item]:
+    """Random prompts, all at time 0. Lengths are uniform within ±spread of the given ones."""
+    rng = random.Random(seed)
+    prefix = _ids(rng, shared_prefix, vocab)
+
+    def around(length: int) -> int:
+        return max(1, round(length * rng.uniform(1 - spread, 1 + spread)))
+
+    return [Item(0.0, prefix + _ids(rng, around(prompt_len), vocab), around(output_len)) for _ in range(num_requests)]
+
+
+def arriving(items: Iterable[Item], rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[Item]:
+    """The same requests, `rate` a second on average. Gaps are gamma distributed: burstiness 1 is a Poisson process, larger values
+    come in bursts (the coefficient of variation of the gaps is its square root)."""
+    if rate <= 0 or burstiness <= 0:
+        raise ConfigError("rate and burstiness must be above 0.")
+    rng = random.Random(seed + 1)
+    at, out = 0.0, []
+    for item in items:
+        out.append(Item(at, item.prompt_ids, item.num_output))
+        at += rng.gammavariate(1 / burstiness, burstiness / rate)
+    return out
+
+
+def read_trace(
+    path: Path,
+    *,
+    limit: int,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    max_context: int = 4096,
+    vocab: int = 30_000,
+    seed: int = 0,
+) -> list[Item]:
+    """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp in ms, lengths, a
+    hash per 512 tokens, so that equal beginnings stay equal). Times and lengths are multiplied by the scales; a request that
+    does not fit `max_context` is cut to it."""
+    try:
+        rows = _azure_rows(path) if path.suffix == ".csv" else _mooncake_rows(path)
+        records = [row for row, _ in zip(rows, range(limit), strict=False)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a trace: {error!r}.", fix="Azure CSV and Mooncake JSONL are known."
+        ) from error
+    if not records:
+        raise ConfigError(f"{path} holds no request.")
+    rng, start = random.Random(seed), records[0][0]
+    block_len = max(1, round(MOONCAKE_BLOCK * length_scale))
+    items = []
+    for at, num_prompt, num_output, hashes in records:
+        output = max(1, min(round(num_output * length_scale), max_context // 2))
+        length = max(1, min(round(num_prompt * length_scale), max_context - output))
+        ids: list[int] = []
+        for block in hashes:
+            ids += _ids(random.Random(f"block {block}"), block_len, vocab)
+        ids = (ids + _ids(rng, max(0, length - len(ids)), vocab))[:length]
+        items.append(Item((at - start) * time_scale, ids, output))
+    return items
+
+
+def _ids(rng: random.Random, num: int, vocab: int) -> list[int]:
+    return [rng.randrange(_FIRST_ID, vocab) for _ in range(num)]
+
+
+def _azure_rows(path: Path) -> Iterable[tuple[float, int, int, list[int]]]:
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()  # seven digits of a second: one too many for Python
+            yield at, int(row["ContextTokens"]), int(row["GeneratedTokens"]), []
+
+
+def _mooncake_rows(path: Path) -> Iterable[tuple[float, int, int, list[int]]]:
+    with path.open() as file:
+        for line in file:
+            row = json.loads(line)
+            yield row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), list(row["hash_ids"])

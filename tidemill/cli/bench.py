@@ -1,0 +1,275 @@
+"""`tidemill bench`: latency, throughput, serve, policies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tidemill.bench.record import summarize
+from tidemill.bench.workload import Item, arriving, read_trace, synthetic
+from tidemill.cli import options as opt
+from tidemill.errors import ConfigError
+from tidemill.sched.policies import POLICIES
+
+app = typer.Typer(help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None)
+console = Console(stderr=True, highlight=False)
+
+NumRequests = Annotated[int, typer.Option("--requests", "-r", help="How many requests.")]
+PromptLen = Annotated[int, typer.Option(help="Prompt tokens.")]
+OutputLen = Annotated[int, typer.Option(help="Tokens to generate.")]
+Spread = Annotated[float, typer.Option(help="Lengths vary by this fraction around the given ones.")]
+SharedPrefix = Annotated[int, typer.Option(help="Tokens that all prompts begin with.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write pictures into this folder.")]
+TraceFile = Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake JSONL instead of synthetic requests.")]
+TimeScale = Annotated[float, typer.Option(help="Multiply a trace's times by this.")]
+LengthScale = Annotated[float, typer.Option(help="Multiply a trace's lengths by this.")]
+
+
+@app.command()
+def latency(
+    model: opt.Model = "smollm2",
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 64,
+    repeats: Annotated[int, typer.Option(help="Runs after one warm-up.")] = 5,
+    threads: opt.Threads = None,
+    json_path: JsonPath = None,
+) -> None:
+    """One stream: time to first token and time per output token."""
+    from tidemill.bench.offline import run_core
+
+    llm = _load(model, threads)
+    ttfts, tpots = [], []
+    with _bar("Runs", repeats + 1) as done:
+        for run in range(repeats + 1):
+            (record,) = run_core(llm.core, _drawn(llm, 1, prompt_len, output_len, seed=run))
+            if run:  # the first warms up
+                ttfts.append(record.ttft_s)
+                tpots.append(record.tpot_s or 0.0)
+            done(run + 1)
+    ttft, tpot = statistics.median(ttfts), statistics.median(tpots)
+    figures = {
+        "prompt_len": prompt_len, "output_len": output_len, "ttft_s": ttft, "tpot_s": tpot,
+        "prefill_tokens_per_s": prompt_len / ttft, "decode_tokens_per_s": 1 / tpot if tpot else None,
+    }  # fmt: skip
+    table = Table("", "median", title=f"{model}: {prompt_len} → {output_len} tokens, {repeats} runs", title_justify="left")
+    table.add_row("time to first token", f"{ttft * 1000:.1f} ms")
+    table.add_row("prefill", f"{prompt_len / ttft:.1f} tokens/s")
+    if tpot:
+        table.add_row("time per output token", f"{tpot * 1000:.2f} ms")
+        table.add_row("decode", f"{1 / tpot:.1f} tokens/s")
+    _report(table, figures, json_path)
+
+
+@app.command()
+def throughput(
+    model: opt.Model = "smollm2",
+    requests: NumRequests = 32,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 64,
+    spread: Spread = 0.5,
+    shared_prefix: SharedPrefix = 0,
+    max_requests: opt.MaxRequests = None,
+    policy: opt.PolicyName = "continuous",
+    threads: opt.Threads = None,
+    json_path: JsonPath = None,
+    plot: PlotDir = None,
+) -> None:
+    """Many requests at once, offline."""
+    from tidemill.bench.offline import run_core
+
+    llm = _load(model, threads, max_requests=max_requests, policy=policy)
+    items = _drawn(llm, requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix)
+    with _bar("Requests", requests) as done:
+        records = run_core(llm.core, items, done)
+    figures = summarize(records)
+    if plot:
+        from tidemill.bench.plots import plot_timelines
+
+        console.print(f"wrote {plot_timelines({policy: records}, plot / 'timeline.png')}")
+    _report(_table({model: figures}, f"{requests} requests, offline"), figures, json_path)
+
+
+@app.command()
+def serve(
+    base_url: Annotated[str, typer.Option(help="Of any OpenAI-compatible API.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(help="The model's name there.")] = "smollm2",
+    rate: Annotated[
+        list[float] | None, typer.Option(help="Requests per second; several values make a sweep. Default: 1.")
+    ] = None,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson arrivals; more: bursts (gamma).")] = 1.0,
+    requests: NumRequests = 32,
+    prompt_len: PromptLen = 128,
+    output_len: OutputLen = 64,
+    spread: Spread = 0.5,
+    shared_prefix: SharedPrefix = 0,
+    trace: TraceFile = None,
+    time_scale: TimeScale = 1.0,
+    length_scale: LengthScale = 1.0,
+    max_context: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens.")] = 4096,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
+    vocab: Annotated[int, typer.Option(help="Prompt tokens are drawn below this id.")] = 30_000,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos).")
+    ] = True,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths, tokens and arrivals.")] = 0,
+    json_path: JsonPath = None,
+    plot: PlotDir = None,
+) -> None:
+    """Open-loop load on a server: requests go out when they are due, whatever came of the earlier ones."""
+    from tidemill.bench.http import run_load
+
+    runs: dict[str, list[Any]] = {}
+    summaries: dict[str, dict[str, Any]] = {}
+    rates = [0.0] if trace else (rate or [1.0])
+    for each in rates:
+        if trace:
+            items = read_trace(
+                trace,
+                limit=requests,
+                time_scale=time_scale,
+                length_scale=length_scale,
+                max_context=max_context,
+                vocab=vocab,
+                seed=seed,
+            )
+            name = trace.name
+        else:
+            drawn = synthetic(
+                requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix, vocab=vocab, seed=seed
+            )
+            items = arriving(drawn, each, burstiness=burstiness, seed=seed)
+            name = f"{each:g} requests/s"
+        with _bar(name, len(items)) as done:
+            load = run_load(base_url, model, items, api_key=api_key, ignore_eos=ignore_eos, on_done=done)
+            runs[name] = asyncio.run(load)
+        summaries[name] = summarize(
+            runs[name],
+            slo_ttft_s=None if slo_ttft_ms is None else slo_ttft_ms / 1000,
+            slo_tpot_s=None if slo_tpot_ms is None else slo_tpot_ms / 1000,
+        )
+    if plot:
+        from tidemill.bench import plots
+
+        for number, (name, records) in enumerate(runs.items()):
+            if any(record.error is None for record in records):
+                console.print(f"wrote {plots.plot_latencies(records, plot / f'latency-{number}.png')}")
+                console.print(f"wrote {plots.plot_timelines({name: records}, plot / f'timeline-{number}.png')}")
+        if len(rates) > 1:
+            points = list(zip(rates, summaries.values(), strict=True))
+            console.print(f"wrote {plots.plot_rates(points, plot / 'rates.png')}")
+    _report(_table(summaries, f"{base_url}, {model}"), summaries, json_path)
+    if any(summary["failed"] for summary in summaries.values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def policies(
+    model: opt.Model = "smollm2",
+    requests: NumRequests = 16,
+    prompt_len: PromptLen = 96,
+    output_len: OutputLen = 48,
+    spread: Spread = 0.9,
+    rate: Annotated[float | None, typer.Option(help="Requests per second; without it all come at once.")] = None,
+    max_requests: Annotated[int, typer.Option(help="Rows: how many are computed at the same time.")] = 8,
+    only: Annotated[list[str] | None, typer.Option(help="These policies; default: all.")] = None,
+    threads: opt.Threads = None,
+    json_path: JsonPath = None,
+    plot: PlotDir = None,
+) -> None:
+    """The same load through every scheduling policy: the picture that explains batching."""
+    from tidemill.bench.offline import run_policies
+
+    names = only or ["none", "static", "prefill-first", "splitfuse", "continuous"]
+    if unknown := set(names) - set(POLICIES):
+        raise ConfigError(f"There is no scheduling policy {unknown.pop()!r}.", fix=f"Choose among {', '.join(POLICIES)}.")
+    llm = _load(model, threads, max_requests=max_requests)
+    items = _drawn(llm, requests, prompt_len, output_len, spread=spread)
+    if rate is not None:
+        items = arriving(items, rate)
+    with _bar("Requests", requests) as done:
+        runs = run_policies(llm.core.runner.model, llm.config, names, items, done)
+    summaries = {name: summarize(records) for name, records in runs.items()}
+    if plot:
+        from tidemill.bench.plots import plot_timelines
+
+        console.print(f"wrote {plot_timelines(runs, plot / 'policies.png')}")
+    _report(_table(summaries, f"{model}: {requests} requests over {max_requests} rows"), summaries, json_path)
+
+
+# ---- shared
+
+
+def _load(model: str, threads: int | None, **options: Any) -> Any:
+    from tidemill.engine.llm import LLM
+
+    return LLM(model, progress=console.is_terminal, threads=threads, prefix_caching=True, **options)
+
+
+def _drawn(llm: Any, requests: int, prompt_len: int, output_len: int, **more: Any) -> list[Item]:
+    """Synthetic requests that the model's vocabulary and context can hold."""
+    items = synthetic(requests, prompt_len, output_len, vocab=llm.model_config.vocab_size, **more)
+    longest, context = max(len(item.prompt_ids) + item.num_output for item in items), llm.config.max_context
+    if longest > context:
+        raise ConfigError(f"A request of {longest} tokens does not fit the context of {context}.", fix="Ask for shorter ones.")
+    return items
+
+
+@contextmanager
+def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda completed: progress.update(task, completed=completed)
+
+
+def _table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
+    caption = "p50 / p90 / p99 of: TTFT time to first token, TPOT time per output token after it, ITL gap between tokens"
+    table = Table("", *summaries, title=title, title_justify="left", caption=caption, caption_justify="left")
+
+    def row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(label, *(cell(summary) for summary in summaries.values()))
+
+    row("requests (failed)", lambda s: f"{s['requests']} ({s['failed']})")
+    row("duration", lambda s: f"{s['duration_s']:.2f} s")
+    row("output tokens/s", lambda s: f"{s['output_tokens_per_s']:.1f}")
+    row("input tokens/s", lambda s: f"{s['input_tokens_per_s']:.1f}")
+    for label, key in (
+        ("TTFT", "ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("ITL", "itl_s"),
+        ("end to end", "e2e_s"),
+        ("sent late by", "lateness_s"),
+    ):
+        row(label, lambda s, key=key: _percentiles(s[key]))  # type: ignore[misc]
+    if any("slo_met" in summary for summary in summaries.values()):
+        row("goodput, requests/s", lambda s: f"{s['goodput_requests_per_s']:.2f} ({s['slo_met']:.0%} within SLO)")
+    for summary in summaries.values():
+        for error, count in list(summary.get("errors", {}).items())[:5]:
+            table.add_row(f"{count} failed", error)
+    return table
+
+
+def _percentiles(values: dict[str, float]) -> str:
+    """p50 / p90 / p99 in one unit that suits them."""
+    scale, unit, digits = (1, "s", 1) if max(values.values()) >= 10 else (1000, "ms", 0)
+    return " / ".join(f"{value * scale:.{digits}f}" for value in values.values()) + f" {unit}"
+
+
+def _report(table: Table, figures: Any, json_path: Path | None) -> None:
+    Console(highlight=False).print(table)
+    if json_path:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(figures, indent=2))

@@ -67,8 +67,8 @@ def test_what_is_no_trace_is_said(tmp_path):
 def test_statistics():
     assert percentile(range(1, 101), 99) == 99
     assert percentile([5.0], 50) == 5.0
-    good = Record(0.0, 0.1, 0.2, [1.1, 1.2, 1.6], 10, 3)
-    slow = Record(0.0, 0.0, 0.2, [9.0, 10.0], 10, 2)
+    good = Record(0.0, 0.1, 0.2, [1.1, 1.2, 1.6], 1.6, 10, 0, 3)
+    slow = Record(0.0, 0.0, 0.2, [9.0, 10.0], 10.0, 10, 0, 2)
     failed = Record(0.0, 0.0, error="500")
     summary = summarize([good, slow, failed], slo_ttft_s=2.0, slo_tpot_s=0.5)
     assert summary["failed"] == 1

@@ -114,6 +114,32 @@ def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
     assert run(core, {"c": (prompt, greedy(5))})["c"].tokens == expected
 
 
+def test_who_shares_pages_with_a_failed_step_starts_over(model):
+    """Under `static` a request may be admitted on pages that a step has announced, without a token of its own in that step."""
+    prompt = list(range(2, 52))
+    expected = run(make_core(model), {"b": (prompt, greedy(5))})["b"].tokens
+    core = make_core(model, policy="static", token_budget=48, max_requests=4)
+    answers = {"a": Answer(), "b": Answer()}
+    for name in answers:
+        core.submit(Submit(name, prompt, greedy(5)))
+    real = core.runner.execute
+
+    def broken(plan):
+        assert len(plan.items) == 1
+        assert len(plan.new_rows) == 2
+        core.runner.execute = real
+        core.runner.cache.normal_()
+        raise RuntimeError("kernel failed")
+
+    core.runner.execute = broken
+    _, failed = core.step()
+    assert [refused.request_id for refused in failed] == ["a"]
+    while core.has_work:
+        take(core, answers)
+    assert answers["b"].tokens == expected
+    core.scheduler.check_integrity()
+
+
 def test_an_end_token_outside_the_vocabulary_harms_nobody(core):
     answers = run(core, {"a": ([1, 2], greedy(3, min_tokens=2)), "b": ([1, 2], greedy(3))}, eos=(99999,))
     assert all(len(answer.tokens) == 3 for answer in answers.values())

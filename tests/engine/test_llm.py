@@ -1,5 +1,7 @@
 """The offline API, as a script uses it."""
 
+import signal
+
 import pytest
 
 from tidemill import LLM, SamplingParams
@@ -58,6 +60,35 @@ def test_leaving_a_stream_frees_the_request(llm):
         break
     assert not llm.core.has_work
     llm.core.scheduler.check_integrity()
+
+
+def test_generate_beside_an_open_stream(llm):
+    """A stream left half-read does not disturb, nor is it disturbed."""
+    stream = llm.stream("hello", GREEDY)
+    first = next(stream)
+    assert llm.generate("other", GREEDY)[0].outputs[0].finish_reason
+    assert first + "".join(stream) == llm.generate("hello", GREEDY)[0].text
+
+
+def test_ctrl_c_takes_effect_between_steps(llm):
+    real = llm.core.runner.execute
+
+    def interrupted(plan):
+        signal.raise_signal(signal.SIGINT)
+        return real(plan)
+
+    llm.core.runner.execute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("hello", GREEDY)
+    llm.core.runner.execute = real
+    assert not llm.core.has_work
+    llm.core.scheduler.check_integrity()
+    assert llm.generate("hello", GREEDY)[0].text
+
+
+def test_a_script_may_queue_more_than_a_server_would(llm):
+    many = llm.generate([[5, 6]] * 5000, SamplingParams(temperature=0, max_tokens=1))
+    assert len(many) == 5000
 
 
 def test_stop_string_ends_one_sample(llm):

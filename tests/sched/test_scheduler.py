@@ -156,6 +156,32 @@ def test_an_urgent_request_takes_the_place_of_a_lower_one():
     run(scheduler)
 
 
+def test_nobody_is_pushed_out_in_vain():
+    """Pages that a request of higher rank shares would not become free, so there is no point in preempting for them."""
+    scheduler, buffer = make(num_pages=12, page_size=4, budget=64)
+    prompt = list(range(16))
+    add(scheduler, "top", prompt, max_tokens=20, priority=-5)
+    add(scheduler, "low", [*prompt, 99], max_tokens=20, priority=5)
+    for _ in range(3):
+        step(scheduler)
+    add(scheduler, "high", 30, max_tokens=2, priority=0)
+    step(scheduler)
+    assert not [e for e in buffer.take() if isinstance(e, events.Preempted)]
+    assert run(scheduler).keys() == {"top", "low", "high"}
+
+
+def test_a_forked_sample_pushes_nobody_out_for_pages_it_has():
+    scheduler, buffer = make(num_pages=20, page_size=4, budget=64)
+    for i in range(3):
+        add(scheduler, f"low{i}", 10, max_tokens=12, priority=5)
+    step(scheduler)
+    add(scheduler, "hi", 20, n=2, max_tokens=4, priority=0)
+    for _ in range(3):
+        step(scheduler)
+    assert not [e for e in buffer.take() if isinstance(e, events.Preempted)]
+    run(scheduler)
+
+
 def test_first_come_first_served_within_a_priority():
     scheduler, _ = make(rows=1)
     for name, priority in (("b1", 1), ("a1", 0), ("b2", 1), ("a2", 0)):

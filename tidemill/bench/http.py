@@ -79,9 +79,13 @@ def _take_line(line: str, record: Record, now_s: float) -> None:
     if "error" in chunk:
         record.error = str(chunk["error"])[:200]
         return
-    if any(choice.get("text") for choice in chunk.get("choices", [])):
-        record.token_times_s.append(now_s)
-        record.num_output = max(record.num_output, len(record.token_times_s))
+    choices = chunk.get("choices") or []
+    if any(choice.get("text") or choice.get("finish_reason") for choice in choices):
+        if any(choice.get("text") for choice in choices) or not record.token_times_s:
+            record.token_times_s.append(now_s)
+            record.num_output = max(record.num_output, len(record.token_times_s))
+        record.end_s = now_s
     usage = chunk.get("usage")
     if usage:
         record.num_output = usage["completion_tokens"]
+        record.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -41,6 +41,7 @@ def run_core(core: EngineCore, items: Sequence[Item], on_done: Callable[[int], N
             record = records[int(delta.request_id)]
             record.token_times_s += [now] * len(delta.token_ids)
             record.num_output += len(delta.token_ids)
+            record.num_cached, record.end_s = delta.num_cached, now
             num_done += delta.finish_reason is not None
         for refused in failed:
             records[int(refused.request_id or 0)].error = refused.message

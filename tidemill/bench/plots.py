@@ -58,11 +58,11 @@ def plot_timelines(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
         good = [record for record in records if record.error is None]
         for line, record in enumerate(good):
             started = record.started_s if record.started_s is not None else record.sent_s
-            first, last = record.token_times_s[0], record.token_times_s[-1]
+            first, last = record.token_times_s[0], record.end_s
             axis.broken_barh([(record.sent_s, started - record.sent_s)], (line, 0.8), color=_QUEUE)
             axis.broken_barh([(started, first - started)], (line, 0.8), color=_PREFILL)
             axis.broken_barh([(first, last - first)], (line, 0.8), color=_DECODE)
-        end = max(record.token_times_s[-1] for record in good)
+        end = max((record.end_s for record in good), default=0.0)
         axis.set_title(f"{name}: {end:.1f} s", loc="left", fontsize=10)
         axis.set_yticks([])
         axis.set_ylabel("requests")

@@ -18,7 +18,9 @@ class Record:
     sent_s: float = 0.0
     started_s: float | None = None  # when the engine took it up, where that is known
     token_times_s: list[float] = field(default_factory=list)  # when text came; several tokens may come at once
+    end_s: float = 0.0  # when the answer was over; its last tokens may have no text
     num_prompt: int = 0
+    num_cached: int = 0
     num_output: int = 0
     error: str | None = None
 
@@ -28,14 +30,14 @@ class Record:
 
     @property
     def e2e_s(self) -> float:
-        return self.token_times_s[-1] - self.sent_s
+        return self.end_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first."""
         if self.num_output < 2:
             return None
-        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_output - 1)
+        return (self.end_s - self.token_times_s[0]) / (self.num_output - 1)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -49,13 +51,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float]:
+    """Empty if there is nothing to speak of."""
+    if not values:
+        return {}
     return {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
 
 
 def summarize(records: Sequence[Record], *, slo_ttft_s: float | None = None, slo_tpot_s: float | None = None) -> dict[str, Any]:
     """Everything a table shows. Failures are counted, never averaged in."""
     good = [record for record in records if record.error is None and record.token_times_s]
-    duration = max((record.token_times_s[-1] for record in good), default=0.0) - min((r.sent_s for r in good), default=0.0)
+    duration = max((record.end_s for record in good), default=0.0) - min((r.sent_s for r in good), default=0.0)
     per_second = 1 / duration if duration > 0 else 0.0
     summary: dict[str, Any] = {
         "requests": len(records),
@@ -64,6 +69,7 @@ def summarize(records: Sequence[Record], *, slo_ttft_s: float | None = None, slo
         "requests_per_s": len(good) * per_second,
         "input_tokens_per_s": sum(record.num_prompt for record in good) * per_second,
         "output_tokens_per_s": sum(record.num_output for record in good) * per_second,
+        "cached_tokens": sum(record.num_cached for record in good),
         "ttft_s": spread_of([record.ttft_s for record in good]),
         "tpot_s": spread_of([tpot for record in good if (tpot := record.tpot_s) is not None]),
         "itl_s": spread_of([gap for record in good for gap in record.gaps_s]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,9 +26,9 @@ from tidemill.sched.policies import POLICIES
 app = typer.Typer(help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None)
 console = Console(stderr=True, highlight=False)
 
-NumRequests = Annotated[int, typer.Option("--requests", "-r", help="How many requests.")]
-PromptLen = Annotated[int, typer.Option(help="Prompt tokens.")]
-OutputLen = Annotated[int, typer.Option(help="Tokens to generate.")]
+NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How many requests.")]
+PromptLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Spread = Annotated[float, typer.Option(help="Lengths vary by this fraction around the given ones.")]
 SharedPrefix = Annotated[int, typer.Option(help="Tokens that all prompts begin with.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
@@ -119,12 +121,14 @@ def serve(
     max_context: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens.")] = 4096,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
-    vocab: Annotated[int, typer.Option(help="Prompt tokens are drawn below this id.")] = 30_000,
+    vocab: Annotated[int, typer.Option(min=200, help="Prompt tokens are drawn below this id.")] = 30_000,
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos).")
     ] = True,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, tokens and arrivals.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Of prompts and arrivals. Default: a new one, so that nothing is cached.")
+    ] = None,
     json_path: JsonPath = None,
     plot: PlotDir = None,
 ) -> None:
@@ -133,8 +137,9 @@ def serve(
 
     runs: dict[str, list[Any]] = {}
     summaries: dict[str, dict[str, Any]] = {}
-    rates = [0.0] if trace else (rate or [1.0])
-    for each in rates:
+    rates = [0.0] if trace else list(dict.fromkeys(rate or [1.0]))
+    first_seed = secrets.randbits(32) if seed is None else seed
+    for seed, each in enumerate(rates, first_seed):  # other prompts at every rate: the prefix cache must not help the second
         if trace:
             items = read_trace(
                 trace,
@@ -258,12 +263,14 @@ def _table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         row("goodput, requests/s", lambda s: f"{s['goodput_requests_per_s']:.2f} ({s['slo_met']:.0%} within SLO)")
     for summary in summaries.values():
         for error, count in list(summary.get("errors", {}).items())[:5]:
-            table.add_row(f"{count} failed", error)
+            table.add_row(f"{count} failed", escape(error))
     return table
 
 
 def _percentiles(values: dict[str, float]) -> str:
     """p50 / p90 / p99 in one unit that suits them."""
+    if not values:
+        return "-"
     scale, unit, digits = (1, "s", 1) if max(values.values()) >= 10 else (1000, "ms", 0)
     return " / ".join(f"{value * scale:.{digits}f}" for value in values.values()) + f" {unit}"
 

@@ -37,6 +37,7 @@ from tidemill.wire import (
 )
 
 _STOP_S = 5.0
+_LAST_WORDS_S = 0.5
 _log = logging.getLogger("tidemill.engine")
 
 
@@ -96,6 +97,8 @@ class EngineClient:
             while True:
                 receiving = asyncio.ensure_future(self._socket.recv())
                 await asyncio.wait([receiving, died], return_when=asyncio.FIRST_COMPLETED)
+                if not receiving.done():  # its last message may still be on the way
+                    await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
                 if not receiving.done():
                     raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
                 message = decode_from_engine(receiving.result())
@@ -213,6 +216,7 @@ class EngineClient:
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
+        await asyncio.sleep(_LAST_WORDS_S / 2)  # what it said last is read first
         self._fail_all(self._last_words or f"The engine process ended with code {code}.")
 
     def _fail_all(self, why: str) -> None:

@@ -147,11 +147,11 @@ class EngineCore:
 
     def step(self) -> tuple[StepOutput, list[Refused]]:
         """One step: what it produced, and the requests that failed in it."""
-        plan = self.scheduler.plan()
-        if plan is None:
-            return StepOutput([], self._events.take()), []
-        started = self._clock.now()
+        plan, started = None, self._clock.now()
         try:
+            plan = self.scheduler.plan()
+            if plan is None:
+                return StepOutput([], self._events.take()), []
             result = self.runner.execute(plan)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed = self._fail(plan, error)
@@ -197,16 +197,16 @@ class EngineCore:
                 self._forget(request.seq)
         return deltas
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> list[Refused]:
-        """The step raised: its requests fail, the others go on, and no page of it is trusted again."""
+    def _fail(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
+        """The step raised: its requests fail (all of them, if it was not even planned). The others start over, since they may
+        share pages that the step had announced and never computed."""
+        seqs = list(self._id_of) if plan is None else [item.seq for item in plan.items]
         failed = []
-        for item in plan.items:
-            request_id = self._id_of.get(item.seq)
-            if request_id is not None:
-                self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))
-                what = f"The engine failed while computing this request ({type(error).__name__})."
-                failed.append(refusal(request_id, TidemillError(what)))
-        self.scheduler.kv.clear_prefixes()
+        for request_id in dict.fromkeys(self._id_of[seq] for seq in seqs if seq in self._id_of):
+            self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))
+            what = f"The engine failed while computing this request ({type(error).__name__})."
+            failed.append(refusal(request_id, TidemillError(what)))
+        self.scheduler.drop_computed("a step failed")
         self.runner.state.discard_staged()
         return failed
 

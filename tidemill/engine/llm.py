@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,6 +24,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
 _MAX_EVENTS = 100_000
+_NO_LIMIT = 2**31 - 1  # a script may queue as much as it likes
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = dict[str, Any]
@@ -67,10 +71,11 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
         path = locate(model, fetch=True)
+        settings: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT} | options
         self.tokenizer = Tokenizer.load(path)
         with _loading_bar(progress) as (bar, task):
             self.core = EngineCore.load(
-                EngineOptions(model=str(path), **options),
+                EngineOptions(**settings),
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
@@ -151,9 +156,11 @@ class LLM:
                 ids.append(self._submit(text, prompt_ids, one, priority))
             outputs = [self._pending[request_id].output for request_id in ids]
             with _request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
-                while self._pending:
+                unfinished = set(ids)
+                while unfinished:
                     self._step()
-                    bar.update(task, completed=len(ids) - len(self._pending))
+                    unfinished &= self._pending.keys()
+                    bar.update(task, completed=len(ids) - len(unfinished))
             return outputs
         finally:
             for request_id in ids:  # after an error or Ctrl-C
@@ -165,7 +172,6 @@ class LLM:
         request_id = self._submit(None, prompt_ids, params, 0)
         output = self.last = self._pending[request_id].output
         given = 0
-        self._interrupted = False
         try:
             while request_id in self._pending and not self._interrupted:
                 self._step()
@@ -174,6 +180,7 @@ class LLM:
                     yield text[given:]
                     given = len(text)
         finally:
+            self._interrupted = False
             self._abandon(request_id)
             self.events.extend(self.core.take_events())
 
@@ -191,7 +198,8 @@ class LLM:
             self.core.abort(Abort(request_id, "caller left"))
 
     def _step(self) -> None:
-        output, failed = self.core.step()
+        with _uninterrupted():
+            output, failed = self.core.step()
         self.events.extend(output.events)
         for delta in output.deltas:
             self._take(delta)
@@ -218,6 +226,22 @@ class LLM:
             sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
         if pending.done:
             del self._pending[delta.request_id]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C takes effect after the block, so that no step is cut in two."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled elsewhere
+        return
+    arrived: list[Any] = []
+    previous = signal.signal(signal.SIGINT, lambda *arguments: arrived.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if arrived and callable(previous):
+        previous(*arrived[-1])
 
 
 class _Bar:

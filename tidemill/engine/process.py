@@ -36,6 +36,11 @@ class EngineProcess:
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
 
+    def close(self) -> None:
+        """Waits until what was sent has left, at most the socket's linger time."""
+        self._socket.close()
+        zmq.Context.instance().term()
+
     def run(self) -> None:
         self._poller.poll(None)
         if not self._socket.poll(0):
@@ -101,6 +106,8 @@ def main() -> None:
     except Exception as error:
         process.send(Refused(None, "TidemillError", f"The engine failed: {type(error).__name__}: {error}"))
         raise
+    finally:
+        process.close()
 
 
 if __name__ == "__main__":

@@ -190,16 +190,16 @@ def _from_folder(path: Path) -> Tokenizer:
     eos += [named] if named is not None else []
     backend.no_truncation()
     backend.no_padding()
-    around = backend.encode("", add_special_tokens=True).ids  # what its post-processor writes around a text
-    bos = _token_id(backend, settings.get("bos_token"))
-    if around and around[0] not in eos:
-        bos = around[0]
+    plain, full = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    at = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
+    before, after = full[:at], full[at + len(plain) :]  # what its post-processor writes around a text
+    bos = before[0] if before else _token_id(backend, settings.get("bos_token"))
     return Tokenizer(
         backend,
         eos_token_ids=eos,
         bos_token_id=bos,
-        add_bos=around[:1] == [bos],
-        add_eos=bool(around) and around[-1] in eos,
+        add_bos=bool(before),
+        add_eos=bool(after) and after[0] in eos,
         bos_in_chat=False,  # a folder's template writes its own
         chat_template=_folder_template(path, settings),
     )

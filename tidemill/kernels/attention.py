@@ -58,11 +58,15 @@ def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
     for size in {hi - lo for lo, hi in block_bounds(4 * _LAST_BLOCK)}:
         k, v, acc = (torch.randn(4, n, dim, generator=generator) for n in (size, size, large))
         scores = torch.bmm(q, k.transpose(1, 2))
-        mixed = torch.baddbmm(acc, scores, v)
+        first, later = torch.bmm(scores, v), torch.baddbmm(acc, scores, v)
         for batch in (1, 4):
-            part = torch.bmm(q[:batch, :small].contiguous(), k[:batch].transpose(1, 2))
-            again = torch.baddbmm(acc[:batch, :small], scores[:batch, :small].contiguous(), v[:batch])
-            if not torch.equal(part, scores[:batch, :small]) or not torch.equal(again, mixed[:batch, :small]):
+            part = scores[:batch, :small].contiguous()
+            again = (
+                (scores, torch.bmm(q[:batch, :small].contiguous(), k[:batch].transpose(1, 2))),
+                (first, torch.bmm(part, v[:batch])),
+                (later, torch.baddbmm(acc[:batch, :small], part, v[:batch])),
+            )
+            if not all(torch.equal(whole[:batch, :small], alone) for whole, alone in again):
                 return PREFILL_TILE
     return 1
 

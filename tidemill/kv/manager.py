@@ -7,6 +7,7 @@ table      page 7      |   page 2      |   page 9
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,19 +76,31 @@ class KVManager:
             pages.append(page)
         return pages
 
+    def num_pages_to_admit(self, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
+        """Free pages that `admit` would take: new ones, and found ones that nobody owns."""
+        found = self.find(keys)
+        num_revived = sum(1 for page in found if self._pool.references(page) == 0)
+        return self.num_pages_for(num_tokens) - len(found) + num_revived
+
+    def num_copies_to_write(self, seq: int, start: int, end: int) -> int:
+        """Free pages that `copies_to_write` would take."""
+        return len(self._shared(seq, start, end))
+
+    def num_freed_by(self, seqs: Sequence[int]) -> int:
+        """Pages that would be free if these sequences were released: those that nobody else holds."""
+        owners = Counter(page for seq in seqs for page in self._tables[seq].pages)
+        return sum(1 for page, num in owners.items() if self._pool.references(page) == num)
+
     # ---- taking and giving back
 
-    def admit(
-        self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0, cached: bool = True
-    ) -> int | None:
+    def admit(self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0) -> int | None:
         """Give a new sequence pages for all its tokens, sharing what is found under its keys. Returns the number of tokens found,
         or None if fewer than `reserve` pages would stay free (nothing is changed then)."""
         assert seq not in self._tables
-        found = self.find(keys) if cached else []
-        num_new = self.num_pages_for(num_tokens) - len(found)
-        num_revived = sum(1 for page in found if self._pool.references(page) == 0)
-        if num_new + num_revived + reserve > self._pool.num_free:
+        if self.num_pages_to_admit(num_tokens, keys) + reserve > self._pool.num_free:
             return None
+        found = self.find(keys)
+        num_new = self.num_pages_for(num_tokens) - len(found)
         for page in found:
             self._pool.share(page)
         pages = found + [self._take() for _ in range(num_new)]
@@ -110,11 +123,7 @@ class KVManager:
         """Make the pages of tokens start..end-1 private before they are written. Returns (index in table, old page) for each page
         replaced, whose content must be copied into the new one; None if there are not enough free pages (nothing is changed)."""
         table = self._tables[seq]
-        shared = [
-            i
-            for i in range(start // self.page_size, self.num_pages_for(end))
-            if self._pool.references(table.pages[i]) > 1 or table.pages[i] in self._index
-        ]
+        shared = self._shared(seq, start, end)
         if len(shared) > self._pool.num_free:
             return None
         copies = []
@@ -165,6 +174,15 @@ class KVManager:
         return self._index.clear()
 
     # ---- inside
+
+    def _shared(self, seq: int, start: int, end: int) -> list[int]:
+        """Table entries of tokens start..end-1 whose pages others hold or may find."""
+        pages = self._tables[seq].pages
+        return [
+            i
+            for i in range(start // self.page_size, self.num_pages_for(end))
+            if self._pool.references(pages[i]) > 1 or pages[i] in self._index
+        ]
 
     def _take(self) -> int:
         page = self._pool.take()

@@ -101,11 +101,10 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
     if data.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{source}: hidden_act {data['hidden_act']!r} is not supported.")
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
-    context, notes = need("max_position_embeddings"), []
-    window = optional(data, "sliding_window", int, context, source)
-    if window < context:
-        notes.append(f"context limited to the sliding window of {window}, within which attention is full")
-        context = window
+    if data.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise CheckpointError(f"{source}: partial_rotary_factor {data['partial_rotary_factor']} is not supported.")
+    trained = need("max_position_embeddings")
+    context, notes = _within_window(trained, optional(data, "sliding_window", int, trained, source))
     # Newer files put both under rope_parameters.
     rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
     theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
@@ -121,13 +120,20 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         max_context=context,
         norm_eps=need("rms_norm_eps", float),
         rope_theta=theta,
-        rope_scaling=_hf_scaling(rope, context, source),
+        rope_scaling=_hf_scaling(rope, trained, source),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)),
         attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
-        notes=tuple(notes),
+        notes=notes,
     )
+
+
+def _within_window(context: int, window: int) -> tuple[int, tuple[str, ...]]:
+    """Up to a sliding window's length, attention is full; further this engine does not go yet."""
+    if window >= context:
+        return context, ()
+    return window, (f"context limited to the sliding window of {window}, within which attention is full",)
 
 
 def _hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
@@ -159,9 +165,12 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     table = shapes.get("token_embd.weight")
     if table is None:
         raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
+    trained = need("context_length")
+    window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
+    context, notes = _within_window(trained, window or trained)
     kind, scaling = data.get(f"{arch}.rope.scaling.type", "none"), None
     if kind in ("linear", "yarn"):
-        original = optional(data, f"{arch}.rope.scaling.original_context_length", int, need("context_length"), source)
+        original = optional(data, f"{arch}.rope.scaling.original_context_length", int, trained, source)
         scaling = RopeScaling(kind=kind, factor=need("rope.scaling.factor", float), original_context=original)
     elif f"{arch}.rope.scale_linear" in data:  # how older files say it
         scaling = RopeScaling(kind="linear", factor=need("rope.scale_linear", float))
@@ -176,7 +185,8 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
         head_dim=head_dim,
-        max_context=need("context_length"),
+        max_context=context,
+        notes=notes,
         norm_eps=need("attention.layer_norm_rms_epsilon", float),
         rope_theta=optional(data, f"{arch}.rope.freq_base", float, 10000.0, source),
         rope_scaling=scaling,

@@ -274,18 +274,15 @@ class Scheduler:
                 return False
             reason = f"shares the prompt of its first sample: {request.num_computed} of {request.num_known} tokens"
         else:
-            # Prompt logprobs need every prompt position computed, so nothing may be skipped.
-            cached = request.params.prompt_logprobs is None
             reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
-            if request.page_keys is None:
-                request.page_keys = self.kv.page_keys(request.tokens, request.salt)
-            found = self.kv.admit(request.seq, request.num_known, request.page_keys, request.salt, reserve, cached)
+            found = self.kv.admit(request.seq, request.num_known, self._keys(request), request.salt, reserve)
             if found is None:
                 return False
             request.num_computed = found
             if request.started_s is None:
                 request.num_cached = found
-            reason = f"prefix hit {found} of {request.num_known}" if cached else "prompt logprobs: prefix cache not used"
+            skipped = request.params.prompt_logprobs is not None
+            reason = "prompt logprobs: prefix cache not used" if skipped else f"prefix hit {found} of {request.num_known}"
         self.waiting.remove(request)
         insort(self.running, request, key=_rank)
         request.row = self._free_rows.pop()
@@ -347,11 +344,30 @@ class Scheduler:
         if request is None:
             return
         lower = [r for r in self.running if r.priority > request.priority]
-        num_pages = self.kv.num_pages_for(request.num_known) + len(self.running) - len(lower)
-        if num_pages > self.kv.num_free_pages + sum(len(self.kv.table(r.seq)) for r in lower):
+        if not lower:
+            return
+        num_others = len(self.running) - len(lower)
+        most = self.kv.num_free_pages + self.kv.num_freed_by([r.seq for r in lower])
+        if self._pages_to_start(request) + num_others > most:
             return  # it would not fit even then
-        while lower and not (self._free_rows and num_pages + len(lower) <= self.kv.num_free_pages):
+        while lower and not (
+            self._free_rows and self._pages_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
+        ):
             self._preempt(lower.pop(), f"{request.request_id} has priority {request.priority}")
+
+    def _pages_to_start(self, request: Request) -> int:
+        """Free pages that admission would take now."""
+        if self.kv.holds(request.seq):
+            return self.kv.num_copies_to_write(request.seq, request.num_computed, request.num_known)
+        return self.kv.num_pages_to_admit(request.num_known, self._keys(request))
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """By which its pages can be found. Prompt logprobs need every position computed, so there nothing may be."""
+        if request.params.prompt_logprobs is not None:
+            return []
+        if request.page_keys is None:
+            request.page_keys = self.kv.page_keys(request.tokens, request.salt)
+        return request.page_keys
 
     def _victim(self) -> Request:
         """Whom to preempt: waiting samples that hold pages, then the running request of lowest priority that came last."""
@@ -374,6 +390,13 @@ class Scheduler:
             request.row = -1
             request.status = Status.WAITING
             insort(self.waiting, request, key=_rank)
+
+    def drop_computed(self, reason: str) -> None:
+        """Nothing that was computed can be trusted: everybody starts over, nothing can be found."""
+        for request in [*self.running, *self.waiting]:
+            if self.kv.holds(request.seq):
+                self._preempt(request, reason)
+        self.kv.clear_prefixes()
 
     # ---- the end
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,31 +118,32 @@ async def _answer(service: Service, request: Request, stream: bool | None, makin
         return Response(await until_disconnect(request, _whole(job, outputs)), media_type="application/json")
     # The first output is awaited before the headers go out, so that a refused request gets its status code.
     first = await until_disconnect(request, anext(outputs))
-    return EventStream(_stream(job, first, outputs))
+    return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
 async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delta, TextDelta]]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
-    async for i, (delta, text) in _merge(
-        [
-            service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority, job.salt)
-            for i, prompt in enumerate(job.prompts)
-        ]
-    ):
-        job.usage.num_output += text.num_tokens
-        if delta.index == 0 and text.finish_reason:
-            job.usage.num_cached += delta.num_cached
-        yield i * job.params.n + delta.index, delta, text
+    streams = [
+        service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority, job.salt)
+        for i, prompt in enumerate(job.prompts)
+    ]
+    async with aclosing(_merge(streams)) as merged:  # type: ignore[type-var]
+        async for i, (delta, text) in merged:
+            job.usage.num_output += text.num_tokens
+            if delta.index == 0 and text.finish_reason:
+                job.usage.num_cached += delta.num_cached
+            yield i * job.params.n + delta.index, delta, text
 
 
 async def _whole(job: _Job, outputs: AsyncIterator[tuple[int, Delta, TextDelta]]) -> bytes:
     choices = [_Choice() for _ in range(len(job.prompts) * job.params.n)]
-    async for number, delta, text in outputs:
-        choice = choices[number]
-        choice.text += text.text
-        choice.logprobs += (delta.logprobs or [])[: text.num_tokens]
-        choice.finish_reason = text.finish_reason
+    async with aclosing(outputs):  # type: ignore[type-var]
+        async for number, delta, text in outputs:
+            choice = choices[number]
+            choice.text += text.text
+            choice.logprobs += (delta.logprobs or [])[: text.num_tokens]
+            choice.finish_reason = text.finish_reason
     return _json(job.body(job.object_name, [job.whole(i, choice) for i, choice in enumerate(choices)], True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,10 +45,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], also_close: Any) -> None:
+        """`also_close`: what the chunks are made from; closed even if not one of them was asked for."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._source = also_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -63,8 +65,8 @@ class EventStream(Response):
                 await sending
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._source), aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": b"data: " + chunk + b"\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -5,17 +5,17 @@ import subprocess
 import sys
 
 SCRIPT = """
-import json, resource, sys
+import json, re, sys
 from pathlib import Path
 from tests.helpers import load_model
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def memory_bytes(name):  # getrusage would count the process this one was forked from
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-before = resident_bytes()
+before = memory_bytes("VmRSS")
 model = load_model(Path(sys.argv[1]))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"before": before, "after": resident_bytes(), "peak": peak, "weights": model.config.weight_bytes("float32")}))
+after, peak = memory_bytes("VmRSS"), memory_bytes("VmHWM")
+print(json.dumps({"before": before, "after": after, "peak": peak, "weights": model.config.weight_bytes("float32")}))
 """
 
 

@@ -258,7 +258,7 @@ def _table(summaries: dict[str, dict[str, Any]], title: str) -> Table:
         ("end to end", "e2e_s"),
         ("sent late by", "lateness_s"),
     ):
-        row(label, lambda s, key=key: _percentiles(s[key]))  # type: ignore[misc]
+        table.add_row(label, *(_percentiles(summary[key]) for summary in summaries.values()))
     if any("slo_met" in summary for summary in summaries.values()):
         row("goodput, requests/s", lambda s: f"{s['goodput_requests_per_s']:.2f} ({s['slo_met']:.0%} within SLO)")
     for summary in summaries.values():

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class EngineClient:
                 if task is not None:
                     task.cancel()
 
-    async def submit(self, request: Submit) -> AsyncIterator[Delta]:
+    async def submit(self, request: Submit) -> AsyncGenerator[Delta, None]:
         """Deltas of all samples, until each has finished."""
         if request.request_id in self._streams:
             raise TidemillError(f"Request id {request.request_id} is in use.")

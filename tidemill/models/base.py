@@ -29,7 +29,8 @@ class CausalLM(nn.Module, ABC):
 
     rope: Rope
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, dtype: str) -> None:
+        """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
         super().__init__()
         self.config = config
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -54,7 +55,7 @@ class CausalLM(nn.Module, ABC):
     def load(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: str, progress: ProgressFn | None = None) -> CausalLM:
         """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size."""
         with torch.device("meta"):
-            model = cls(config, dtype)  # type: ignore[call-arg]
+            model = cls(config, dtype)
         targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
         done, total = 0, checkpoint.num_bytes

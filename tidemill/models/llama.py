@@ -54,7 +54,7 @@ class Llama(CausalLM):
     IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config)
+        super().__init__(config, dtype)
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,14 +121,14 @@ async def _answer(service: Service, request: Request, stream: bool | None, makin
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
-async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delta, TextDelta]]:
+async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     streams = [
         service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority, job.salt)
         for i, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(_merge(streams)) as merged:  # type: ignore[type-var]
+    async with aclosing(_merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
             if delta.index == 0 and text.finish_reason:
@@ -136,9 +136,9 @@ async def _outputs(service: Service, job: _Job) -> AsyncIterator[tuple[int, Delt
             yield i * job.params.n + delta.index, delta, text
 
 
-async def _whole(job: _Job, outputs: AsyncIterator[tuple[int, Delta, TextDelta]]) -> bytes:
+async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta], None]) -> bytes:
     choices = [_Choice() for _ in range(len(job.prompts) * job.params.n)]
-    async with aclosing(outputs):  # type: ignore[type-var]
+    async with aclosing(outputs):
         async for number, delta, text in outputs:
             choice = choices[number]
             choice.text += text.text
@@ -148,8 +148,8 @@ async def _whole(job: _Job, outputs: AsyncIterator[tuple[int, Delta, TextDelta]]
 
 
 async def _stream(
-    job: _Job, first: tuple[int, Delta, TextDelta], rest: AsyncIterator[tuple[int, Delta, TextDelta]]
-) -> AsyncIterator[bytes]:
+    job: _Job, first: tuple[int, Delta, TextDelta], rest: AsyncGenerator[tuple[int, Delta, TextDelta], None]
+) -> AsyncGenerator[bytes, None]:
     try:
         if job.opening:
             for number in range(len(job.prompts) * job.params.n):
@@ -164,7 +164,7 @@ async def _stream(
     except TidemillError as error:
         yield _json(error_body(error))
     finally:
-        await rest.aclose()  # type: ignore[attr-defined]
+        await rest.aclose()
 
 
 def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
@@ -175,18 +175,18 @@ def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
     return [_json(job.body(job.chunk_name, [job.piece(number, text.text, logprobs, text.finish_reason)], False))]
 
 
-async def _merge(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, Any]]:
+async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
     """Several streams as one, in the order in which things come; when it ends, for whatever reason, so do they all."""
     if len(streams) == 1:
         try:
             async for item in streams[0]:
                 yield 0, item
         finally:
-            await streams[0].aclose()  # type: ignore[attr-defined]
+            await streams[0].aclose()
         return
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: AsyncIterator[Any]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[Any, None]) -> None:
         try:
             async for item in stream:
                 queue.put_nowait((number, item, None))
@@ -194,7 +194,7 @@ async def _merge(streams: list[AsyncIterator[Any]]) -> AsyncIterator[tuple[int, 
         except Exception as error:
             queue.put_nowait((number, None, error))
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
 
     tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
     num_left = len(streams)
@@ -250,14 +250,15 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
     )
 
 
-async def _prompts(service: Service, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
+    """Of any of the four kinds that the request model lets through."""
     if isinstance(prompt, str):
         return [await service.encode(prompt)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
     if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return [await service.encode(one) if isinstance(one, str) else one for one in prompt]  # type: ignore[misc]
+        return [prompt]
+    return [await service.encode(one) if isinstance(one, str) else one for one in prompt]
 
 
 def _completion_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], offset: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -52,12 +52,12 @@ class Service:
 
     async def stream(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
-    ) -> AsyncIterator[tuple[Delta, TextDelta]]:
+    ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """Each sample's text as it comes. Leaving early ends the request in the engine."""
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt)
-        async with aclosing(self.client.submit(request)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self.client.submit(request)) as deltas:
             async for delta in deltas:
                 if delta.index in ended:
                     continue

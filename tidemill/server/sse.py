@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[bytes], also_close: Any) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any) -> None:
         """`also_close`: what the chunks are made from; closed even if not one of them was asked for."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -65,7 +65,7 @@ class EventStream(Response):
                 await sending
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._source), aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._source), aclosing(self._chunks) as chunks:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": b"data: " + chunk + b"\n\n", "more_body": True})

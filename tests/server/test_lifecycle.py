@@ -40,7 +40,7 @@ def test_signals_end_it_cleanly_even_in_the_middle_of_an_answer(tiny_folder, num
     assert stat.S_IMODE(os.stat(os.path.dirname(socket_file)).st_mode) == 0o700
     engine = server.engine_pid()
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        "POST", f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
     ) as reply:
         lines = reply.iter_lines()
         next(lines)

@@ -154,12 +154,14 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model):
 
 
 def test_the_real_model_alone_and_in_a_crowd(smollm2_path):
-    """All thirty layers, once: greedy and seeded, in chunks of 7, cached, and among 31 others."""
+    """All thirty layers, once: greedy and seeded, in chunks of 7, cached, in pages of 1 and 32, and among 31 others."""
     real = load_model(smollm2_path)
     prompt = ids(real, 70, 0)
     for params in (greedy(8, logprobs=2), SamplingParams(temperature=0.8, max_tokens=8, seed=5, logprobs=2)):
         lone = run(make_core(real), {"x": (prompt, params)})["x"]
         core = make_core(real, token_budget=7, max_requests=1)
+        for page_size in (1, 32):
+            assert run(make_core(real, page_size=page_size), {"x": (prompt, params)})["x"] == lone
         assert run(core, {"x": (prompt, params)})["x"] == lone
         assert run(core, {"x": (prompt, params)})["x"] == lone  # cached now
         crowd = {f"o{i}": (ids(real, 1 + 3 * i, i + 1), greedy(4)) for i in range(31)}

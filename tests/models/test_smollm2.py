@@ -1,5 +1,6 @@
 """The default model, end to end, against Transformers in float32."""
 
+import pytest
 import torch
 
 from tests.helpers import greedy, load_model, make_core, reference_agrees, run
@@ -18,7 +19,8 @@ TEXTS = [f"Write about {topic}." for topic in TOPICS] + [
 ]
 
 
-def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_reference):
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(32, marks=pytest.mark.slow)])
+def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_reference, page_size):
     reference, _ = smollm2_reference
     tokenizer = Tokenizer.load(smollm2_path)
     asked = {
@@ -27,7 +29,9 @@ def test_fifty_prompts_of_64_tokens_equal_transformers(smollm2_path, smollm2_ref
     }
     assert len(asked) == 50
     model = load_model(smollm2_path)
-    answers = run(make_core(model, kv_memory_bytes=2**30), {text: (ids, greedy(64)) for text, ids in asked.items()})
+    answers = run(
+        make_core(model, kv_memory_bytes=2**30, page_size=page_size), {text: (ids, greedy(64)) for text, ids in asked.items()}
+    )
     agreed = excused = 0
     for text, ids in asked.items():
         assert len(answers[text].tokens) == 64

@@ -134,7 +134,7 @@ def test_penalties():
 def make_sampler(params: SamplingParams, num_prompt: int = 2, eos=frozenset({3})) -> Sampler:
     state = RowState(2, 64, 16)
     state.params[1], state.num_prompt[1], state.eos_token_ids[1] = params, num_prompt, eos
-    return Sampler(LOGITS.numel(), state)
+    return Sampler(state)
 
 
 def test_logit_bias_and_untouched_logprobs():
@@ -162,7 +162,7 @@ def test_a_row_is_the_same_in_any_batch():
     ]  # fmt: skip
     for row, params in enumerate(kinds):
         state.params[row] = params
-    sampler = Sampler(500, state)
+    sampler = Sampler(state)
     logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)) * 3
     together = sampler.sample(logits.clone(), [0, 1, 2, 3], [5, 6, 7, 8])
     for row in range(4):

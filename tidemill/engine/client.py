@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -57,10 +56,6 @@ class EngineClient:
     @property
     def alive(self) -> bool:
         return not self._death and self.ready is not None
-
-    @property
-    def num_live(self) -> int:
-        return len(self._streams)
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         """Spawn the process and wait until the model is loaded; raises what went wrong."""
@@ -168,14 +163,6 @@ class EngineClient:
                 self._folder = None
         if process is not None:
             await process.wait()
-
-    @property
-    def socket_path(self) -> Path | None:
-        return Path(self._folder) / "engine.sock" if self._folder else None
-
-    @property
-    def process_id(self) -> int | None:
-        return self._process.pid if self._process else None
 
     def _send(self, message: ToEngine) -> None:
         """Never waits: the queue has no limit of its own, and without a peer there is nobody to wait for."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -59,7 +58,6 @@ class EngineCore:
         cls,
         options: EngineOptions,
         progress: ProgressFn | None = None,
-        on_config: Callable[[EngineConfig], None] | None = None,
     ) -> EngineCore:
         """From what a user typed to an engine that can run."""
         make_policy(options.policy)  # a wrong name is told before gigabytes are read
@@ -67,8 +65,6 @@ class EngineCore:
         architecture = model_class(checkpoint)
         model_config = architecture.read_config(checkpoint)
         config = resolve(options, model_config, Machine.detect())
-        if on_config:
-            on_config(config)
         torch.set_num_threads(config.threads)
         return cls(architecture.load(checkpoint, model_config, config.dtype, progress), config)
 
@@ -139,7 +135,7 @@ class EngineCore:
             return None
         self.scheduler.finish(request, "stop")
         self._forget(request.seq)
-        return _timings(request, self._clock.now())
+        return Timings(*request.spans(self._clock.now()))
 
     def take_events(self) -> list[Event]:
         """What was decided since the last step's output, by aborts for example."""
@@ -190,7 +186,7 @@ class EngineCore:
                     [logprobs] if logprobs else None,
                     list(live.prompt_logprobs) if wants_prompt else None,
                     request.num_cached,
-                    _timings(request, now) if done.finish_reason else None,
+                    Timings(*request.spans(now)) if done.finish_reason else None,
                 )
             )
             if done.finish_reason:
@@ -216,12 +212,6 @@ class EngineCore:
         del live.requests[live.samples[seq]]
         if not live.requests:
             del self._live[request_id]
-
-
-def _timings(request: Request, now: float) -> Timings:
-    started = request.started_s if request.started_s is not None else now
-    first = request.first_token_s if request.first_token_s is not None else now
-    return Timings(started - request.arrival_s, first - started, now - first)
 
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:

@@ -37,7 +37,7 @@ class ModelRunner:
         self.cache = new_cache(shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim)
         self._num_slots = self._num_pages * config.page_size
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
-        self.sampler = Sampler(shape.vocab_size, self.state)
+        self.sampler = Sampler(self.state)
         model.rope.build(config.max_context)
 
     @torch.inference_mode()
@@ -63,9 +63,10 @@ class ModelRunner:
     def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         result = StepResult()
         for item, last in zip(items, batch.last_token.tolist(), strict=True):
-            entries = list(self._prompt_logprobs(item, hidden_TH[last + 1 - item.count : last + 1]))
-            if entries:
-                result.prompt_logprobs[item.row] = entries
+            params = self.state.params[item.row]
+            if params is not None and params.prompt_logprobs is not None:
+                hidden = hidden_TH[last + 1 - item.count : last + 1]
+                result.prompt_logprobs[item.row] = list(self._prompt_logprobs(item, hidden, params.prompt_logprobs))
         sampling = [i for i, item in enumerate(items) if item.samples]
         if not sampling:
             return result
@@ -78,16 +79,12 @@ class ModelRunner:
         result.logprobs = sampled.logprobs
         return result
 
-    def _prompt_logprobs(self, item: StepItem, hidden_TH: torch.Tensor) -> Iterator[TokenLogprobs]:
+    def _prompt_logprobs(self, item: StepItem, hidden_TH: torch.Tensor, num_top: int) -> Iterator[TokenLogprobs]:
         """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
-        params = self.state.params[item.row]
-        assert params is not None
-        if params.prompt_logprobs is None:
-            return
         num = min(item.count, self.state.num_prompt[item.row] - 1 - item.start)
         for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
             end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
             logprobs = self.model.logits(hidden_TH[begin:end]).log_softmax(-1)
             targets = self.state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
             for row, token in zip(logprobs, targets, strict=True):
-                yield token_logprobs(row, token, params.prompt_logprobs)
+                yield token_logprobs(row, token, num_top)

@@ -25,8 +25,7 @@ class Sampled:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, state: RowState) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, state: RowState) -> None:
         self._state = state
 
     def sample(self, logits_SV: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
@@ -35,7 +34,8 @@ class Sampler:
         wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = logits_SV[wanted].log_softmax(-1) if wanted else None
         for i, (row, p, position) in enumerate(zip(rows, params, positions, strict=True)):
-            self._adjust(logits_SV[i], row, p, position)
+            if p.logit_bias or p.min_tokens or p.has_penalties:
+                self._adjust(logits_SV[i], row, p, position)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
         tokens = torch.empty(len(rows), dtype=torch.int64)
         if len(drawn) < len(rows):
@@ -60,7 +60,7 @@ class Sampler:
         return params
 
     def _adjust(self, logits_V: torch.Tensor, row: int, p: SamplingParams, position: int) -> None:
-        """What needs this request's own history or lists. Most requests need none of it."""
+        """What needs this request's own history or lists."""
         num_output = position - self._state.num_prompt[row]
         if p.logit_bias:
             ids = torch.tensor(list(p.logit_bias), dtype=torch.int64)

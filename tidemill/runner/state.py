@@ -44,7 +44,6 @@ class RowState:
 
     def __init__(self, num_rows: int, max_context: int, page_size: int) -> None:
         self.page_size = page_size
-        self.max_context = max_context
         num_columns = block_bounds(max_context)[-1][1] // page_size  # attention reads whole blocks
         self.tokens = torch.zeros(num_rows, max_context + 1, dtype=torch.int64)
         self.pages = torch.zeros(num_rows, num_columns, dtype=torch.int32)

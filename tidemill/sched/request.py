@@ -63,6 +63,12 @@ class Request:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    def spans(self, now: float) -> tuple[float, float, float]:
+        """Where its time went, up to `now`: waiting, until the first token, since."""
+        started = self.started_s if self.started_s is not None else now
+        first = self.first_token_s if self.first_token_s is not None else now
+        return started - self.arrival_s, first - started, now - first
+
     @property
     def rank(self) -> tuple[int, int]:
         """Who goes first: lower priority value, then earlier arrival."""

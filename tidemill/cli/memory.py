@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli import options as opt
-from tidemill.config import DTYPE_BYTES, Machine, fmt_bytes, parse_bytes
+from tidemill.config import KV_BYTES, EngineOptions, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 
@@ -20,36 +20,37 @@ def memory(
     model: opt.Model = "smollm2",
     context: Annotated[int | None, typer.Option(help="Tokens of each request. Default: the model's own context.")] = None,
     requests: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Compute type: float32.")] = "float32",
+    dtype: opt.DType = "auto",
     available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
 ) -> None:
     """Estimate memory: weights, KV cache, activations, and how many requests fit."""
+    from tidemill.kernels import native
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(locate(model))
     config = model_class(checkpoint).read_config(checkpoint)
-    if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {dtype!r} is not available.", fix=f"Choose {', '.join(DTYPE_BYTES)}.")
+    machine = native.machine()
+    engine = resolve(EngineOptions(dtype=dtype, kv_memory_bytes=2**40), config, machine)
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
-    weights = config.weight_bytes(dtype)
-    per_token = config.kv_bytes_per_token(dtype)
+    weights = engine.weight_bytes
+    per_token = config.kv_bytes_per_token(engine.kv_dtype)
     kv = per_token * tokens * requests
     activations = config.activation_bytes(256, max(64, requests))
-    have = parse_bytes(available) if available else Machine.detect().available_bytes
+    have = parse_bytes(available) if available else machine.available_bytes
     room = have - weights - activations
-    table = Table("part", "bytes", "how", title=f"{model}: {requests} × {tokens:,} tokens in {dtype}", title_justify="left")
+    table = Table("part", "bytes", "how", title=f"{model}: {requests} × {tokens:,} tokens, {engine.dtype}", title_justify="left")
     table.add_row(
         "weights",
         fmt_bytes(weights),
-        f"{config.num_parameters:,} parameters" + (", tied table twice" if config.tie_embeddings else ""),
+        f"{config.num_parameters:,} parameters; " + engine.reasons["dtype"],
     )
     table.add_row(
         "KV cache",
         fmt_bytes(kv),
-        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {DTYPE_BYTES[dtype]} bytes"
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {KV_BYTES[engine.kv_dtype]} bytes"
         f" = {per_token:,} a token",
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")

@@ -97,11 +97,11 @@ def budget_table(name: str, ready: Ready) -> Table:
     for column in ("setting", "value", "because"):
         table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
     table.add_row("compute", f"{config.dtype}, {config.threads} threads", f"{why['dtype']}; {why['threads']}")
-    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters resident as {config.dtype}")
+    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
     table.add_row(
         "KV cache",
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",
-        f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.dtype))} a token, used as it fills",
+        f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.kv_dtype))} a token in {config.kv_dtype}, used as it fills",
     )
     table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])

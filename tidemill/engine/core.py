@@ -5,12 +5,11 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, field
 
-import torch
-
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, Machine, resolve
+from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.errors import ContextTooLong, InvalidRequest, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
+from tidemill.kernels import native
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
@@ -64,8 +63,8 @@ class EngineCore:
         checkpoint = open_checkpoint(locate(options.model))
         architecture = model_class(checkpoint)
         model_config = architecture.read_config(checkpoint)
-        config = resolve(options, model_config, Machine.detect())
-        torch.set_num_threads(config.threads)
+        config = resolve(options, model_config, native.machine())
+        native.set_threads(config.threads)
         return cls(architecture.load(checkpoint, model_config, config.dtype, progress), config)
 
     @property

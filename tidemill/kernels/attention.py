@@ -1,4 +1,4 @@
-"""Causal attention of a mixed step over paged KV: any number of query tokens per request, grouped query heads.
+"""Causal attention of a mixed step over paged KV, in torch: any number of query tokens per request, grouped query heads.
 
 The result of a query depends on its position and the tokens before it, never on how the step was cut:
 
@@ -21,6 +21,9 @@ from functools import cache
 
 import numpy as np
 import torch
+
+from tidemill.kernels.kv_cache import PagedKV, slot_index, write_kv
+from tidemill.kernels.rope import apply_rope
 
 PREFILL_TILE = 32
 _FIRST_BLOCK, _LAST_BLOCK = 64, 512
@@ -200,12 +203,12 @@ def _attend(q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, gro
     top = total = acc = None
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = k_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim)
+        k = k_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim).float()
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = v_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim)
+        v = v_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim).float()
         if top is None or total is None or acc is None:
             top = block_top
             scores.sub_(top).exp_()
@@ -224,3 +227,42 @@ def _attend(q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, gro
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
+
+
+class TorchAttention:
+    """The backend that runs anywhere torch does."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self._kv = kv
+
+    def plan(
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
+    ) -> TorchStep:
+        kv = self._kv
+        num_pages, page_size, head_dim = kv.cache.shape[3:]
+        return TorchStep(
+            kv,
+            plan_attention(
+                starts, counts, kv.table.numpy()[rows], page_size, num_pages, kv.num_heads, kv.num_kv_heads, head_dim
+            ),
+            slot_index(slots_T, kv.num_kv_heads, num_pages * page_size),
+            (kv.cos.index_select(0, positions_T), kv.sin.index_select(0, positions_T)),
+        )
+
+
+@dataclass(slots=True)
+class TorchStep:
+    kv: PagedKV
+    attention: AttentionPlan
+    slot_index: torch.Tensor  # where this step's keys and values go
+    angles: tuple[torch.Tensor, torch.Tensor]
+
+    def attend(self, layer: int, qkv_TC: torch.Tensor) -> torch.Tensor:
+        num_heads, head_dim = self.kv.num_heads, self.kv.cache.shape[-1]
+        heads = qkv_TC.view(qkv_TC.shape[0], -1, head_dim)
+        num_rotated = num_heads + self.kv.num_kv_heads
+        rotated = apply_rope(heads[:, :num_rotated], *self.angles)
+        keys, values = self.kv.cache[layer]
+        write_kv(keys, self.slot_index, rotated[:, num_heads:])
+        write_kv(values, self.slot_index, heads[:, num_rotated:])
+        return paged_attention(rotated[:, :num_heads], keys, values, self.attention, head_dim**-0.5).flatten(1)

@@ -1,46 +1,102 @@
-"""y = x Wᵀ + b in float32 with the same bits for a row at every number of rows.
+"""y = x Wᵀ + b, summed in float32, with the same bits for a row at every number of rows.
 
 A BLAS picks another routine, and so another order of summation, by the number of rows; a token's result would then depend on
-its batch. Three ways to avoid it, fastest first; the first that proves row-invariant on this machine for this shape is taken:
+its batch. The compiled kernel sums every output in one order. Without it, the first of these that proves row-invariant on this
+machine for this shape is taken:
 
-- onednn: the weight packed once into oneDNN's layout. Measured on Neoverse-N1: invariant from 1 row up, and 1.3 to 4 times as
-  fast as the plain BLAS at few rows, since the BLAS repacks the weight at every call.
 - blas: the transposed weight and at least two rows (one row would take the matrix-vector routine).
 - tiles: always 32 rows at a time, so that every call has the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from functools import cache
-from typing import TypeAlias
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 
-LinearFn: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+from tidemill.kernels import native
 
 _TILE = 32
 _MAX_ROWS = 512  # of one product; more are done in turns, so that no number of rows goes unprobed
 _PROBE_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 128, 256, _MAX_ROWS)
 _PROBE_WIDTH = 512  # output features used for the probe: their number does not change how one of them is summed
+_LANES = 8  # output features side by side in the compiled kernel's layout
+KIND_OF: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class Weight(ABC):
+    """A matrix [out, in] in the form that a kernel wants, to multiply by and to look rows up in."""
+
+    @abstractmethod
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix: an embedding is a lookup in the same table that a tied head multiplies by."""
 
 
 def linear_reference(x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x_TK, weight_NK, bias_N)
+    return F.linear(x_TK, weight_NK.float(), bias_N)
 
 
-def pack_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> LinearFn:
-    """Take over a weight; the caller may free its own copy."""
-    name = choose_backend(min(weight_NK.shape[0], _PROBE_WIDTH), weight_NK.shape[1], torch.get_num_threads())
-    linear = BACKENDS[name](weight_NK, bias_N)
+def pack_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Weight:
+    """Take over a weight of 32 or 16 bits; the caller may free its own copy."""
+    if native.lib:
+        return Panels(weight_NK, bias_N)
+    return BACKENDS[choose_backend(min(weight_NK.shape[0], _PROBE_WIDTH), weight_NK.shape[1], torch.get_num_threads())](
+        weight_NK.float(), bias_N
+    )
 
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= _MAX_ROWS:
-            return linear(x)
-        return torch.cat([linear(part) for part in x.split(_MAX_ROWS)])
 
-    return apply
+def to_panels(rows: torch.Tensor) -> torch.Tensor:
+    """[N, ...] to [N / 8, ..., 8], with rows of zeros at the end if 8 does not divide N."""
+    padded = rows if rows.shape[0] % _LANES == 0 else torch.cat([rows, rows.new_zeros(-rows.shape[0] % _LANES, *rows.shape[1:])])
+    return padded.unflatten(0, (-1, _LANES)).movedim(1, -1).contiguous()
+
+
+class Panels(Weight):
+    """The compiled kernel's layout. 16-bit weights stay so: widened as they are used, they give the bits of float32."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        assert native.lib is not None
+        self._lib, self._kind = native.lib, native.KINDS[KIND_OF[weight_NK.dtype]]
+        self._num_out, self._bias = weight_NK.shape[0], bias_N
+        self._panels = to_panels(weight_NK)
+        self._addresses = (self._panels.data_ptr(), None, None if bias_N is None else bias_N.data_ptr())
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._panels[ids_T // _LANES, :, ids_T % _LANES].float()
+
+
+class _Blas(Weight):
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        self._weight_KN, self._bias = weight_NK.t().contiguous(), bias_N
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._product(part) for part in x_TK.split(_MAX_ROWS)])
+
+    def _product(self, x_TK: torch.Tensor) -> torch.Tensor:
+        rows = x_TK if x_TK.shape[0] > 1 else x_TK.expand(2, -1)
+        out = torch.mm(rows, self._weight_KN)[: x_TK.shape[0]]
+        return out if self._bias is None else out + self._bias
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._weight_KN[:, ids_T].t().contiguous()
+
+
+class _Tiles(_Blas):
+    def _product(self, x_TK: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(x_TK, (0, 0, 0, -x_TK.shape[0] % _TILE))
+        return torch.cat([super(_Tiles, self)._product(tile) for tile in padded.split(_TILE)])[: x_TK.shape[0]]
+
+
+BACKENDS: dict[str, type[Weight]] = {"blas": _Blas, "tiles": _Tiles}
 
 
 @cache
@@ -49,54 +105,13 @@ def choose_backend(num_out: int, num_in: int, num_threads: int) -> str:
     generator = torch.Generator().manual_seed(num_out * 7919 + num_in)
     weight = torch.randn(num_out, num_in, generator=generator)
     x = torch.randn(max(_PROBE_ROWS), num_in, generator=generator)
-    for name, make in BACKENDS.items():
-        try:
-            if is_row_invariant(make(weight, None), x):
-                return name
-        except (RuntimeError, AttributeError):  # an op this build of torch does not have
-            continue
-    return "tiles"
+    return next((name for name, make in BACKENDS.items() if is_row_invariant(make(weight, None), x)), "tiles")  # type: ignore[call-arg]
 
 
-def is_row_invariant(linear: LinearFn, x: torch.Tensor) -> bool:
-    whole = linear(x)
-    for num_rows in _PROBE_ROWS:
-        for start in (0, x.shape[0] - num_rows):
-            if not torch.equal(linear(x[start : start + num_rows].clone()), whole[start : start + num_rows]):
-                return False
-    return True
-
-
-def _onednn(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearFn:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
-    linear = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: linear(x, packed, bias_N, "none", [], "")
-
-
-def _blas(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearFn:
-    weight_KN = weight_NK.t().contiguous()
-
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        rows = x if x.shape[0] > 1 else x.expand(2, -1)
-        out = torch.mm(rows, weight_KN)[: x.shape[0]]
-        return out if bias_N is None else out + bias_N
-
-    return apply
-
-
-def _tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> LinearFn:
-    weight_KN = weight_NK.t().contiguous()
-
-    def apply(x: torch.Tensor) -> torch.Tensor:
-        padded = F.pad(x, (0, 0, 0, -x.shape[0] % _TILE))
-        out = torch.cat([torch.mm(tile, weight_KN) for tile in padded.split(_TILE)])[: x.shape[0]]
-        return out if bias_N is None else out + bias_N
-
-    return apply
-
-
-BACKENDS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], LinearFn]] = {
-    "onednn": _onednn,
-    "blas": _blas,
-    "tiles": _tiles,
-}
+def is_row_invariant(linear: Weight, x_TK: torch.Tensor) -> bool:
+    whole = linear(x_TK)
+    return all(
+        torch.equal(linear(x_TK[start : start + num_rows].clone()), whole[start : start + num_rows])
+        for num_rows in _PROBE_ROWS
+        for start in {0, x_TK.shape[0] - num_rows}
+    )

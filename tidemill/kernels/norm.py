@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
+from tidemill.kernels import native
 
 
-def add_rms_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to the residual in place and returns the norm of the sum."""
-    residual_TH.add_(x_TH)
-    return rms_norm(residual_TH, weight_H, eps)
+def add_rms_norm_reference(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TH is not None:
+        residual_TH.add_(x_TH)
+    return F.rms_norm(residual_TH, (residual_TH.shape[-1],), weight_H, eps)
+
+
+def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x, if any, to the residual in place and returns the norm of the sum."""
+    if native.lib:
+        return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps)

@@ -1,17 +1,29 @@
-"""The table from token ids to vectors."""
+"""The table from token ids to vectors, and the head that is the same table used the other way."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from tidemill.layers.base import Layer
+from tidemill.layers.linear import Linear
 
 
-class Embedding(Layer):
-    def __init__(self, num_tokens: int, size: int) -> None:
-        super().__init__({"weight": (num_tokens, size)})
-        self.weight = nn.Parameter(torch.empty(num_tokens, size), requires_grad=False)
+class Embedding(Linear):
+    """Rows of a weight, stored as any linear's."""
+
+    def __init__(self, num_tokens: int, size: int, dtype: str = "float32") -> None:
+        super().__init__(size, {"weight": num_tokens}, dtype=dtype)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return self.weight.index_select(0, ids_T)
+        return self.weight.rows(ids_T)
+
+
+class TiedHead(nn.Module):
+    """Logits from the embedding's own table: it is there once."""
+
+    def __init__(self, table: Embedding) -> None:
+        super().__init__()
+        self._table = [table]  # in a list: it is the model's module, not this one's
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self._table[0].weight(x_TH)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tidemill.kernels.linear import Weight
 from tidemill.layers.base import Layer
 from tidemill.quant import METHODS
 from tidemill.weights.checkpoint import WeightTensor
@@ -16,28 +19,28 @@ class Linear(Layer):
         if bias:
             parts |= {f"{name}.bias": (num_out,) for name, num_out in outs.items()}
         super().__init__(parts)
-        self._first_row: dict[str, int] = {}
-        num_rows = 0
-        for name, num_out in outs.items():
-            self._first_row[name] = num_rows
-            num_rows += num_out
-        self._bias: torch.Tensor | None = torch.empty(num_rows, device="cpu") if bias else None
-        self._method = METHODS[dtype](num_rows, num_in)
+        self._names, self._has_bias = list(outs), bias
+        self._method = METHODS[dtype]
+        self._read: dict[str, Any] = {}  # until all are there
+        self._weight: Weight | None = None
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        name, _, is_bias = part.partition(".")
-        first = self._first_row[name]
-        if is_bias:
-            assert self._bias is not None
-            rows = self._bias[first : first + tensor.shape[0]]
-            tensor.read_into(rows)
-            if row_order is not None:
-                rows.copy_(rows[row_order])
-        else:
-            self._method.load(first, tensor, row_order)
+        if part in self._names:
+            self._read[part] = self._method.read(tensor, row_order)
+            return
+        rows = torch.empty(tensor.shape, device="cpu")
+        tensor.read_into(rows)
+        self._read[part] = rows if row_order is None else rows[row_order]
 
     def finish(self) -> None:
-        self._method.finish(self._bias)
+        bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if self._has_bias else None
+        self._weight = self._method.join([self._read[name] for name in self._names], bias)
+        self._read.clear()
+
+    @property
+    def weight(self) -> Weight:
+        assert self._weight is not None
+        return self._weight
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._method.apply(x_TK)
+        return self.weight(x_TK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tidemill.kernels.norm import add_rms_norm, rms_norm
+from tidemill.kernels.norm import add_rms_norm
 from tidemill.layers.base import Layer
 
 
@@ -15,9 +15,6 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TH, self.weight, self.eps)
-
-    def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor) -> torch.Tensor:
-        """Adds x to the residual in place and returns the norm of the sum."""
+    def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
+        """Adds x, if any, to the residual in place and returns the norm of the sum."""
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

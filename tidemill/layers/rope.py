@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidemill.config import RopeScaling
-from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.kernels.rope import rope_frequencies, rope_tables
 from tidemill.layers.base import Layer
 
 
@@ -23,11 +23,3 @@ class Rope(Layer):
         if self.factors is not None:
             freqs = freqs / self.factors
         self.cos, self.sin = rope_tables(freqs, factor, num_positions)
-
-    def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of a step's positions: looked up once, used by every layer."""
-        return self.cos.index_select(0, positions_T), self.sin.index_select(0, positions_T)
-
-    @staticmethod
-    def apply_to(x_TND: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return apply_rope(x_TND, *angles)

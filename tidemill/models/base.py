@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import nn
 
 from tidemill.config import ModelConfig
 from tidemill.errors import CheckpointError
-from tidemill.layers.attention import StepContext
+from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.rope import Rope
 from tidemill.weights.checkpoint import Checkpoint
@@ -41,8 +42,12 @@ class CausalLM(nn.Module, ABC):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def forward(self, ids_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Hidden states [T, H] after the last norm."""
+    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """What the first layer starts from, [T, H]."""
+
+    @abstractmethod
+    def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor: ...
@@ -95,6 +100,14 @@ class CausalLM(nn.Module, ABC):
                     if our_part in layer.parts:
                         targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
         return targets
+
+
+def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many values the checkpoint holds of each type."""
+    counts: dict[str, int] = {}
+    for tensor in checkpoint.tensors():
+        counts[tensor.type_name] = counts.get(tensor.type_name, 0) + math.prod(tensor.shape)
+    return counts
 
 
 def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, source: object) -> Any:

@@ -9,13 +9,13 @@ from torch import nn
 
 from tidemill.config import ModelConfig, RopeScaling
 from tidemill.errors import CheckpointError
-from tidemill.layers.attention import Attention, StepContext
-from tidemill.layers.embedding import Embedding
+from tidemill.layers.attention import Attention, AttentionStep
+from tidemill.layers.embedding import Embedding, TiedHead
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
-from tidemill.models.base import CausalLM, optional, required
+from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
 
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
 
-    def forward(self, delta_TH: torch.Tensor, residual_TH: torch.Tensor, step: StepContext) -> torch.Tensor:
+    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
         delta_TH = self.attn(self.attn_norm.add(delta_TH, residual_TH), step)
         return self.mlp(self.mlp_norm.add(delta_TH, residual_TH))
@@ -55,24 +55,26 @@ class Llama(CausalLM):
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         super().__init__(config, dtype)
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
-        self.head = Linear(config.hidden_size, {"head": config.vocab_size}, dtype=dtype)
-        # A tied head is filled from the embedding's tensor; a stored copy of it, if any, is not read.
+        self.head: nn.Module
         if config.tie_embeddings:
-            self.names = [*self.NAMES, ("head", "head", "model.embed_tokens", "token_embd")]
-            self.ignored = (*self.IGNORED, r"lm_head\.weight")
+            self.head = TiedHead(self.embed)
+            self.ignored = (*self.IGNORED, r"lm_head\.weight")  # a stored copy of the table, if any
         else:
+            self.head = Linear(config.hidden_size, {"head": config.vocab_size}, dtype=dtype)
             self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
 
-    def forward(self, ids_T: torch.Tensor, step: StepContext) -> torch.Tensor:
-        residual = self.embed(ids_T)
-        delta = torch.zeros_like(residual)
+    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids_T)
+
+    def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        delta = None
         for block in self.blocks:
-            delta = block(delta, residual, step)
-        return self.norm.add(delta, residual)
+            delta = block(delta, residual_TH, step)
+        return self.norm.add(delta, residual_TH)
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         return self.head(hidden_TH)
@@ -126,6 +128,7 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
         notes=notes,
+        stored=stored_values(checkpoint),
     )
 
 
@@ -187,6 +190,7 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         head_dim=head_dim,
         max_context=context,
         notes=notes,
+        stored=stored_values(checkpoint),
         norm_eps=need("attention.layer_norm_rms_epsilon", float),
         rope_theta=optional(data, f"{arch}.rope.freq_base", float, 10000.0, source),
         rope_scaling=scaling,

@@ -1,8 +1,11 @@
 """How a linear layer stores and applies its weight. A new way is one file and a line in METHODS."""
 
+from typing import Any
+
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.dense import Dense
+from tidemill.quant.packed import Packed
 
-METHODS: dict[str, type[LinearMethod]] = {"float32": Dense}
+METHODS: dict[str, LinearMethod[Any]] = {"float32": Dense(), "packed": Packed()}
 
 __all__ = ["METHODS", "LinearMethod"]

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import torch
 
+from tidemill.kernels.linear import Weight
 from tidemill.weights.checkpoint import WeightTensor
 
+Part = TypeVar("Part")
 
-class LinearMethod(ABC):
-    """Stores a weight [out, in], filled part by part as tensors stream in, and multiplies by it."""
 
-    def __init__(self, num_out: int, num_in: int) -> None:
-        self.num_out = num_out
-        self.num_in = num_in
+class LinearMethod(ABC, Generic[Part]):
+    """How stored matrices become a weight: each is read as it streams by, then those that are fused by rows are joined."""
 
     @abstractmethod
-    def load(self, first_row: int, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        """Rows first_row .. are `tensor`, reordered by `row_order` if given."""
+    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Part:
+        """One stored matrix, its rows reordered if an order is given."""
 
     @abstractmethod
-    def finish(self, bias: torch.Tensor | None) -> None:
-        """All rows are there: bring the weight into the form it is used in."""
-
-    @abstractmethod
-    def apply(self, x_TK: torch.Tensor) -> torch.Tensor: ...
+    def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
+        """All of them, one below the other, in the form a kernel multiplies by."""

@@ -1,33 +1,26 @@
-"""Plain float32 weights, packed for a row-invariant product."""
+"""Weights as numbers of 32 or 16 bits; products and sums in float32."""
 
 from __future__ import annotations
 
 import torch
 
-from tidemill.kernels.linear import LinearFn, pack_linear
+from tidemill.kernels import native
+from tidemill.kernels.linear import Weight, pack_linear
 from tidemill.quant.base import LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
+_SHORT = {"F16": torch.float16, "BF16": torch.bfloat16}
 
-class Dense(LinearMethod):
-    def __init__(self, num_out: int, num_in: int) -> None:
-        super().__init__(num_out, num_in)
-        self._weight: torch.Tensor | None = None  # while loading
-        self._apply: LinearFn | None = None
 
-    def load(self, first_row: int, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        if self._weight is None:
-            self._weight = torch.empty(self.num_out, self.num_in)
-        rows = self._weight[first_row : first_row + tensor.shape[0]]
+class Dense(LinearMethod[torch.Tensor]):
+    def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
+        """16-bit values stay as they are where the compiled kernels widen them on the way; the results are the same."""
+        dtype = _SHORT.get(tensor.type_name, torch.float32) if native.lib else torch.float32
+        rows = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         tensor.read_into(rows)
-        if row_order is not None:
-            rows.copy_(rows[row_order])
+        return rows if row_order is None else rows[row_order]
 
-    def finish(self, bias: torch.Tensor | None) -> None:
-        assert self._weight is not None
-        self._apply = pack_linear(self._weight, bias)
-        self._weight = None
-
-    def apply(self, x_TK: torch.Tensor) -> torch.Tensor:
-        assert self._apply is not None
-        return self._apply(x_TK)
+    def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
+        if len({part.dtype for part in parts}) > 1:
+            parts = [part.float() for part in parts]
+        return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)

@@ -1,4 +1,4 @@
-"""From a plan to what the model reads: token ids, positions, cache slots and the attention plan of one step."""
+"""From a plan to what the model reads: token ids, positions and cache slots of one step."""
 
 from __future__ import annotations
 
@@ -7,42 +7,35 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.config import ModelConfig
-from tidemill.kernels.attention import AttentionPlan, plan_attention
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
 
 
 @dataclass(slots=True)
 class Batch:
+    """Item i's tokens are numbers last_token[i] - counts[i] + 1 .. last_token[i] of the step, from position starts[i] on."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    last_token: np.ndarray
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_T: torch.Tensor  # page * page_size + offset
-    attention: AttentionPlan
-    last_token: np.ndarray  # number in the step of each item's last token
 
 
-def gather_batch(items: list[StepItem], state: RowState, num_pages: int, shape: ModelConfig) -> Batch:
-    rows = np.array([item.row for item in items])
-    starts = np.array([item.start for item in items])
-    counts = np.array([item.count for item in items])
+def gather_batch(items: list[StepItem], state: RowState) -> Batch:
+    rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items]).T
     ends = np.cumsum(counts)
-    row_of = torch.from_numpy(np.repeat(rows, counts))
-    positions = torch.from_numpy(np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1]))
-    pages = state.pages[row_of, positions // state.page_size].to(torch.int64)
+    row_of = np.repeat(rows, counts)
+    positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
+    pages = state.pages.numpy()[row_of, positions // state.page_size].astype(np.int64)
     return Batch(
-        ids_T=state.tokens[row_of, positions],
-        positions_T=positions,
-        slots_T=pages * state.page_size + positions % state.page_size,
-        attention=plan_attention(
-            starts,
-            counts,
-            state.pages.numpy()[rows],
-            state.page_size,
-            num_pages,
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-        ),
+        rows=rows,
+        starts=starts,
+        counts=counts,
         last_token=ends - 1,
+        ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions]),
+        positions_T=torch.from_numpy(positions),
+        slots_T=torch.from_numpy(pages * state.page_size + positions % state.page_size),
     )

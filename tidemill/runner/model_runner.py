@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.kernels.kv_cache import copy_pages, new_cache, slot_index
-from tidemill.layers.attention import StepContext
+from tidemill.kernels.attention import TorchAttention
+from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
+from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.models.base import CausalLM
 from tidemill.runner.batch import Batch, gather_batch
+from tidemill.runner.graphs import record_forward
 from tidemill.runner.sampler import Sampler, token_logprobs
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
@@ -33,12 +35,16 @@ class ModelRunner:
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self.model = model
         shape = model.config
-        self._num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_cache(shape.num_layers, shape.num_kv_heads, self._num_pages, config.page_size, shape.head_dim)
-        self._num_slots = self._num_pages * config.page_size
+        num_pages = config.num_pages + 1  # and the null page
+        self.cache = new_cache(
+            shape.num_layers, shape.num_kv_heads, num_pages, config.page_size, shape.head_dim, config.kv_dtype
+        )
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
         self.sampler = Sampler(self.state)
         model.rope.build(config.max_context)
+        kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
+        self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
+        self._program = record_forward(model, self.attention) if isinstance(self.attention, NativeAttention) else None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -47,18 +53,17 @@ class ModelRunner:
         if plan.page_copies:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))
-        batch = gather_batch(plan.items, self.state, self._num_pages, self.model.config)
+        batch = gather_batch(plan.items, self.state)
         hidden_TH = self.forward(batch)
         return self._sample(plan.items, batch, hidden_TH)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        step = StepContext(
-            self.cache,
-            slot_index(batch.slots_T, self.model.config.num_kv_heads, self._num_slots),
-            batch.attention,
-            self.model.rope.at(batch.positions_T),
-        )
-        return self.model(batch.ids_T, step)
+        step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
+        embedded_TH = self.model.embed_tokens(batch.ids_T)
+        if self._program:
+            assert isinstance(step, NativeStep)
+            return step.replay(self._program, embedded_TH)
+        return self.model(embedded_TH, step)
 
     def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         result = StepResult()

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from tidemill.config import PLAIN_TYPES
 from tidemill.errors import CheckpointError
+from tidemill.kernels.packed_linear import Codes, quantize
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
+from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
 
 
@@ -25,7 +28,11 @@ class WeightTensor(Protocol):
     @property
     def num_bytes(self) -> int: ...
     def read_into(self, out: torch.Tensor) -> None:
-        """Write the values into `out`, a float32 tensor of the same shape."""
+        """Write the values into `out`, a tensor of the same shape: float32, or the stored type if that is a 16-bit one."""
+        ...
+
+    def codes(self) -> Codes | None:
+        """The matrix as it is quantized; None if it is not."""
         ...
 
 
@@ -51,10 +58,22 @@ class _FromGGUF:
         self.num_bytes = tensor.num_bytes
 
     def read_into(self, out: torch.Tensor) -> None:
+        values = out if out.dtype == torch.float32 else torch.empty(out.shape, device="cpu")
         try:
-            self._tensor.read_into(out.numpy())
+            self._tensor.read_into(values.numpy())
         except NotImplementedError as error:
             raise CheckpointError(f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized.") from error
+        if values is not out:
+            out.copy_(values)
+
+    def codes(self) -> Codes | None:
+        if self.type_name in PLAIN_TYPES:
+            return None
+        if can_read(self.type_name):
+            return read_codes(self.type_name, self._tensor.raw)
+        values = torch.empty(self.shape, device="cpu")
+        self.read_into(values)
+        return quantize(values)
 
 
 class GGUFCheckpoint:
@@ -93,6 +112,9 @@ class _FromSafetensors:
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
         out.copy_(self._file.get_tensor(self.name).reshape(out.shape))
+
+    def codes(self) -> Codes | None:
+        return None
 
 
 _SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

@@ -1,0 +1,32 @@
+"""Builds the compiled CPU kernels, where a compiler is there; without one the engine runs on torch's. All else: pyproject.toml."""
+
+import platform
+
+from setuptools import Extension, setup
+
+FOLDER = "tidemill/kernels/native"
+SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attention", "program")]
+FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+# One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
+VARIANTS = {
+    "aarch64": {"_neon": ["-march=armv8.2-a+dotprod"]},
+    "arm64": {"_neon": ["-march=armv8.2-a+dotprod"]},
+    "x86_64": {
+        "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "_avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512vnni"],
+    },
+}
+
+setup(
+    ext_modules=[
+        Extension(
+            f"tidemill.kernels.native.{name}",
+            SOURCES,
+            depends=[f"{FOLDER}/simd.h", f"{FOLDER}/tidemill.h"],
+            extra_compile_args=[*FLAGS, *flags],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+        for name, flags in VARIANTS.get(platform.machine(), {}).items()
+    ]
+)

@@ -1,0 +1,176 @@
+"""The compiled CPU kernels: C for NEON and AVX2, built at installation where there is a compiler.
+
+`lib` is the library for this machine's CPU, or None; `why` says which one, or why none. Every op that has a compiled twin also has
+its torch reference, which is used where `lib` is None. Shapes and layouts are said beside the C functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tidemill.config import Machine
+from tidemill.kernels.native.program import OpKind, Program, Recording
+
+if TYPE_CHECKING:
+    import torch
+
+# Best first: (file, CPU flags it needs).
+_VARIANTS: Final = {
+    "aarch64": [("_neon", {"asimddp"})],
+    "x86_64": [("_avx512", {"avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}), ("_avx2", {"avx2", "fma", "f16c"})],
+}
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+# How a weight is stored; the numbers are linear.c's.
+KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5}
+
+
+class Step(ctypes.Structure):
+    """tm_step of attention.c."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, _LONG) for name in ("page_size", "num_pages", "table_width", "is_half", "num_tiles")),
+        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
+        *((name, _POINTER) for name in ("table", "positions", "slots", "cos", "sin")),
+        ("scale", _FLOAT),
+    ]
+
+
+class Library:
+    """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
+
+    def __init__(self, path: Path) -> None:
+        lib = ctypes.CDLL(str(path))
+        self.set_threads = lib.tm_set_threads  # the calling thread counts as one; returns how many there are
+        self.set_threads.argtypes = [_INT]
+        self._linear = lib.tm_linear
+        self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._norm = lib.tm_add_rms_norm
+        self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._norm.restype = None
+        self._swiglu = lib.tm_swiglu
+        self._swiglu.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
+        self._swiglu.restype = None
+        self._noise = lib.tm_exponential_noise
+        self._noise.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
+        self._noise.restype = None
+        self._attention = lib.tm_attention
+        self._attention.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER]
+        self._replay = lib.tm_replay
+        self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
+        self._recording: Recording | None = None
+
+    def linear(
+        self, kind: int, x_TK: torch.Tensor, codes: int, scales: int | None, bias: int | None, num_out: int
+    ) -> torch.Tensor:
+        """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps."""
+        out = x_TK.new_empty(x_TK.shape[0], num_out)
+        if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
+            raise MemoryError("no memory for a linear layer's input")
+        if self._recording:
+            about = {"kind": kind, "width": x_TK.shape[1], "num_out": num_out, "a": codes, "b": scales, "c": bias}
+            self._recording.note(OpKind.LINEAR, out, x_TK, **about)
+        return out
+
+    def add_rms_norm(
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        out = residual_TH.new_empty(residual_TH.shape)
+        x = None if x_TH is None else x_TH.data_ptr()
+        self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            about = {"width": residual_TH.shape[1], "a": weight_H.data_ptr(), "eps": eps}
+            self._recording.note(OpKind.NORM, out, x_TH, residual_TH, **about)
+        return out
+
+    def swiglu(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
+        num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
+        out = gate_up_TI2.new_empty(num_rows, width)
+        self._swiglu(gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
+        if self._recording:
+            self._recording.note(OpKind.SWIGLU, out, gate_up_TI2, num_out=width)
+        return out
+
+    def attention(self, step: int, qkv_TC: torch.Tensor, keys: int, values: int, num_out: int) -> torch.Tensor:
+        """`step`, `keys`, `values`: addresses. qkv is rotated in place."""
+        out = qkv_TC.new_empty(qkv_TC.shape[0], num_out)
+        if self._attention(step, qkv_TC.data_ptr(), keys, values, out.data_ptr()):
+            raise MemoryError("no memory for attention")
+        if self._recording:
+            self._recording.note(OpKind.ATTENTION, out, qkv_TC, a=keys, b=values)
+        return out
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Ops run meanwhile are noted, too."""
+        self._recording = Recording()
+        try:
+            yield self._recording
+        finally:
+            self._recording = None
+
+    def replay(self, program: Program, given_TH: torch.Tensor, step: int) -> torch.Tensor:
+        """The result is the program's own memory, good until the next replay. `step`: an address."""
+        arena, given, result_TH = program.buffers(given_TH.shape[0])
+        given.copy_(given_TH)
+        if self._replay(ctypes.addressof(program.ops), len(program.ops), arena.data_ptr(), given_TH.shape[0], step):
+            raise MemoryError("no memory for a step")
+        return result_TH
+
+    def fill_noise(self, keys_S: torch.Tensor, out_SV: torch.Tensor) -> None:
+        """`keys_S`: int64."""
+        self._noise(keys_S.data_ptr(), out_SV.data_ptr(), *out_SV.shape)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux; Apple's ARM cores all have the dot product
+        return {"asimddp"} if sys.platform == "darwin" else set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
+
+
+def _load() -> tuple[Library | None, str]:
+    machine = {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+    flags, problem = _cpu_flags(), f"there are none for {machine}"
+    for name, needs in _VARIANTS.get(machine, []):
+        if needs - flags:
+            problem = f"this CPU lacks {', '.join(sorted(needs - flags))}"
+            continue
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(__file__).with_name(name + suffix)
+            if path.is_file():
+                try:
+                    return Library(path), name.removeprefix("_")
+                except (OSError, AttributeError) as error:
+                    problem = f"{path.name} cannot be loaded: {error}"
+                break
+        else:
+            problem = "they were not built: install again with a C compiler"
+    return None, problem
+
+
+lib, why = _load()
+
+
+def machine() -> Machine:
+    """What the process may use, with these kernels if there are any."""
+    return replace(Machine.detect(), kernels=why if lib else "", no_kernels="" if lib else why)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of the heavy work. Where these kernels do it, torch's own pool would only fight them for the cores."""
+    import torch
+
+    if lib:
+        lib.set_threads(num_threads)
+    torch.set_num_threads(1 if lib else num_threads)

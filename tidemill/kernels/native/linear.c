@@ -1,0 +1,334 @@
+/* y = x W^T + b with W in panels of eight output features.
+
+A panel holds, for every group of input features, eight rows side by side, so that eight outputs are the lanes of one vector:
+
+  F32, F16, BF16   [panel][k][8]                       one value each
+  Q8, Q8M          [panel][k / 32][8 fours][8][4]      signed codes
+  Q4               [panel][k / 32][4 fours][8][4]      codes 0 .. 15; a byte's high half is four f + 4's code
+
+and for the Q kinds scales [panel][k / 32][8] (Q8) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset.
+Activations meet the Q kinds as signed bytes with one scale for 32 of them.
+
+An output is summed over k in order, by one chain of operations that is the same for any number of rows and any tile: the bits of a
+row do not depend on its company. Integer sums within a group of 32 are exact. */
+#include <stddef.h>
+
+#include "simd.h"
+#include "tidemill.h"
+
+enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5 };
+#define GROUP 32
+#define LANES 8
+#define ROWS 4        /* of a tile of the Q kinds */
+#define FLOAT_ROWS 8  /* of a tile of the others */
+#define WIDE_ROWS 8   /* from so many rows on, a panel is unpacked once instead of once a tile */
+
+typedef struct {
+    int kind;
+    const float *x;
+    const void *codes;
+    const uint16_t *scales;
+    const float *bias;
+    float *out;
+    long num_rows, num_in, num_out, num_panels, panels_per_task;
+    int8_t *xq;      /* [row][k] */
+    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes */
+} linear_job;
+
+static void quantize_row(void *arg, long row, int thread) {
+    (void)thread;
+    const linear_job *j = arg;
+    long num_groups = j->num_in / GROUP;
+    for (long g = 0; g < num_groups; g++) {
+        const float *x = j->x + row * j->num_in + g * GROUP;
+        f8 v0 = f8_load(x), v1 = f8_load(x + 8), v2 = f8_load(x + 16), v3 = f8_load(x + 24);
+        float top = f8_maximum(f8_max(f8_max(f8_abs(v0), f8_abs(v1)), f8_max(f8_abs(v2), f8_abs(v3))));
+        float inverse = top > 0 ? 127.0f / top : 0.0f;
+        i8 q0 = f8_to_i8(f8_mul1(v0, inverse)), q1 = f8_to_i8(f8_mul1(v1, inverse));
+        i8 q2 = f8_to_i8(f8_mul1(v2, inverse)), q3 = f8_to_i8(f8_mul1(v3, inverse));
+        int8_t *to = j->xq + row * j->num_in + g * GROUP;
+        i8_store_bytes(to, q0);
+        i8_store_bytes(to + 8, q1);
+        i8_store_bytes(to + 16, q2);
+        i8_store_bytes(to + 24, q3);
+        float d = top / 127.0f;
+        j->xd[row * num_groups + g] = d;
+        j->xs[row * num_groups + g] = d * (float)i8_sum(i8_add(i8_add(q0, q1), i8_add(q2, q3)));
+    }
+}
+
+#define FOUR(f)                                                                              \
+    {                                                                                        \
+        b32 both = b32_load(codes + f * 32), low = b32_low(both), high = b32_high(both);     \
+        for (int r = 0; r < n; r++) dot[r] = i8_dot_unsigned(dot[r], low, first[r], f);      \
+        for (int r = 0; r < n; r++) dot[r] = i8_dot_unsigned(dot[r], high, second[r], f);    \
+    }
+#define BYTES(dot_fn, at, half, f)                                                           \
+    {                                                                                        \
+        b32 w = b32_load(codes + at * 32);                                                   \
+        for (int r = 0; r < n; r++) dot[r] = dot_fn(dot[r], w, half[r], f);                  \
+    }
+#define EIGHT(dot_fn)                                                                        \
+    BYTES(dot_fn, 0, first, 0) BYTES(dot_fn, 1, first, 1) BYTES(dot_fn, 2, first, 2) BYTES(dot_fn, 3, first, 3)     \
+    BYTES(dot_fn, 4, second, 0) BYTES(dot_fn, 5, second, 1) BYTES(dot_fn, 6, second, 2) BYTES(dot_fn, 7, second, 3)
+
+TM_INLINE f8 load_scale(const void *scales, long at, int wide) {
+    return wide ? f8_load((const float *)scales + at) : f8_load_f16((const uint16_t *)scales + at);
+}
+
+/* One panel by `n` rows from `row` on. `kind`, `wide` and `n` are constants where this is called, so branches go and loops unroll.
+   wide: unpacked to a byte a code and float scales. */
+TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f8 *out) {
+    long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES;
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    f8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f8_set(0);
+    for (long g = 0; g < num_groups; g++) {
+        i8 dot[ROWS];
+        x16 first[ROWS], second[ROWS];
+        for (int r = 0; r < n; r++) dot[r] = i8_start();
+        for (int r = 0; r < n; r++) first[r] = x16_load(x + r * j->num_in), second[r] = x16_load(x + r * j->num_in + 16);
+        if (kind == Q4 && !wide) {
+            FOUR(0) FOUR(1) FOUR(2) FOUR(3)
+            codes += 128;
+        } else if (kind == Q4) {
+            EIGHT(i8_dot_unsigned)
+            codes += 256;
+        } else {
+            EIGHT(i8_dot)
+            codes += 256;
+        }
+        f8 d = load_scale(scales, g * num_scales, wide);
+        for (int r = 0; r < n; r++) acc[r] = f8_fma(acc[r], i8_finish(dot[r]), f8_mul1(d, xd[r * num_groups + g]));
+        if (kind != Q8) {
+            f8 m = load_scale(scales, g * num_scales + LANES, wide);
+            for (int r = 0; r < n; r++) acc[r] = f8_fma1(acc[r], m, xs[r * num_groups + g]);
+        }
+        x += GROUP;
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+/* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
+TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f8 *out) {
+    long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES, code_bytes = kind == Q4 ? 128 : 256;
+    const int8_t *x = j->xq;
+    f8 acc = f8_set(0);
+    for (long g = 0; g < num_groups; g += 2) {
+        int n = num_groups - g > 1 ? 2 : 1;
+        i8 dot[2];
+        for (int p = 0; p < n; p++) {
+            x16 first = x16_load(x), second = x16_load(x + 16);
+            dot[p] = i8_start();
+#define SINGLE_FOUR(f)                                                         \
+    {                                                                          \
+        b32 both = b32_load(codes + f * 32);                                   \
+        dot[p] = i8_dot_unsigned(dot[p], b32_low(both), first, f);             \
+        dot[p] = i8_dot_unsigned(dot[p], b32_high(both), second, f);           \
+    }
+#define SINGLE_BYTES(at, half, f) dot[p] = i8_dot(dot[p], b32_load(codes + at * 32), half, f);
+            if (kind == Q4) {
+                SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
+            } else {
+                SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
+                SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
+            }
+            codes += code_bytes;
+            x += GROUP;
+        }
+        for (int p = 0; p < n; p++) {
+            acc = f8_fma(acc, i8_finish(dot[p]), f8_mul1(f8_load_f16(scales), j->xd[g + p]));
+            if (kind != Q8) acc = f8_fma1(acc, f8_load_f16(scales + LANES), j->xs[g + p]);
+            scales += num_scales;
+        }
+    }
+    *out = acc;
+}
+
+TM_INLINE f8 load_weight(int kind, const void *codes, long at) {
+    if (kind == F32) return f8_load((const float *)codes + at);
+    if (kind == F16) return f8_load_f16((const uint16_t *)codes + at);
+    return f8_load_bf16((const uint16_t *)codes + at);
+}
+
+#define LANE(f)                                                                              \
+    {                                                                                        \
+        f8 w = load_weight(kind, codes, (k + f) * LANES);                                    \
+        for (int r = 0; r < n; r++) acc[r] = f8_fma_lane(acc[r], w, four[r], f);             \
+    }
+
+TM_INLINE void tile_f(const linear_job *j, int kind, const void *codes, long row, int n, f8 *out) {
+    const float *x = j->x + row * j->num_in;
+    f8 acc[FLOAT_ROWS];
+    long k = 0;
+    for (int r = 0; r < n; r++) acc[r] = f8_set(0);
+    for (; k + 4 <= j->num_in; k += 4) {
+        f4 four[FLOAT_ROWS];
+        for (int r = 0; r < n; r++) four[r] = f4_load(x + r * j->num_in + k);
+        LANE(0) LANE(1) LANE(2) LANE(3)
+    }
+    for (; k < j->num_in; k++) {
+        f8 w = load_weight(kind, codes, k * LANES);
+        for (int r = 0; r < n; r++) acc[r] = f8_fma1(acc[r], w, x[r * j->num_in + k]);
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+/* Four panels by one row: a row alone has too few sums under way to keep the multipliers busy. */
+TM_INLINE void four_panels(const linear_job *j, int kind, const void *codes, long row, f8 *out) {
+    const float *x = j->x + row * j->num_in;
+    long panel = j->num_in * LANES;
+    f8 acc[4] = {f8_set(0), f8_set(0), f8_set(0), f8_set(0)};
+    for (long k = 0; k < j->num_in; k++)
+        for (int p = 0; p < 4; p++) acc[p] = f8_fma1(acc[p], load_weight(kind, codes, p * panel + k * LANES), x[k]);
+    for (int p = 0; p < 4; p++) out[p] = acc[p];
+}
+
+static void store_tile(const linear_job *j, long panel, long row, int n, const f8 *values) {
+    long first = panel * LANES, num = j->num_out - first < LANES ? j->num_out - first : LANES;
+    for (int r = 0; r < n; r++) {
+        float *to = j->out + (row + r) * j->num_out + first;
+        if (num == LANES) {
+            f8_store(to, j->bias ? f8_add(values[r], f8_load(j->bias + first)) : values[r]);
+            continue;
+        }
+        float lanes[LANES];
+        f8_store(lanes, values[r]);
+        for (long i = 0; i < num; i++) to[i] = j->bias ? lanes[i] + j->bias[first + i] : lanes[i];
+    }
+}
+
+#define TILE(count, tile, ...)                                                                        \
+    case count: tile(j, __VA_ARGS__, row, count, values); store_tile(j, panel, row, count, values); break;
+
+#define Q_PANEL(name, kind, wide)                                                                     \
+    static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {     \
+        for (long row = 0; row < j->num_rows; row += ROWS) {                                          \
+            f8 values[ROWS];                                                                          \
+            long left = j->num_rows - row;                                                            \
+            switch (left < ROWS ? left : ROWS) {                                                      \
+                TILE(1, tile_q, kind, wide, codes, scales) TILE(2, tile_q, kind, wide, codes, scales) \
+                TILE(3, tile_q, kind, wide, codes, scales) TILE(4, tile_q, kind, wide, codes, scales) \
+            }                                                                                         \
+        }                                                                                             \
+    }
+#define Q_SINGLE(name, kind)                                                                          \
+    static void name(const linear_job *j, long panel, const uint8_t *codes, const uint16_t *scales) { \
+        f8 value;                                                                                     \
+        single_q(j, kind, codes, scales, &value);                                                     \
+        store_tile(j, panel, 0, 1, &value);                                                           \
+    }
+Q_SINGLE(single_q4, Q4)
+Q_SINGLE(single_q8, Q8)
+Q_SINGLE(single_q8m, Q8M)
+Q_PANEL(panel_q4, Q4, 0)
+Q_PANEL(panel_q8, Q8, 0)
+Q_PANEL(panel_q8m, Q8M, 0)
+Q_PANEL(wide_q4, Q4, 1)
+Q_PANEL(wide_q8, Q8, 1)
+Q_PANEL(wide_q8m, Q8M, 1)
+
+#define F_PANEL(name, kind)                                                                           \
+    static void name(const linear_job *j, long panel, const void *codes) {                            \
+        for (long row = 0; row < j->num_rows; row += FLOAT_ROWS) {                                    \
+            f8 values[FLOAT_ROWS];                                                                    \
+            long left = j->num_rows - row;                                                            \
+            switch (left < FLOAT_ROWS ? left : FLOAT_ROWS) {                                          \
+                TILE(1, tile_f, kind, codes) TILE(2, tile_f, kind, codes) TILE(3, tile_f, kind, codes)\
+                TILE(4, tile_f, kind, codes) TILE(5, tile_f, kind, codes) TILE(6, tile_f, kind, codes)\
+                TILE(7, tile_f, kind, codes) TILE(8, tile_f, kind, codes)                             \
+            }                                                                                         \
+        }                                                                                             \
+    }                                                                                                 \
+    static void name##_by_4(const linear_job *j, long panel, const void *codes) {                     \
+        for (long row = 0; row < j->num_rows; row++) {                                                \
+            f8 values[4];                                                                             \
+            four_panels(j, kind, codes, row, values);                                                 \
+            for (int p = 0; p < 4; p++) store_tile(j, panel + p, row, 1, values + p);                 \
+        }                                                                                             \
+    }
+F_PANEL(panel_f32, F32)
+F_PANEL(panel_f16, F16)
+F_PANEL(panel_bf16, BF16)
+
+static void float_panels(const linear_job *j, long panel, long end) {
+    long stride = j->num_in * LANES * (j->kind == F32 ? 4 : 2);
+    const char *codes = (const char *)j->codes + panel * stride;
+    while (panel < end) {
+        int by_4 = j->num_rows <= 2 && panel + 4 <= end;
+        switch (j->kind) {
+        case F32: (by_4 ? panel_f32_by_4 : panel_f32)(j, panel, codes); break;
+        case F16: (by_4 ? panel_f16_by_4 : panel_f16)(j, panel, codes); break;
+        default: (by_4 ? panel_bf16_by_4 : panel_bf16)(j, panel, codes);
+        }
+        panel += by_4 ? 4 : 1;
+        codes += stride * (by_4 ? 4 : 1);
+    }
+}
+
+/* A byte a code and float scales, in the thread's memory. */
+static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *scales, uint8_t *wide_codes, float *wide_scales) {
+    long num_groups = j->num_in / GROUP, num_scales = num_groups * (j->kind == Q8 ? 1 : 2);
+    for (long i = 0; i < num_scales; i++) f8_store(wide_scales + i * LANES, f8_load_f16(scales + i * LANES));
+    if (j->kind != Q4) return;
+    for (long g = 0; g < num_groups; g++)
+        for (int f = 0; f < 4; f++) {
+            b32 both = b32_load(codes + g * 128 + f * 32);
+            b32_store(wide_codes + g * 256 + f * 32, b32_low(both));
+            b32_store(wide_codes + g * 256 + (f + 4) * 32, b32_high(both));
+        }
+}
+
+static void run_panels(void *arg, long task, int thread) {
+    const linear_job *j = arg;
+    long panel = task * j->panels_per_task;
+    long end = panel + j->panels_per_task < j->num_panels ? panel + j->panels_per_task : j->num_panels;
+    if (j->kind < Q8) {
+        float_panels(j, panel, end);
+        return;
+    }
+    long num_groups = j->num_in / GROUP, code_bytes = j->kind == Q4 ? 128 : 256, num_scales = j->kind == Q8 ? LANES : 2 * LANES;
+    /* Without memory for the wide form the narrow one gives the same result. */
+    float *wide_scales = j->num_rows >= WIDE_ROWS ? tm_scratch(thread, 1, num_groups * (256 + num_scales * (long)sizeof(float))) : NULL;
+    uint8_t *wide_codes = (uint8_t *)(wide_scales + num_groups * num_scales);
+    for (; panel < end; panel++) {
+        const uint8_t *codes = (const uint8_t *)j->codes + panel * num_groups * code_bytes;
+        const uint16_t *scales = j->scales + panel * num_groups * num_scales;
+        if (j->num_rows == 1) {
+            (j->kind == Q4 ? single_q4 : j->kind == Q8 ? single_q8 : single_q8m)(j, panel, codes, scales);
+            continue;
+        }
+        if (wide_scales) unpack(j, codes, scales, wide_codes, wide_scales);
+        switch (j->kind) {
+        case Q8: wide_scales ? wide_q8(j, panel, codes, wide_scales) : panel_q8(j, panel, codes, scales); break;
+        case Q8M: wide_scales ? wide_q8m(j, panel, codes, wide_scales) : panel_q8m(j, panel, codes, scales); break;
+        default: wide_scales ? wide_q4(j, panel, wide_codes, wide_scales) : panel_q4(j, panel, codes, scales);
+        }
+    }
+}
+
+int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
+              long num_out, float *out) {
+    linear_job j = {kind, x, codes, scales, bias, out, num_rows, num_in, num_out, (num_out + LANES - 1) / LANES, 0, NULL, NULL, NULL};
+    if (kind >= Q8) {
+        long num_groups = num_in / GROUP;
+        j.xq = tm_scratch(0, 0, num_rows * (num_in + 2 * num_groups * (long)sizeof(float)));
+        if (!j.xq) return -1;
+        j.xd = (float *)(j.xq + num_rows * num_in);
+        j.xs = j.xd + num_rows * num_groups;
+        tm_parallel(num_rows, num_rows < 4 ? num_rows : 1, quantize_row, &j);
+    }
+    long per_thread = (j.num_panels + tm_num_threads() - 1) / tm_num_threads();
+    j.panels_per_task = per_thread > 8 ? per_thread / 8 : 1;
+    tm_parallel((j.num_panels + j.panels_per_task - 1) / j.panels_per_task, 1, run_panels, &j);
+    return 0;
+}
+
+TM_API int tm_linear(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales,
+                     const float *bias, long num_out, float *out) {
+    tm_lock();
+    int failed = linear_op(kind, x, num_rows, num_in, codes, scales, bias, num_out, out);
+    tm_unlock();
+    return failed;
+}

@@ -1,0 +1,131 @@
+/* A pool of threads for many short jobs: a decode step is some 300 of them, 10 to 50 microseconds each.
+
+Workers spin for a moment after a job, since the next one is usually near, then sleep. A job does not wait for workers that
+sleep: whoever is awake takes tasks until none is left. */
+#include "tidemill.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "simd.h"
+
+#define MAX_THREADS 256
+#define NUM_SLOTS 3
+#define SPIN_NS 50000
+
+static struct {
+    tm_task task;
+    void *arg;
+    long count, chunk;
+    atomic_long next;
+} job;
+
+static atomic_uint generation; /* of jobs */
+static atomic_int is_open, num_active, num_asleep, num_workers, stopping;
+static pthread_mutex_t sleep_lock = PTHREAD_MUTEX_INITIALIZER, call_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static pthread_t workers[MAX_THREADS];
+
+static struct { void *memory; long num_bytes; } scratch[MAX_THREADS][NUM_SLOTS];
+
+void *tm_scratch(int thread, int slot, long num_bytes) {
+    if (scratch[thread][slot].num_bytes < num_bytes) {
+        free(scratch[thread][slot].memory);
+        num_bytes = (num_bytes + num_bytes / 4 + 63) & ~63L;
+        scratch[thread][slot].memory = aligned_alloc(64, num_bytes);
+        scratch[thread][slot].num_bytes = scratch[thread][slot].memory ? num_bytes : 0;
+    }
+    return scratch[thread][slot].memory;
+}
+
+static void run_tasks(int thread) {
+    long index;
+    while ((index = atomic_fetch_add(&job.next, job.chunk)) < job.count)
+        for (long end = index + job.chunk < job.count ? index + job.chunk : job.count; index < end; index++)
+            job.task(job.arg, index, thread);
+}
+
+static long now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+}
+
+static void wait_for_job(unsigned seen) {
+    long until = now_ns() + SPIN_NS;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (atomic_load(&generation) != seen) return;
+            tm_pause();
+        }
+    } while (now_ns() < until);
+    pthread_mutex_lock(&sleep_lock);
+    atomic_fetch_add(&num_asleep, 1);
+    while (atomic_load(&generation) == seen) pthread_cond_wait(&wake, &sleep_lock);
+    atomic_fetch_sub(&num_asleep, 1);
+    pthread_mutex_unlock(&sleep_lock);
+}
+
+static void *worker(void *arg) {
+    int thread = (int)(intptr_t)arg;
+    unsigned seen = atomic_load(&generation);
+    while (!atomic_load(&stopping)) {
+        /* Either the caller sees us active and waits, or we see that the job is closed: both sides write before they read. */
+        atomic_fetch_add(&num_active, 1);
+        if (atomic_load(&is_open)) run_tasks(thread);
+        atomic_fetch_sub(&num_active, 1);
+        wait_for_job(seen);
+        seen = atomic_load(&generation);
+    }
+    return NULL;
+}
+
+static void announce(void) {
+    atomic_fetch_add(&generation, 1);
+    if (atomic_load(&num_asleep)) {
+        pthread_mutex_lock(&sleep_lock);
+        pthread_cond_broadcast(&wake);
+        pthread_mutex_unlock(&sleep_lock);
+    }
+}
+
+void tm_parallel(long count, long chunk, tm_task task, void *arg) {
+    if (count <= chunk || atomic_load(&num_workers) == 0) {
+        for (long i = 0; i < count; i++) task(arg, i, 0);
+        return;
+    }
+    job.task = task;
+    job.arg = arg;
+    job.count = count;
+    job.chunk = chunk;
+    atomic_store(&job.next, 0);
+    atomic_store(&is_open, 1);
+    announce();
+    run_tasks(0);
+    atomic_store(&is_open, 0);
+    while (atomic_load(&num_active)) tm_pause();
+}
+
+int tm_num_threads(void) { return atomic_load(&num_workers) + 1; }
+void tm_lock(void) { pthread_mutex_lock(&call_lock); }
+void tm_unlock(void) { pthread_mutex_unlock(&call_lock); }
+
+/* The calling thread counts as one. Returns how many there are. */
+TM_API int tm_set_threads(int num_threads) {
+    tm_lock();
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    if (num_threads != tm_num_threads()) {
+        atomic_store(&stopping, 1);
+        announce();
+        for (int i = 0; i < atomic_load(&num_workers); i++) pthread_join(workers[i], NULL);
+        atomic_store(&stopping, 0);
+        int started = 0;
+        while (started < num_threads - 1 && !pthread_create(&workers[started], NULL, worker, (void *)(intptr_t)(started + 1))) started++;
+        atomic_store(&num_workers, started);
+    }
+    int result = tm_num_threads();
+    tm_unlock();
+    return result;
+}

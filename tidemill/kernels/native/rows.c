@@ -1,0 +1,132 @@
+/* What is done to each row on its own: norm, activation, lookup, noise. A row's bits depend on the row alone. */
+#include <math.h>
+#include <stddef.h>
+
+#include "simd.h"
+#include "tidemill.h"
+
+#define SERIAL_VALUES 8192 /* as many are done before a second thread has noticed */
+
+static void for_rows(long num_rows, long width, tm_task task, void *arg) {
+    tm_parallel(num_rows, (SERIAL_VALUES + width - 1) / width, task, arg);
+}
+
+/* ---- residual += x; out = residual / rms(residual) * weight. x may be NULL. */
+
+typedef struct {
+    const float *x, *weight;
+    float *residual, *out, eps;
+    long width;
+} norm_job;
+
+static void norm_row(void *arg, long row, int thread) {
+    (void)thread;
+    const norm_job *j = arg;
+    const float *x = j->x ? j->x + row * j->width : NULL;
+    float *residual = j->residual + row * j->width, *out = j->out + row * j->width;
+    f8 sum = f8_set(0);
+    long i = 0;
+    for (; i + 8 <= j->width; i += 8) {
+        f8 v = f8_load(residual + i);
+        if (x) {
+            v = f8_add(v, f8_load(x + i));
+            f8_store(residual + i, v);
+        }
+        sum = f8_fma(sum, v, v);
+    }
+    float total = f8_sum(sum);
+    for (; i < j->width; i++) {
+        if (x) residual[i] += x[i];
+        total = fmaf(residual[i], residual[i], total);
+    }
+    float factor = 1.0f / sqrtf(total / (float)j->width + j->eps);
+    for (i = 0; i + 8 <= j->width; i += 8) f8_store(out + i, f8_mul(f8_mul1(f8_load(residual + i), factor), f8_load(j->weight + i)));
+    for (; i < j->width; i++) out[i] = residual[i] * factor * j->weight[i];
+}
+
+void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width) {
+    norm_job j = {x, weight, residual, out, eps, width};
+    for_rows(num_rows, width, norm_row, &j);
+}
+
+TM_API void tm_add_rms_norm(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width) {
+    tm_lock();
+    norm_op(x, residual, weight, eps, out, num_rows, width);
+    tm_unlock();
+}
+
+/* ---- silu(gate) * up of [gate | up] */
+
+typedef struct {
+    const float *gate_up;
+    float *out;
+    long width;
+} swiglu_job;
+
+static void swiglu_row(void *arg, long row, int thread) {
+    (void)thread;
+    const swiglu_job *j = arg;
+    const float *gate = j->gate_up + row * 2 * j->width, *up = gate + j->width;
+    float *out = j->out + row * j->width;
+    long i = 0;
+    for (; i + 8 <= j->width; i += 8) {
+        f8 g = f8_load(gate + i), one = f8_set(1);
+        f8_store(out + i, f8_mul(f8_div(g, f8_add(one, f8_exp(f8_sub(f8_set(0), g)))), f8_load(up + i)));
+    }
+    if (i < j->width) { /* the tail by the same operations */
+        float g[8] = {0}, u[8] = {0}, o[8];
+        for (long k = i; k < j->width; k++) g[k - i] = gate[k], u[k - i] = up[k];
+        f8 v = f8_load(g);
+        f8_store(o, f8_mul(f8_div(v, f8_add(f8_set(1), f8_exp(f8_sub(f8_set(0), v)))), f8_load(u)));
+        for (long k = i; k < j->width; k++) out[k] = o[k - i];
+    }
+}
+
+void swiglu_op(const float *gate_up, float *out, long num_rows, long width) {
+    swiglu_job j = {gate_up, out, width};
+    for_rows(num_rows, width, swiglu_row, &j);
+}
+
+TM_API void tm_swiglu(const float *gate_up, float *out, long num_rows, long width) {
+    tm_lock();
+    swiglu_op(gate_up, out, num_rows, width);
+    tm_unlock();
+}
+
+/* ---- Exp(1) noise of (key, token), see kernels/noise.py */
+
+typedef struct {
+    const int64_t *keys;
+    float *out;
+    long width;
+} noise_job;
+
+TM_INLINE uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+/* -log(1 - u) for 0 <= u <= 1 as a polynomial of the mantissa; below 2^-9 by its series, where the difference would lose digits. */
+TM_INLINE float exponential(float u) {
+    if (u < 0.001953125f) return u * (1.0f + u * (0.5f + u * (1.0f / 3.0f)));
+    return -logf(1.0f - u);
+}
+
+static void noise_row(void *arg, long row, int thread) {
+    (void)thread;
+    const noise_job *j = arg;
+    float *out = j->out + row * j->width;
+    for (long token = 0; token < j->width; token++) {
+        uint64_t bits = mix((uint64_t)j->keys[row] + (uint64_t)(token + 1) * 0x9E3779B97F4A7C15ull) >> 1;
+        float value = exponential((float)bits * 0x1p-63f);
+        out[token] = value < 1e-30f ? 1e-30f : value > 64.0f ? 64.0f : value;
+    }
+}
+
+TM_API void tm_exponential_noise(const int64_t *keys, float *out, long num_rows, long width) {
+    noise_job j = {keys, out, width};
+    tm_lock();
+    for_rows(num_rows, width, noise_row, &j);
+    tm_unlock();
+}

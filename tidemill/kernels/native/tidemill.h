@@ -1,0 +1,47 @@
+/* What the files of this library share: the thread pool, the ops, and the step of a paged attention. Python's side is __init__.py. */
+#ifndef TM_TIDEMILL_H
+#define TM_TIDEMILL_H
+
+#include <stdint.h>
+
+#define TM_API __attribute__((visibility("default")))
+
+/* ---- pool.c */
+
+typedef void (*tm_task)(void *arg, long index, int thread);
+
+/* Runs task(arg, 0 .. count-1), `chunk` indices at a time, on all threads; a chunk goes to whichever thread is free, so a thread
+   that the system takes away holds up one chunk, not a share of the work. */
+void tm_parallel(long count, long chunk, tm_task task, void *arg);
+int tm_num_threads(void);
+
+/* Memory of a thread, kept between calls; grows as asked. Slots are independent buffers. NULL when there is no memory. */
+void *tm_scratch(int thread, int slot, long num_bytes);
+
+/* The pool serves one call at a time; every exported function holds it while it runs. */
+void tm_lock(void);
+void tm_unlock(void);
+
+/* ---- ops; those that return an int return 0, or -1 when there is no memory */
+
+/* One step of all layers. Field by field as in __init__.py. */
+typedef struct {
+    long num_tokens, num_heads, num_kv_heads, head_dim;
+    long page_size, num_pages, table_width; /* table_width: pages a row of the table can name */
+    long is_half;                           /* the cache holds float16 */
+    long num_tiles;
+    const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
+    const int32_t *table;
+    const int64_t *positions, *slots; /* of tokens; slot: page * page_size + offset */
+    const float *cos, *sin;           /* [position][head_dim / 2] */
+    float scale;
+} tm_step;
+
+
+int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
+              long num_out, float *out);
+int attention_op(const tm_step *step, float *qkv, void *keys, void *values, float *out); /* qkv is rotated in place */
+void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void swiglu_op(const float *gate_up, float *out, long num_rows, long width);
+
+#endif

@@ -1,0 +1,79 @@
+"""Attention by the compiled kernel: one call a layer rotates, writes the cache and attends (native/attention.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.kernels import native
+from tidemill.kernels.kv_cache import PagedKV
+from tidemill.kernels.native.program import Program
+
+_MAX_TILE_ROWS = 32  # (token, query head of a KV head's group); as in attention.c
+
+
+class NativeAttention:
+    def __init__(self, kv: PagedKV) -> None:
+        assert native.lib is not None
+        self._kv, self._lib = kv, native.lib
+        self._num_out = kv.num_heads * kv.cache.shape[-1]
+        self._tile_tokens = _MAX_TILE_ROWS // (kv.num_heads // kv.num_kv_heads)
+        layers = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in kv.cache]
+        self._layers = layers  # addresses of each layer's keys and values
+
+    @staticmethod
+    def can_run(kv: PagedKV) -> bool:
+        return native.lib is not None and kv.cache.shape[-1] % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MAX_TILE_ROWS
+
+    def plan(
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
+    ) -> NativeStep:
+        kv = self._kv
+        num_tiles = -(-counts // self._tile_tokens)
+        request = np.repeat(np.arange(counts.size), num_tiles)
+        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * self._tile_tokens
+        first_token = np.cumsum(counts) - counts
+        tiles = np.stack([
+            first_token[request] + offset, np.minimum(counts[request] - offset, self._tile_tokens), starts[request] + offset, rows[request],
+        ])  # fmt: skip
+        # Longest first, so that no thread starts the longest when the others are done.
+        tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
+        step = native.Step(
+            num_tokens=positions_T.shape[0],
+            num_heads=kv.num_heads,
+            num_kv_heads=kv.num_kv_heads,
+            head_dim=kv.cache.shape[5],
+            page_size=kv.cache.shape[4],
+            num_pages=kv.cache.shape[3],
+            table_width=kv.table.shape[1],
+            is_half=kv.cache.dtype == torch.float16,
+            num_tiles=tiles.shape[1],
+            **{name: tiles[i].ctypes.data for i, name in enumerate(("tile_token", "tile_len", "tile_start", "tile_row"))},
+            table=kv.table.data_ptr(),
+            positions=positions_T.data_ptr(),
+            slots=slots_T.data_ptr(),
+            cos=kv.cos.data_ptr(),
+            sin=kv.sin.data_ptr(),
+            scale=kv.cache.shape[5] ** -0.5,
+        )
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_T))
+
+
+@dataclass(slots=True)
+class NativeStep:
+    lib: native.Library
+    address: int  # of the tm_step
+    layers: list[tuple[int, int]]
+    num_out: int
+    alive: tuple[Any, ...]  # what the tm_step points to
+
+    def attend(self, layer: int, qkv_TC: torch.Tensor) -> torch.Tensor:
+        return self.lib.attention(self.address, qkv_TC, *self.layers[layer], self.num_out)
+
+    def replay(self, program: Program, embedded_TH: torch.Tensor) -> torch.Tensor:
+        """All layers of a recorded model at once."""
+        return self.lib.replay(program, embedded_TH, self.address)

@@ -1,0 +1,110 @@
+"""y = x Wᵀ + b with W in 4 or 8 bits a value, multiplied as it is stored.
+
+A weight is codes, and a scale and an offset for every 32 of them along a row: w = scale · code + offset. Activations are rounded
+to signed bytes, 32 to a scale, so that products and their sums over 32 are exact integers; the rest is float32, in one order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tidemill.kernels import native
+from tidemill.kernels.linear import Weight, to_panels
+
+GROUP = 32
+_LANES, _FOUR = 8, 4
+
+
+@dataclass(slots=True)
+class Codes:
+    """A quantized matrix [N, K], not yet in any kernel's layout."""
+
+    bits: int  # 4: codes 0 .. 15; 8: signed codes
+    codes_NK: torch.Tensor  # int8
+    scales_NG: torch.Tensor  # float16
+    offsets_NG: torch.Tensor | None  # float16
+
+    def take(self, rows: torch.Tensor) -> Codes:
+        offsets = None if self.offsets_NG is None else self.offsets_NG[rows]
+        return Codes(self.bits, self.codes_NK[rows], self.scales_NG[rows], offsets)
+
+    def dequantize(self) -> torch.Tensor:
+        values = self.codes_NK.unflatten(1, (-1, GROUP)).float() * self.scales_NG.float().unsqueeze(-1)
+        if self.offsets_NG is not None:
+            values += self.offsets_NG.float().unsqueeze(-1)
+        return values.flatten(1)
+
+
+def concat(parts: list[Codes]) -> Codes:
+    """Rows of several matrices as one. Unlike parts meet in 8 bits with offsets, which can hold them all unchanged."""
+    if len({(part.bits, part.offsets_NG is None) for part in parts}) == 1:
+        bits, plain = parts[0].bits, parts[0].offsets_NG is None
+    else:
+        bits, plain = 8, all(part.offsets_NG is None for part in parts)
+    offsets = [torch.zeros_like(part.scales_NG) if part.offsets_NG is None else part.offsets_NG for part in parts]
+    return Codes(
+        bits,
+        torch.cat([part.codes_NK for part in parts]),
+        torch.cat([part.scales_NG for part in parts]),
+        None if plain else torch.cat(offsets),
+    )
+
+
+def quantize(values_NK: torch.Tensor) -> Codes:
+    """To 8 bits: what formats that no kernel here multiplies are turned into."""
+    groups = values_NK.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 127).to(torch.float16)
+    codes = (groups / scales.float().clamp_min(1e-12).unsqueeze(-1)).round_().clamp_(-127, 127)
+    return Codes(8, codes.to(torch.int8).flatten(1), scales, None)
+
+
+def packed_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.Tensor | None) -> torch.Tensor:
+    """The same rounding of activations; sums in float64."""
+    groups = x_TK.unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    rounded = (groups * torch.where(scales > 0, 127 / (scales * 127), 0.0)).round().double() * scales
+    out = rounded.flatten(1) @ weight.dequantize().double().t()
+    return (out if bias_N is None else out + bias_N).float()
+
+
+class PackedPanels(Weight):
+    """The compiled kernel's layout (linear.c): eight rows side by side, four codes of each at a time."""
+
+    def __init__(self, weight: Codes, bias_N: torch.Tensor | None) -> None:
+        assert native.lib is not None
+        plain = weight.offsets_NG is None
+        self._lib, self._kind = native.lib, native.KINDS["Q4" if weight.bits == 4 else "Q8" if plain else "Q8M"]
+        self._num_out, self._bits, self._bias = weight.codes_NK.shape[0], weight.bits, bias_N
+        # Four neighbouring codes travel as one 32-bit value.
+        fours = torch.from_numpy(np.ascontiguousarray(weight.codes_NK.numpy()).view(np.int32))
+        panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
+        if weight.bits == 4:
+            panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
+        self._panels = panels.contiguous()
+        scales = to_panels(weight.scales_NG)
+        if weight.offsets_NG is not None:
+            scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
+        self._scales = scales.contiguous()  # [panel, group, (2,) 8]
+        bias = None if bias_N is None else bias_N.data_ptr()
+        self._addresses = (self._panels.data_ptr(), self._scales.data_ptr(), bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.nbytes + self._scales.nbytes
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        panel, lane = ids_T // _LANES, ids_T % _LANES
+        codes = self._panels.unflatten(-1, (_LANES, _FOUR))[panel, :, :, lane]  # [T, group, four, 4]
+        if self._bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=2)
+        scales = self._scales[panel, ..., lane].float()
+        values = codes.view(torch.int8).flatten(2).float()
+        if scales.dim() == 3:
+            return (values * scales[:, :, :1] + scales[:, :, 1:]).flatten(1)
+        return (values * scales.unsqueeze(-1)).flatten(1)

@@ -1,0 +1,103 @@
+"""GGUF's quantized blocks as codes, scales and offsets of 32 values, without going through floats.
+
+The 4-bit types and those of 8 and 5 bits keep their codes. All others (6 bits in groups of 16, 3 and 2 bits, the IQ types) are
+rounded anew to 8 bits, which is finer than what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tidemill.kernels.packed_linear import GROUP, Codes
+
+# One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
+_Reader = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """The low halves of all bytes, then the high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+
+
+def _q4_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return _nibbles(b[:, 2:]), _half(b, 0), _half(b, 0) * np.float16(-8)
+
+
+def _q4_1(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return _nibbles(b[:, 4:]), _half(b, 0), _half(b, 2)
+
+
+def _q5_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return (_nibbles(b[:, 6:]) | _fifth_bits(b[:, 2:6])).view(np.int8) - np.int8(16), _half(b, 0), None
+
+
+def _q5_1(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return _nibbles(b[:, 8:]) | _fifth_bits(b[:, 4:8]), _half(b, 0), _half(b, 2)
+
+
+def _q8_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return b[:, 2:], _half(b, 0), None
+
+
+def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and offsets of the eight groups of a 256-value block, 6 bits each in 12 bytes, times the block's own two."""
+    low, mid, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
+    offsets = np.concatenate([mid & 63, (high >> 4) | (mid >> 6 << 4)], axis=1)
+    d, d_min = _half(b, 0).astype(np.float32), _half(b, 2).astype(np.float32)
+    return (d * scales).astype(np.float16), (-d_min * offsets).astype(np.float16)
+
+
+def _k_nibbles(packed: np.ndarray) -> np.ndarray:
+    """32 bytes at a time: 32 low halves, then 32 high halves."""
+    parts = packed.reshape(-1, 4, 1, 32)
+    return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(-1, 256)
+
+
+def _q4_k(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    return _k_nibbles(b[:, 16:]), *_k_scales(b)
+
+
+def _q5_k(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    fifth = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit g of byte i: value i of group g
+    return _k_nibbles(b[:, 48:]) | (fifth << 4).reshape(-1, 256), *_k_scales(b)
+
+
+_READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, reader
+    "Q4_0": (4, 18, _q4_0),
+    "Q4_1": (4, 20, _q4_1),
+    "Q4_K": (4, 144, _q4_k),
+    "Q5_0": (8, 22, _q5_0),
+    "Q5_1": (8, 24, _q5_1),
+    "Q5_K": (8, 176, _q5_k),
+    "Q8_0": (8, 34, _q8_0),
+}
+
+
+def can_read(type_name: str) -> bool:
+    return type_name in _READERS
+
+
+def read_codes(type_name: str, raw: np.ndarray) -> Codes:
+    """`raw`: uint8 [rows, bytes of a row]."""
+    bits, block_bytes, reader = _READERS[type_name]
+    num_rows = raw.shape[0]
+    codes, scales, offsets = reader(raw.reshape(-1, block_bytes))
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values.reshape(num_rows, -1)))
+
+    codes_NK = tensor(codes.view(np.int8) if codes.dtype == np.uint8 else codes)
+    assert codes_NK.shape[1] == scales.size // num_rows * GROUP
+    return Codes(bits, codes_NK, tensor(scales), None if offsets is None else tensor(offsets))

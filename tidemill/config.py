@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill.errors import ConfigError
 
 DTYPES = ("float32", "packed")  # packed: weights stay in their 4 or 8 bits and are multiplied so
-KV_BYTES = {"float32": 4, "float16": 2}
+KV_BYTES = {"float32": 4, "bfloat16": 2}
 PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
 # Bytes a value of stored types that stay packed: codes, and two or four bytes of scale and offset for 32 of them.
 PACKED_TYPES = {
@@ -170,8 +170,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     """Fill every "auto", check every given value, record why."""
     why: dict[str, str] = {}
     dtype = _resolve_dtype(options.dtype, model, machine, why)
-    kv_dtype = "float16" if dtype == "packed" else "float32"
-    why["kv_dtype"] = "half the memory, finer than the weights" if kv_dtype == "float16" else "exact"
+    kv_dtype = "bfloat16" if dtype == "packed" else "float32"
+    why["kv_dtype"] = "half the memory, finer than the weights" if kv_dtype == "bfloat16" else "exact"
 
     page_size = options.page_size
     if page_size not in (1, 2, 4, 8, 16, 32, 64):

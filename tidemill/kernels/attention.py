@@ -22,7 +22,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from tidemill.kernels.kv_cache import PagedKV, slot_index, write_kv
+from tidemill.kernels.kv_cache import PagedKV, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 
 PREFILL_TILE = 32
@@ -77,7 +77,7 @@ def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
 @dataclass(slots=True)
 class _Block:
     num_tiles: int
-    page_index: torch.Tensor  # into a cache flattened to [G * P, S * D], ordered [tile, G, page]
+    runs: torch.Tensor  # of the first layer's keys, see `runs_of_pages`; ordered [tile, G, page]
     hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query; None if there are none
     num_keys: int
 
@@ -101,27 +101,17 @@ class AttentionPlan:
     num_tokens: int
 
 
-def plan_attention(
-    starts: np.ndarray,
-    counts: np.ndarray,
-    page_tables: np.ndarray,  # [requests, pages], at least as wide as the last block
-    page_size: int,
-    num_pages: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-) -> AttentionPlan:
-    """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i."""
+def plan_attention(starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV) -> AttentionPlan:
+    """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
+    `page_tables`: [requests, pages], at least as wide as the last block."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
-    num_repeats = num_heads // num_kv_heads
-    small = decode_tile(num_repeats, head_dim, torch.get_num_threads())
+    small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
         groups += _make_groups(
-            decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1,
-            page_tables, page_size, num_pages, num_kv_heads, num_repeats,
-        )  # fmt: skip
+            decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1, page_tables, kv
+        )
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
@@ -129,21 +119,19 @@ def plan_attention(
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
         groups += _make_groups(
-            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE,
-            page_tables, page_size, num_pages, num_kv_heads, num_repeats,
-        )  # fmt: skip
+            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE, page_tables, kv
+        )
     return AttentionPlan(groups, int(counts.sum()))
 
 
 def _make_groups(
     request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, tile_len: int,
-    page_tables: np.ndarray, page_size: int, num_pages: int, num_kv_heads: int, num_repeats: int,
+    page_tables: np.ndarray, kv: PagedKV,
 ) -> list[_Tiles]:  # fmt: skip
     """Tiles of one shape, sorted by reach and cut into groups of bounded memory."""
     order = np.argsort(-(position + lens), kind="stable")
-    rows = max(2, tile_len * num_repeats)
-    at_once = max(1, _MAX_SCORE_BYTES // (4 * num_kv_heads * rows * _LAST_BLOCK))
-    heads = np.arange(num_kv_heads)[None, :, None] * num_pages
+    rows = max(2, tile_len * (kv.num_heads // kv.num_kv_heads))
+    at_once = max(1, _MAX_SCORE_BYTES // (4 * kv.num_kv_heads * rows * _LAST_BLOCK))
     groups = []
     for begin in range(0, order.size, at_once):
         part = order[begin : begin + at_once]
@@ -155,14 +143,13 @@ def _make_groups(
         blocks = []
         for lo, hi in block_bounds(int(reach[0])):
             n = int(np.count_nonzero(reach > lo))
-            pages = page_tables[request[part[:n]], lo // page_size : hi // page_size]
+            pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
             hidden = None
             if positions[:n].min() < hi - 1:
                 after = np.arange(lo, hi)[None, None, :] > positions[:n, :, None]  # [n, tile_len, B]
                 after = np.repeat(after, rows // tile_len, axis=1)[:, None]
                 hidden = torch.from_numpy(after)
-            index = torch.from_numpy((pages[:, None, :].astype(np.int64) + heads).reshape(-1))
-            blocks.append(_Block(n, index, hidden, hi - lo))
+            blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, hi - lo))
         groups.append(
             _Tiles(
                 part.size,
@@ -175,12 +162,10 @@ def _make_groups(
     return groups
 
 
-def paged_attention(
-    q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, plan: AttentionPlan, scale: float
-) -> torch.Tensor:
+def paged_attention(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
     out = torch.empty_like(q_TND)
     for group in plan.groups:
-        result = _attend(q_TND, k_GPSD, v_GPSD, group, scale)
+        result = _attend(q_TND, cache, layer, group, scale)
         tokens = group.tokens
         if group.valid is not None:
             result, tokens = result[group.valid], tokens[group.valid]
@@ -188,13 +173,12 @@ def paged_attention(
     return out
 
 
-def _attend(q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, group: _Tiles, scale: float) -> torch.Tensor:
+def _attend(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, scale: float) -> torch.Tensor:
     """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
-    num_kv_heads, num_pages, page_size, dim = k_GPSD.shape
+    num_kv_heads, page_size, dim = cache.shape[3:]
     n, tile_len = group.num_tiles, group.tile_len
     num_repeats = q_TND.shape[1] // num_kv_heads
-    k_pages = k_GPSD.view(num_kv_heads * num_pages, page_size * dim)
-    v_pages = v_GPSD.view(num_kv_heads * num_pages, page_size * dim)
+    flat = cache.view(-1, page_size * dim)
     q = q_TND.index_select(0, group.tokens).mul_(scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
     q = q.transpose(1, 2).reshape(n * num_kv_heads, tile_len * num_repeats, dim)
     if q.shape[1] == 1:
@@ -203,12 +187,12 @@ def _attend(q_TND: torch.Tensor, k_GPSD: torch.Tensor, v_GPSD: torch.Tensor, gro
     top = total = acc = None
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = k_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim).float()
+        k = flat.index_select(0, block.runs + 2 * layer * num_kv_heads).view(batch, block.num_keys, dim).float()
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = v_pages.index_select(0, block.page_index).view(batch, block.num_keys, dim).float()
+        v = flat.index_select(0, block.runs + (2 * layer + 1) * num_kv_heads).view(batch, block.num_keys, dim).float()
         if top is None or total is None or acc is None:
             top = block_top
             scores.sub_(top).exp_()
@@ -239,30 +223,21 @@ class TorchAttention:
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
     ) -> TorchStep:
         kv = self._kv
-        num_pages, page_size, head_dim = kv.cache.shape[3:]
-        return TorchStep(
-            kv,
-            plan_attention(
-                starts, counts, kv.table.numpy()[rows], page_size, num_pages, kv.num_heads, kv.num_kv_heads, head_dim
-            ),
-            slot_index(slots_T, kv.num_kv_heads, num_pages * page_size),
-            (kv.cos.index_select(0, positions_T), kv.sin.index_select(0, positions_T)),
-        )
+        angles = kv.cos.index_select(0, positions_T), kv.sin.index_select(0, positions_T)
+        return TorchStep(kv, plan_attention(starts, counts, kv.table.numpy()[rows], kv), slots_T, angles)
 
 
 @dataclass(slots=True)
 class TorchStep:
     kv: PagedKV
     attention: AttentionPlan
-    slot_index: torch.Tensor  # where this step's keys and values go
+    slots_T: torch.Tensor  # where this step's keys and values go
     angles: tuple[torch.Tensor, torch.Tensor]
 
     def attend(self, layer: int, qkv_TC: torch.Tensor) -> torch.Tensor:
-        num_heads, head_dim = self.kv.num_heads, self.kv.cache.shape[-1]
-        heads = qkv_TC.view(qkv_TC.shape[0], -1, head_dim)
-        num_rotated = num_heads + self.kv.num_kv_heads
+        kv = self.kv
+        heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
+        num_rotated = kv.num_heads + kv.num_kv_heads
         rotated = apply_rope(heads[:, :num_rotated], *self.angles)
-        keys, values = self.kv.cache[layer]
-        write_kv(keys, self.slot_index, rotated[:, num_heads:])
-        write_kv(values, self.slot_index, heads[:, num_rotated:])
-        return paged_attention(rotated[:, :num_heads], keys, values, self.attention, head_dim**-0.5).flatten(1)
+        write_kv(kv.cache, layer, self.slots_T, rotated[:, kv.num_heads :], heads[:, num_rotated:])
+        return paged_attention(rotated[:, : kv.num_heads], kv.cache, layer, self.attention, kv.head_dim**-0.5).flatten(1)

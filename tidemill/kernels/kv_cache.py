@@ -1,4 +1,4 @@
-"""The KV cache of a layer: two tensors [G, P, S, D]. Head-major, so that a page of one head is one contiguous run of memory."""
+"""The KV cache: [P, layers, 2, G, S, D]. Page by page, so that memory is used as pages are, and a page of one head is one run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 class PagedKV:
     """What an attention backend works on."""
 
-    cache: torch.Tensor  # [layers, 2, G, P, S, D]
+    cache: torch.Tensor  # [P, layers, 2, G, S, D]
     table: torch.Tensor  # [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
     cos: torch.Tensor  # [positions, D / 2]
     sin: torch.Tensor
@@ -20,28 +20,44 @@ class PagedKV:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.cache.shape[2]
+        return self.cache.shape[3]
+
+    @property
+    def page_size(self) -> int:
+        return self.cache.shape[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.cache.shape[5]
 
 
 def new_cache(
-    num_layers: int, num_kv_heads: int, num_pages: int, page_size: int, head_dim: int, dtype: str = "float32"
+    num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: str = "float32"
 ) -> torch.Tensor:
-    """[layers, 2, G, P, S, D]. numpy's zeros are mapped lazily (torch's are written): memory is used as pages are."""
-    return torch.from_numpy(np.zeros((num_layers, 2, num_kv_heads, num_pages, page_size, head_dim), dtype))
+    """numpy's zeros are mapped lazily (torch's are written): memory is used as pages are."""
+    shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+    if dtype == "bfloat16":  # which numpy does not know
+        return torch.from_numpy(np.zeros(shape, np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.zeros(shape, dtype))
 
 
-def slot_index(slots_T: torch.Tensor, num_kv_heads: int, num_slots: int) -> torch.Tensor:
-    """Where each (token, KV head) goes in a cache flattened to [G * P * S, D]. The same for all layers of a step."""
-    heads = torch.arange(num_kv_heads, device=slots_T.device) * num_slots
-    return (slots_T.unsqueeze(1) + heads).flatten()
+def runs_of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[..., n] pages to [..., G, n]: where each head's run lies in a cache flattened to [runs, S * D], for the first layer's keys.
+    The values' are G further on, the next layer's keys 2 G."""
+    _, num_layers, _, num_kv_heads, _, _ = cache.shape
+    heads = torch.arange(num_kv_heads, device=cache.device).unsqueeze(1)
+    return pages.to(torch.int64).unsqueeze(-2) * (num_layers * 2 * num_kv_heads) + heads
 
 
-def write_kv(cache_GPSD: torch.Tensor, index: torch.Tensor, values_TGD: torch.Tensor) -> None:
-    head_dim = cache_GPSD.shape[-1]
-    cache_GPSD.view(-1, head_dim).index_copy_(0, index, values_TGD.reshape(-1, head_dim).to(cache_GPSD.dtype))
+def write_kv(cache: torch.Tensor, layer: int, slots_T: torch.Tensor, keys_TGD: torch.Tensor, values_TGD: torch.Tensor) -> None:
+    """`slots_T`: page * page_size + offset."""
+    page_size = cache.shape[4]
+    pages, offsets = slots_T // page_size, slots_T % page_size
+    cache[pages, layer, 0, :, offsets] = keys_TGD.to(cache.dtype)
+    cache[pages, layer, 1, :, offsets] = values_TGD.to(cache.dtype)
 
 
 def copy_pages(cache: torch.Tensor, sources: list[int], targets: list[int]) -> None:
-    """All layers' pages at once; every source is read before any target is written."""
+    """Whole pages, all layers; every source is read before any target is written."""
     device = cache.device
-    cache[:, :, :, torch.tensor(targets, device=device)] = cache[:, :, :, torch.tensor(sources, device=device)]
+    cache[torch.tensor(targets, device=device)] = cache[torch.tensor(sources, device=device)]

@@ -20,14 +20,14 @@ class NativeAttention:
     def __init__(self, kv: PagedKV) -> None:
         assert native.lib is not None
         self._kv, self._lib = kv, native.lib
-        self._num_out = kv.num_heads * kv.cache.shape[-1]
+        self._num_out = kv.num_heads * kv.head_dim
         self._tile_tokens = _MAX_TILE_ROWS // (kv.num_heads // kv.num_kv_heads)
-        layers = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in kv.cache]
-        self._layers = layers  # addresses of each layer's keys and values
+        # Addresses of each layer's keys and values in the first page.
+        self._layers = [(kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr()) for layer in range(kv.cache.shape[1])]
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
-        return native.lib is not None and kv.cache.shape[-1] % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MAX_TILE_ROWS
+        return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MAX_TILE_ROWS
 
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
@@ -46,11 +46,11 @@ class NativeAttention:
             num_tokens=positions_T.shape[0],
             num_heads=kv.num_heads,
             num_kv_heads=kv.num_kv_heads,
-            head_dim=kv.cache.shape[5],
-            page_size=kv.cache.shape[4],
-            num_pages=kv.cache.shape[3],
+            head_dim=kv.head_dim,
+            page_size=kv.page_size,
+            page_stride=kv.cache.stride(0),
             table_width=kv.table.shape[1],
-            is_half=kv.cache.dtype == torch.float16,
+            is_short=kv.cache.dtype == torch.bfloat16,
             num_tiles=tiles.shape[1],
             **{name: tiles[i].ctypes.data for i, name in enumerate(("tile_token", "tile_len", "tile_start", "tile_row"))},
             table=kv.table.data_ptr(),
@@ -58,7 +58,7 @@ class NativeAttention:
             slots=slots_T.data_ptr(),
             cos=kv.cos.data_ptr(),
             sin=kv.sin.data_ptr(),
-            scale=kv.cache.shape[5] ** -0.5,
+            scale=kv.head_dim**-0.5,
         )
         return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_T))
 

@@ -38,7 +38,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("page_size", "num_pages", "table_width", "is_half", "num_tiles")),
+        *((name, _LONG) for name in ("page_size", "page_stride", "table_width", "is_short", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
         *((name, _POINTER) for name in ("table", "positions", "slots", "cos", "sin")),
         ("scale", _FLOAT),

@@ -16,9 +16,15 @@ being one chain of operations: bits depend on the query's position and the token
 typedef struct {
     const tm_step *step;
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
-    char *keys, *values; /* [kv head][page][offset][head_dim] */
+    char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
 } attention_job;
+
+/* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
+typedef struct {
+    long num_rows, group, start, dim; /* start: position of the first token */
+    float *queries, *sums, *top, *total;
+} tile;
 
 static void rotate(float *x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -28,9 +34,9 @@ static void rotate(float *x, const float *cos, const float *sin, long half) {
     }
 }
 
-static void put(char *cache, long at, const float *x, long dim, int is_half) {
-    if (is_half)
-        for (long i = 0; i < dim; i += 8) f8_store_f16((uint16_t *)cache + at + i, f8_load(x + i));
+static void put(char *cache, long at, const float *x, long dim, int is_short) {
+    if (is_short)
+        for (long i = 0; i < dim; i += 8) f8_store_bf16((uint16_t *)cache + at + i, f8_load(x + i));
     else
         memcpy((float *)cache + at, x, dim * sizeof(float));
 }
@@ -39,71 +45,122 @@ static void enter_token(void *arg, long token, int thread) {
     (void)thread;
     const attention_job *j = arg;
     const tm_step *s = j->step;
-    long dim = s->head_dim, half = dim / 2, num_slots = s->num_pages * s->page_size;
+    long dim = s->head_dim, half = dim / 2, page = s->slots[token] / s->page_size, offset = s->slots[token] % s->page_size;
     float *q = j->qkv + token * (s->num_heads + 2 * s->num_kv_heads) * dim;
     float *k = q + s->num_heads * dim, *v = k + s->num_kv_heads * dim;
     const float *cos = s->cos + s->positions[token] * half, *sin = s->sin + s->positions[token] * half;
     for (long h = 0; h < s->num_heads + s->num_kv_heads; h++) rotate(q + h * dim, cos, sin, half);
     for (long h = 0; h < s->num_kv_heads; h++) {
-        long at = (h * num_slots + s->slots[token]) * dim;
-        put(j->keys, at, k + h * dim, dim, s->is_half);
-        put(j->values, at, v + h * dim, dim, s->is_half);
+        long at = page * s->page_stride + (h * s->page_size + offset) * dim;
+        put(j->keys, at, k + h * dim, dim, s->is_short);
+        put(j->values, at, v + h * dim, dim, s->is_short);
     }
 }
 
-/* Positions first .. first + num - 1 of a request, out of its pages, as floats in a row. */
-static void fetch(const tm_step *s, const char *cache, const int32_t *pages, long head, long first, long num, float *to) {
-    long dim = s->head_dim;
+/* A block of keys or values: where each position's numbers lie. */
+typedef const char *block_rows[BLOCK];
+
+TM_INLINE f8 load(const char *row, long i, int is_short) {
+    return is_short ? f8_load_bf16((const uint16_t *)row + i) : f8_load((const float *)row + i);
+}
+
+/* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
+static void find_rows(const tm_step *s, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
+    long row_bytes = s->head_dim * (s->is_short ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
-        long position = first + i, offset = position % s->page_size, run = s->page_size - offset;
-        if (run > num - i) run = num - i;
-        long at = ((head * s->num_pages + pages[position / s->page_size]) * s->page_size + offset) * dim;
-        if (s->is_half)
-            for (long k = 0; k < run * dim; k += 8) f8_store(to + i * dim + k, f8_load_f16((const uint16_t *)cache + at + k));
-        else
-            memcpy(to + i * dim, (const float *)cache + at, run * dim * sizeof(float));
-        i += run;
+        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
+        const char *row = cache + pages[position >> shift] * s->page_stride * (s->is_short ? 2 : 4) + ((head << shift) + offset) * row_bytes;
+        for (long end = i + run; i < end; i++, row += row_bytes) rows[i] = row;
     }
+    for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
-/* scores[r][0 .. 31] = q_r . k for `n` rows, a constant where this is called. Keys past the last are whatever lies there. */
-TM_INLINE void score_rows(const float *q, const float *keys, long dim, int n, float *scores) {
+static void widen(const block_rows rows, long num, long dim, float *to, block_rows wide) {
+    for (long k = 0; k < num; k++)
+        for (long i = 0; i < dim; i += 8) f8_store(to + k * dim + i, f8_load_bf16((const uint16_t *)rows[k] + i));
+    for (long k = 0; k < BLOCK; k++) wide[k] = (const char *)(to + (k < num ? k : num - 1) * dim);
+}
+
+/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `is_short` are constants where
+   this is called, and so is `dim` for the usual sizes. */
+TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int is_short, float *scores) {
     for (long b = 0; b < BLOCK; b += 4) {
-        f8 acc[2][4];
+        f8 acc[3][4];
         for (int r = 0; r < n; r++)
             for (int k = 0; k < 4; k++) acc[r][k] = f8_set(0);
-        for (long i = 0; i < dim; i += 8) {
-            f8 query[2];
-            for (int r = 0; r < n; r++) query[r] = f8_load(q + r * dim + i);
+        for (long i = 0; i < dim; i += 8)
             for (int k = 0; k < 4; k++) {
-                f8 key = f8_load(keys + (b + k) * dim + i);
-                for (int r = 0; r < n; r++) acc[r][k] = f8_fma(acc[r][k], query[r], key);
+                f8 key = load(keys[b + k], i, is_short);
+                for (int r = 0; r < n; r++) acc[r][k] = f8_fma(acc[r][k], f8_load(q + r * dim + i), key);
             }
-        }
-        for (int r = 0; r < n; r++) f8_sum4(scores + r * BLOCK + b, acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+        for (int r = 0; r < n; r++)
+            f8_store_sums(scores + r * BLOCK + b, f8_sum2(acc[r][0], acc[r][1]), f8_sum2(acc[r][2], acc[r][3]));
     }
 }
 
-/* acc[r] += sum over keys of probability * value, in the order of the keys, for 8 * `width` dimensions from `i` on. */
-TM_INLINE void mix_part(const float *probs, const float *values, long num_keys, long dim, long i, int n, int width, float *acc) {
+#define MIX_KEY(f)                                                                                            \
+    {                                                                                                         \
+        f8 value[2];                                                                                          \
+        for (int w = 0; w < width; w++) value[w] = load(values[k + f], i + 8 * w, is_short);                  \
+        for (int r = 0; r < n; r++)                                                                           \
+            for (int w = 0; w < width; w++) sum[r][w] = f8_fma_lane(sum[r][w], value[w], prob[r], f);         \
+    }
+
+/* acc[r] += sum over keys of probability * value, in the order of the keys, for 8 * `width` dimensions from `i` on. Keys are taken
+   four at a time; those past the last have probability 0. */
+TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int is_short, int width,
+                        float *acc) {
     f8 sum[TOGETHER][2];
     for (int r = 0; r < n; r++)
         for (int w = 0; w < width; w++) sum[r][w] = f8_load(acc + r * dim + i + 8 * w);
-    for (long k = 0; k < num_keys; k++) {
-        f8 value[2];
-        for (int w = 0; w < width; w++) value[w] = f8_load(values + k * dim + i + 8 * w);
-        for (int r = 0; r < n; r++)
-            for (int w = 0; w < width; w++) sum[r][w] = f8_fma1(sum[r][w], value[w], probs[r * BLOCK + k]);
+    for (long k = 0; k < num_keys; k += 4) {
+        f4 prob[TOGETHER];
+        for (int r = 0; r < n; r++) prob[r] = f4_load(probs + r * BLOCK + k);
+        MIX_KEY(0) MIX_KEY(1) MIX_KEY(2) MIX_KEY(3)
     }
     for (int r = 0; r < n; r++)
         for (int w = 0; w < width; w++) f8_store(acc + r * dim + i + 8 * w, sum[r][w]);
 }
 
-TM_INLINE void mix_rows(const float *probs, const float *values, long num_keys, long dim, int n, float *acc) {
+TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_keys, long dim, int n, int is_short, float *acc) {
     long i = 0;
-    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, 2, acc);
-    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, 1, acc);
+    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, is_short, 2, acc);
+    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, is_short, 1, acc);
 }
+
+#define SCORE(n) case n: score_rows(q, keys, dim, n, is_short, scores); break;
+#define MIX(n) case n: mix_rows(probs, values, num, dim, n, is_short, acc); break;
+
+TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int is_short, float *scores) {
+    switch (n) {
+        SCORE(1) SCORE(2) SCORE(3)
+    default:
+        score_rows(q, keys, dim, 2, is_short, scores);
+        score_rows(q + 2 * dim, keys, dim, 2, is_short, scores + 2 * BLOCK);
+    }
+}
+TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int is_short, float *acc) {
+    switch (n) { MIX(1) MIX(2) MIX(3) MIX(4) }
+}
+#define FOR_DIM(name, dim, is_short)                                                                          \
+    static void score_##name(const float *q, const block_rows keys, long any, int n, float *scores) {         \
+        (void)any;                                                                                            \
+        score_any(q, keys, dim, n, is_short, scores);                                                         \
+    }                                                                                                         \
+    static void mix_##name(const float *probs, const block_rows values, long num, long any, int n, float *acc) { \
+        (void)any;                                                                                            \
+        mix_any(probs, values, num, dim, n, is_short, acc);                                                   \
+    }
+FOR_DIM(64, 64, 0)
+FOR_DIM(128, 128, 0)
+FOR_DIM(any_dim, any, 0)
+FOR_DIM(short_64, 64, 1)
+FOR_DIM(short_128, 128, 1)
+FOR_DIM(short_any, any, 1)
+static void (*const SCORES[2][3])(const float *, const block_rows, long, int, float *) = {
+    {score_64, score_128, score_any_dim}, {score_short_64, score_short_128, score_short_any}};
+static void (*const MIXES[2][3])(const float *, const block_rows, long, long, int, float *) = {
+    {mix_64, mix_128, mix_any_dim}, {mix_short_64, mix_short_128, mix_short_any}};
 
 /* Scores of one row to probabilities relative to the highest so far; returns what the earlier blocks are to be scaled by. */
 static float soften(float *scores, long num_keys, float *top, float *total) {
@@ -123,62 +180,65 @@ static float soften(float *scores, long num_keys, float *top, float *total) {
     return shrink[0];
 }
 
+/* One block of keys and values for all rows of a tile that see it. */
+static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_short) {
+    float scores[TOGETHER * BLOCK];
+    int size = t->dim == 64 ? 0 : t->dim == 128 ? 1 : 2;
+    for (long row = 0; row < t->num_rows; row += TOGETHER) {
+        int n = t->num_rows - row < TOGETHER ? t->num_rows - row : TOGETHER;
+        long last = t->start + (row + n - 1) / t->group; /* position of the last row's token */
+        if (last < first) continue;
+        float *acc = t->sums + row * t->dim;
+        SCORES[is_short][size](t->queries + row * t->dim, keys, t->dim, n, scores);
+        for (int r = 0; r < n; r++) {
+            long visible = t->start + (row + r) / t->group + 1 - first;
+            if (visible <= 0) { /* a row whose token lies before this block, beside one whose token does not */
+                memset(scores + r * BLOCK, 0, BLOCK * sizeof(float));
+                continue;
+            }
+            float shrink = soften(scores + r * BLOCK, visible < BLOCK ? visible : BLOCK, t->top + row + r, t->total + row + r);
+            for (long i = 0; i < t->dim; i += 8) f8_store(acc + r * t->dim + i, f8_mul1(f8_load(acc + r * t->dim + i), shrink));
+        }
+        MIXES[is_short][size](scores, values, last + 1 - first < num ? last + 1 - first : num, t->dim, n, acc);
+    }
+}
+
 static void attend_tile(void *arg, long task, int thread) {
     const attention_job *j = arg;
     const tm_step *s = j->step;
     long dim = s->head_dim, group = s->num_heads / s->num_kv_heads;
-    long tile = task / s->num_kv_heads, head = task % s->num_kv_heads;
-    long len = s->tile_len[tile], num_rows = len * group, start = s->tile_start[tile], end = start + len;
-    const int32_t *pages = s->table + s->tile_row[tile] * s->table_width;
-    float *keys = tm_scratch(thread, 1, (2 * BLOCK + 2 * num_rows) * dim * (long)sizeof(float));
-    if (!keys) return; /* attention_op has made sure there is */
-    float *values = keys + BLOCK * dim, *queries = values + BLOCK * dim, *sums = queries + num_rows * dim;
-    float scores[TOGETHER * BLOCK], top[MAX_TILE_ROWS], total[MAX_TILE_ROWS];
+    long at = task / s->num_kv_heads, head = task % s->num_kv_heads;
+    long num_rows = s->tile_len[at] * group, end = s->tile_start[at] + s->tile_len[at];
+    const int32_t *pages = s->table + s->tile_row[at] * s->table_width;
+    float *wide = tm_scratch(thread, 1, (2 * BLOCK + 2 * num_rows) * dim * (long)sizeof(float));
+    if (!wide) return; /* attention_op has made sure there is */
+    float top[MAX_TILE_ROWS], total[MAX_TILE_ROWS], *queries = wide + 2 * BLOCK * dim;
+    tile t = {num_rows, group, s->tile_start[at], dim, queries, queries + num_rows * dim, top, total};
     for (long row = 0; row < num_rows; row++) {
-        const float *q = j->qkv + ((s->tile_token[tile] + row / group) * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
+        const float *q = j->qkv + ((s->tile_token[at] + row / group) * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) {
-            f8_store(queries + row * dim + i, f8_mul1(f8_load(q + i), s->scale));
-            f8_store(sums + row * dim + i, f8_set(0));
+            f8_store(t.queries + row * dim + i, f8_mul1(f8_load(q + i), s->scale));
+            f8_store(t.sums + row * dim + i, f8_set(0));
         }
         top[row] = -INFINITY;
         total[row] = 0;
     }
     for (long first = 0; first < end; first += BLOCK) {
+        block_rows keys, values, wide_keys, wide_values;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        fetch(s, j->keys, pages, head, first, num, keys);
-        fetch(s, j->values, pages, head, first, num, values);
-        for (long row = 0; row < num_rows; row += TOGETHER) {
-            int n = num_rows - row < TOGETHER ? num_rows - row : TOGETHER;
-            long last = start + (row + n - 1) / group; /* position of the last row's token */
-            if (last < first) continue;
-            float *acc = sums + row * dim;
-            const float *q = queries + row * dim;
-            for (int r = 0; r < n; r += 2)
-                if (n - r > 1)
-                    score_rows(q + r * dim, keys, dim, 2, scores + r * BLOCK);
-                else
-                    score_rows(q + r * dim, keys, dim, 1, scores + r * BLOCK);
-            for (int r = 0; r < n; r++) {
-                long visible = start + (row + r) / group + 1 - first;
-                if (visible <= 0) { /* a row whose token lies before this block, beside one whose token does not */
-                    for (long k = 0; k < BLOCK; k++) scores[r * BLOCK + k] = 0;
-                    continue;
-                }
-                float shrink = soften(scores + r * BLOCK, visible < BLOCK ? visible : BLOCK, top + row + r, total + row + r);
-                for (long i = 0; i < dim; i += 8) f8_store(acc + r * dim + i, f8_mul1(f8_load(acc + r * dim + i), shrink));
-            }
-            long reach = last + 1 - first < num ? last + 1 - first : num;
-            switch (n) {
-            case 1: mix_rows(scores, values, reach, dim, 1, acc); break;
-            case 2: mix_rows(scores, values, reach, dim, 2, acc); break;
-            case 3: mix_rows(scores, values, reach, dim, 3, acc); break;
-            default: mix_rows(scores, values, reach, dim, 4, acc);
-            }
+        find_rows(s, j->keys, pages, head, first, num, keys);
+        find_rows(s, j->values, pages, head, first, num, values);
+        if (s->is_short && num_rows > TOGETHER) { /* worth widening once for many rows */
+            widen(keys, num, dim, wide, wide_keys);
+            widen(values, num, dim, wide + BLOCK * dim, wide_values);
+            attend_block(&t, first, num, wide_keys, wide_values, 0);
+        } else {
+            attend_block(&t, first, num, keys, values, (int)s->is_short);
         }
     }
     for (long row = 0; row < num_rows; row++) {
-        float *to = j->out + ((s->tile_token[tile] + row / group) * s->num_heads + head * group + row % group) * dim;
-        for (long i = 0; i < dim; i += 8) f8_store(to + i, f8_mul1(f8_load(sums + row * dim + i), 1.0f / total[row]));
+        float *to = j->out + ((s->tile_token[at] + row / group) * s->num_heads + head * group + row % group) * dim;
+        for (long i = 0; i < dim; i += 8) f8_store(to + i, f8_mul1(f8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
 }
 

@@ -27,8 +27,8 @@ void tm_unlock(void);
 /* One step of all layers. Field by field as in __init__.py. */
 typedef struct {
     long num_tokens, num_heads, num_kv_heads, head_dim;
-    long page_size, num_pages, table_width; /* table_width: pages a row of the table can name */
-    long is_half;                           /* the cache holds float16 */
+    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: pages a row of the table can name */
+    long is_short;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int32_t *table;

@@ -10,7 +10,7 @@ serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.test-ready
-	$(VENV)/bin/ruff check tidemill tests
+	$(VENV)/bin/ruff check tidemill tests bench setup.py
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(PY) -m pytest $(ARGS)
@@ -19,7 +19,7 @@ test-slow: $(VENV)/.test-ready
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.test-ready
-	$(VENV)/bin/ruff check tidemill tests
+	$(VENV)/bin/ruff check tidemill tests bench setup.py
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
 

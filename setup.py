@@ -1,4 +1,4 @@
-"""Builds the compiled CPU kernels, where a compiler is there; without one the engine runs on torch's. All else: pyproject.toml."""
+"""Builds the compiled CPU kernels where a compiler is there; without them the engine runs on torch. All else: pyproject.toml."""
 
 import platform
 

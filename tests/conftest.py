@@ -13,9 +13,22 @@ import pytest
 import torch
 
 from tests.helpers import byte_tokenizer, make_llama
+from tidemill.kernels import native
 from tidemill.weights.locate import locate
 
 torch.set_num_threads(2)
+if native.lib:
+    native.lib.set_threads(2)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch) -> str:
+    """Every op by the compiled kernels, and by its torch reference."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "lib", None)
+    elif native.lib is None:
+        pytest.skip(native.why)
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tidemill.config import EngineConfig, EngineOptions, Machine, resolve
+from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
+from tidemill.kernels import native
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.sampling import SamplingParams
@@ -56,15 +58,15 @@ def byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def load_model(path: Path) -> CausalLM:
+def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     checkpoint = open_checkpoint(path)
     cls = model_class(checkpoint)
-    return cls.load(checkpoint, cls.read_config(checkpoint), "float32")
+    return cls.load(checkpoint, cls.read_config(checkpoint), dtype)
 
 
 def engine_config(model: CausalLM, **options: Any) -> EngineConfig:
-    options = {"kv_memory_bytes": 64 * 2**20, "threads": 2} | options
-    machine = Machine(num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
+    options = {"kv_memory_bytes": 64 * 2**20, "threads": 2, "dtype": model.dtype} | options
+    machine = replace(native.machine(), num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
     return resolve(EngineOptions(**options), model.config, machine)
 
 

@@ -1,5 +1,7 @@
 """Budgets: what resolve() derives, refuses and explains; and the estimate against real allocations."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.helpers import load_model
@@ -11,7 +13,9 @@ SMOLLM2 = ModelConfig(
     architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
     head_dim=64, max_context=8192, norm_eps=1e-5, rope_theta=1e5, tie_embeddings=True,
 )  # fmt: skip
-LARGE = Machine(num_cores=8, memory_bytes=64 * 2**30, available_bytes=60 * 2**30)
+LARGE = Machine(num_cores=8, memory_bytes=64 * 2**30, available_bytes=60 * 2**30, kernels="neon")
+PLAIN = replace(LARGE, kernels="", no_kernels="they were not built")
+QUANTIZED = replace(SMOLLM2, stored={"Q4_1": 106_168_320, "Q8_0": 28_311_552, "F32": 35_136})
 
 
 def test_kv_bytes_come_from_kv_heads():
@@ -27,6 +31,33 @@ def test_everything_is_settled_and_explained():
     assert config.kv_bytes == config.num_pages * 16 * SMOLLM2.kv_bytes_per_token("float32")
     for field in ("dtype", "threads", "max_requests", "token_budget", "max_context", "kv_bytes", "num_pages"):
         assert config.reasons[field]
+
+
+def test_a_quantized_checkpoint_stays_packed_where_it_can():
+    config = resolve(EngineOptions(), QUANTIZED, LARGE)
+    assert (config.dtype, config.kv_dtype) == ("packed", "bfloat16")
+    assert "neon" in config.reasons["dtype"]
+    assert config.weight_bytes == 106_168_320 * 20 // 32 + 28_311_552 * 34 // 32 + 35_136 * 4
+    exact = resolve(EngineOptions(dtype="float32"), QUANTIZED, LARGE)
+    assert (exact.dtype, exact.kv_dtype) == ("float32", "float32")
+    assert exact.weight_bytes == 134_515_008 * 4
+    plain = resolve(EngineOptions(), QUANTIZED, PLAIN)
+    assert plain.dtype == "float32"
+    assert "they were not built" in plain.reasons["dtype"]
+    assert resolve(EngineOptions(), SMOLLM2, LARGE).dtype == "float32"
+
+
+def test_16_bit_weights_stay_so_with_compiled_kernels():
+    short = replace(SMOLLM2, stored={"BF16": 134_515_008})
+    assert resolve(EngineOptions(), short, LARGE).weight_bytes == 134_515_008 * 2
+    assert resolve(EngineOptions(), short, PLAIN).weight_bytes == 134_515_008 * 4
+
+
+def test_packed_is_refused_where_it_cannot_be():
+    with pytest.raises(ConfigError, match="not built"):
+        resolve(EngineOptions(dtype="packed"), QUANTIZED, PLAIN)
+    with pytest.raises(ConfigError, match="quantized checkpoints"):
+        resolve(EngineOptions(dtype="packed"), SMOLLM2, LARGE)
 
 
 def test_a_small_machine_gets_a_shorter_context():
@@ -59,7 +90,7 @@ def test_impossible_options_name_the_fix(options, words):
 
 def test_a_model_that_does_not_fit_says_what_is_needed():
     tiny = Machine(num_cores=1, memory_bytes=2**29, available_bytes=2**29)
-    with pytest.raises(ConfigError, match="621 MiB for weights"):
+    with pytest.raises(ConfigError, match="513 MiB for weights"):
         resolve(EngineOptions(), SMOLLM2, tiny)
 
 

@@ -271,7 +271,8 @@ def _resolve_dtype(asked: str, model: ModelConfig, machine: Machine, why: dict[s
     if asked == "packed":
         if not machine.kernels:
             raise ConfigError(
-                f"dtype packed needs the compiled kernels: {machine.no_kernels}.", fix="Install with a C compiler, or use float32."
+                f"dtype packed needs the compiled kernels: {machine.no_kernels}.",
+                fix="Install with a C compiler, or use float32.",
             )
         if not model.is_quantized:
             raise ConfigError("dtype packed is for quantized checkpoints, and this one is not.", fix="Use --dtype float32.")

@@ -4,98 +4,103 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.attention import attention_reference, block_bounds, decode_tile, paged_attention, plan_attention
-from tidemill.kernels.kv_cache import copy_pages, new_cache, slot_index, write_kv
+from tidemill.kernels import native
+from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
+from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, write_kv
+from tidemill.kernels.native_attention import NativeAttention
+from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 
-NUM_PAGES = 80
-
-
-def paged(requests, heads, kv_heads, dim, page_size, seed=0, poison=1e30):
-    """Requests are (tokens before, new tokens). Returns the paged result and, per request, the reference's.
-    Memory nobody wrote is poisoned with huge finite values, so that reading it shows."""
-    torch.manual_seed(seed)
-    num_pages = NUM_PAGES * 16 // page_size + 1
-    cache = torch.full((2, kv_heads, num_pages, page_size, dim), poison)
-    order = torch.randperm(num_pages - 1) + 1
-    width = block_bounds(max(a + b for a, b in requests))[-1][1] // page_size
-    tables = np.zeros((len(requests), width), np.int32)
-    queries, expected, used = [], [], 0
-    for row, (before, new) in enumerate(requests):
-        total = before + new
-        pages = -(-total // page_size)
-        tables[row, :pages] = order[used : used + pages].numpy()
-        used += pages
-        k, v = torch.randn(2, total, kv_heads, dim)
-        positions = torch.arange(total)
-        slots = torch.from_numpy(tables[row].astype(np.int64))[positions // page_size] * page_size + positions % page_size
-        index = slot_index(slots, kv_heads, num_pages * page_size)
-        write_kv(cache[0], index, k)
-        write_kv(cache[1], index, v)
-        q = torch.randn(new, heads, dim)
-        queries.append(q)
-        expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5))
-    starts, counts = (np.array(values) for values in zip(*requests, strict=True))
-    plan = plan_attention(starts, counts, tables, page_size, num_pages, heads, kv_heads, dim)
-    result = paged_attention(torch.cat(queries), cache[0], cache[1], plan, dim**-0.5)
-    return result, torch.cat(expected)
+NUM_PAGES, NUM_LAYERS, LAYER, MAX_CONTEXT = 160, 2, 1, 640
+BACKENDS = [
+    "torch",
+    pytest.param("compiled", marks=pytest.mark.skipif(native.lib is None, reason=native.why)),
+]
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 32])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (8, 1, 16)])
-def test_mixed_step_equals_reference(page_size, heads, kv_heads, dim):
+class Scene:
+    """Requests (tokens before, new tokens) whose earlier tokens are in a paged cache, and the reference's results.
+
+    Memory nobody wrote is poisoned, so that reading it shows: with NaN for the compiled kernel, which must not even multiply it
+    by zero, and with huge finite values for torch's, which may.
+    """
+
+    def __init__(self, requests, heads, kv_heads, dim, page_size, backend, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.requests = requests
+        num_pages = NUM_PAGES * 16 // page_size + 1
+        self.width = heads + 2 * kv_heads
+        cache = torch.full(
+            (num_pages, NUM_LAYERS, 2, kv_heads, page_size, dim), float("nan") if backend == "compiled" else 1e30, dtype=dtype
+        )
+        order = torch.randperm(num_pages - 1) + 1
+        table = torch.zeros(len(requests), block_bounds(MAX_CONTEXT)[-1][1] // page_size, dtype=torch.int32)
+        cos, sin = rope_tables(*rope_frequencies(dim, 10000.0, None), MAX_CONTEXT)
+        self.kv = PagedKV(cache, table, cos, sin, heads)
+        self.qkv, self.expected, used = [], [], 0
+        for row, (before, new) in enumerate(requests):
+            total = before + new
+            num = -(-total // page_size)
+            table[row, :num] = order[used : used + num]
+            used += num
+            every = torch.randn(total, self.width, dim)
+            positions = torch.arange(total)
+            rotated = apply_rope(every[:, : heads + kv_heads], cos[:total], sin[:total])
+            k, v = rotated[:, heads:], every[:, heads + kv_heads :]
+            write_kv(cache, LAYER, self.slots(row, positions[:before]), k[:before], v[:before])
+            self.qkv.append(every[before:])
+            k, v = (x.to(dtype).float() for x in (k, v))
+            self.expected.append(attention_reference(rotated[before:, :heads], k, v, positions[before:], dim**-0.5).flatten(1))
+        self.backend = (NativeAttention if backend == "compiled" else TorchAttention)(self.kv)
+
+    def slots(self, row, positions):
+        size = self.kv.page_size
+        return self.kv.table[row, positions // size].to(torch.int64) * size + positions % size
+
+    def run(self, rows=None):
+        rows = list(range(len(self.requests))) if rows is None else rows
+        starts, counts = (np.array(values) for values in zip(*(self.requests[row] for row in rows), strict=True))
+        positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        slots = torch.cat([self.slots(row, at) for row, at in zip(rows, positions, strict=True)])
+        step = self.backend.plan(np.array(rows), starts, counts, torch.cat(positions), slots)
+        return step.attend(LAYER, torch.cat([self.qkv[row] for row in rows]).flatten(1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (8, 1, 16), (6, 2, 128), (32, 1, 8)])
+def test_mixed_step_equals_reference(backend, page_size, heads, kv_heads, dim):
     requests = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (0, 2), (511, 3), (7, 100)]
-    result, expected = paged(requests, heads, kv_heads, dim, page_size)
-    assert torch.allclose(result, expected, atol=2e-5)
+    scene = Scene(requests, heads, kv_heads, dim, page_size, backend)
+    assert torch.allclose(scene.run(), torch.cat(scene.expected), atol=2e-5)
 
 
-def test_all_alone_equals_in_company_bit_for_bit():
-    requests = [(300, 1), (0, 1), (17, 1), (90, 64), (0, 5)]
-    together, _ = paged(requests, 6, 2, 32, 16)
-    torch.manual_seed(0)
-    # The same data, one request at a time: rebuild the whole set and plan only one of them.
-    at = 0
-    for row, (_, new) in enumerate(requests):
-        lone = _only(requests, row)
-        assert torch.equal(lone, together[at : at + new]), row
-        at += new
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_and_values_in_bfloat16(backend):
+    scene = Scene([(130, 1), (0, 40), (100, 33), (511, 3)], 9, 3, 64, 16, backend, torch.bfloat16)
+    assert torch.allclose(scene.run(), torch.cat(scene.expected), atol=2e-5)
 
 
-def _only(requests, row):
-    """The same caches and queries as `paged` makes, attention of one request alone."""
-    torch.manual_seed(0)
-    page_size, kv_heads, heads, dim = 16, 2, 6, 32
-    num_pages = NUM_PAGES + 1
-    cache = torch.full((2, kv_heads, num_pages, page_size, dim), 1e30)
-    order = torch.randperm(num_pages - 1) + 1
-    used, tables, queries = 0, [], []
-    for before, new in requests:
-        total = before + new
-        pages = -(-total // page_size)
-        table = np.zeros((1, 64), np.int32)
-        table[0, :pages] = order[used : used + pages].numpy()
-        used += pages
-        k, v = torch.randn(2, total, kv_heads, dim)
-        positions = torch.arange(total)
-        slots = torch.from_numpy(table[0].astype(np.int64))[positions // page_size] * page_size + positions % page_size
-        index = slot_index(slots, kv_heads, num_pages * page_size)
-        write_kv(cache[0], index, k)
-        write_kv(cache[1], index, v)
-        queries.append(torch.randn(new, heads, dim))
-        tables.append(table)
-    start, count = (np.array([value]) for value in requests[row])
-    plan = plan_attention(start, count, tables[row], page_size, num_pages, heads, kv_heads, dim)
-    return paged_attention(queries[row], cache[0], cache[1], plan, dim**-0.5)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_alone_equals_in_company_bit_for_bit(backend, dtype):
+    requests = [(300, 1), (0, 1), (17, 1), (90, 64), (0, 5), (31, 1), (32, 1)]
+    scene = Scene(requests, 6, 2, 32, 16, backend, dtype)
+    together = scene.run().split([new for _, new in requests])
+    for row in range(len(requests)):
+        assert torch.equal(scene.run([row]), together[row]), row
+    some = scene.run([3, 0])
+    assert torch.equal(some, torch.cat([together[3], together[0]]))
 
 
 def test_larger_tiles_for_decoding_give_the_same(monkeypatch):
     """The fallback for machines whose small products round differently."""
     from tidemill.kernels import attention
 
-    requests = [(300, 1), (0, 1), (90, 64)]
-    small, expected = paged(requests, 6, 2, 32, 16)
+    scene = Scene([(300, 1), (0, 1), (90, 64)], 6, 2, 32, 16, "torch")
+    small = scene.run()
     monkeypatch.setattr(attention, "decode_tile", lambda *_: attention.PREFILL_TILE)
-    large, _ = paged(requests, 6, 2, 32, 16)
-    assert torch.allclose(large, expected, atol=2e-5)
+    large = scene.run()
+    assert torch.allclose(large, torch.cat(scene.expected), atol=2e-5)
     assert torch.equal(large, small) or decode_tile(3, 32, torch.get_num_threads()) != 1
 
 
@@ -111,15 +116,26 @@ def test_blocks_depend_on_position_alone():
 def test_work_follows_live_tokens():
     """One long request does not make the short ones pay for its length."""
     starts, counts = np.array([4000] + [10] * 20), np.ones(21, np.int64)
-    plan = plan_attention(starts, counts, np.zeros((21, 512), np.int32), 16, 100, 6, 2, 64)
+    kv = PagedKV(new_cache(100, 1, 2, 16, 64), torch.zeros(21, 512, dtype=torch.int32), torch.empty(0), torch.empty(0), 6)
+    plan = plan_attention(starts, counts, kv.table.numpy(), kv)
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
 
 
-def test_pages_are_copied_after_all_are_read():
-    cache = new_cache(2, 1, 5, 4, 8)
-    cache.copy_(torch.randn_like(cache))
+def test_what_the_compiled_kernel_cannot_do_goes_to_torch():
+    def kv(heads, kv_heads, dim):
+        return PagedKV(new_cache(2, 1, kv_heads, 4, dim), torch.empty(0), torch.empty(0), torch.empty(0), heads)
+
+    assert NativeAttention.can_run(kv(9, 3, 64)) == (native.lib is not None)
+    assert not NativeAttention.can_run(kv(4, 2, 12))
+    assert not NativeAttention.can_run(kv(64, 1, 64))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_are_copied_after_all_are_read(dtype):
+    cache = new_cache(5, 2, 1, 4, 8, dtype)
+    cache.copy_(torch.randn(cache.shape))
     before = cache.clone()
     copy_pages(cache, [1, 2], [2, 3])
-    assert torch.equal(cache[:, :, :, 2], before[:, :, :, 1])
-    assert torch.equal(cache[:, :, :, 3], before[:, :, :, 2])
+    assert torch.equal(cache[2], before[1])
+    assert torch.equal(cache[3], before[2])

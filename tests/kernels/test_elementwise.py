@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.norm import add_rms_norm, rms_norm
+from tidemill.kernels.noise import exponential_noise, exponential_noise_reference
+from tidemill.kernels.norm import add_rms_norm
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu
 
@@ -19,24 +20,49 @@ def rows_keep_their_bits(function, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_swiglu(size):
+def test_swiglu(size, backend):
     x = torch.randn(200, 2 * size) * 4
     gate, up = x.chunk(2, -1)
     assert torch.allclose(swiglu(x), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
     rows_keep_their_bits(swiglu, x)
-    assert swiglu(torch.tensor([[-200.0, 200.0, 1.0, 1.0]])).tolist() == [[0.0, 200.0]]
+    extreme = swiglu(torch.tensor([[-200.0, 200.0, -80.0, 1.0, 1.0, 1.0]]))
+    assert torch.allclose(extreme, torch.tensor([[0.0, 200.0, 0.0]]), atol=1e-30)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rms_norm(size):
+def test_rms_norm(size, backend):
     x, weight = torch.randn(200, size) * 3, torch.randn(size)
     expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
-    assert torch.allclose(rms_norm(x, weight, 1e-5), expected, atol=1e-5)
-    rows_keep_their_bits(lambda rows: rms_norm(rows, weight, 1e-5), x)
+    assert torch.allclose(add_rms_norm(None, x, weight, 1e-5), expected, atol=1e-5)
+    rows_keep_their_bits(lambda rows: add_rms_norm(None, rows, weight, 1e-5), x)
     residual = torch.randn(200, size)
     total = residual + x
-    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), rms_norm(total, weight, 1e-5))
+    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), add_rms_norm(None, total.clone(), weight, 1e-5))
     assert torch.equal(residual, total)
+
+
+def test_noise_is_exponential_and_a_function_of_seed_and_position(backend):
+    seeds, positions = torch.tensor([1, 1, 2, -5]), torch.tensor([7, 8, 7, 2**40])
+    noise = exponential_noise(seeds, positions, 50_000)
+    assert noise.min() > 0
+    assert noise.max() <= 64
+    assert torch.allclose(noise.mean(1), torch.ones(4), atol=0.03)
+    assert torch.allclose(noise.median(1).values, torch.full((4,), 0.6931), atol=0.02)
+    assert (noise < 1e-3).float().mean() == pytest.approx(1e-3, rel=0.3)
+    rows = [exponential_noise(seeds[i : i + 1], positions[i : i + 1], 50_000)[0] for i in range(4)]
+    assert torch.equal(noise, torch.stack(rows))
+    assert len({tuple(row[:4].tolist()) for row in rows}) == 4
+
+
+def test_compiled_noise_is_the_reference_to_rounding():
+    from tidemill.kernels import native
+    from tidemill.kernels.noise import _mix
+
+    if native.lib is None:
+        pytest.skip(native.why)
+    seeds, positions = torch.tensor([3, -9]), torch.tensor([0, 5000])
+    expected = exponential_noise_reference(_mix(seeds ^ _mix(positions + 1)), 49_153)
+    assert torch.allclose(exponential_noise(seeds, positions, 49_153), expected, rtol=3e-6)
 
 
 def test_rope_rotates_pairs_by_position():

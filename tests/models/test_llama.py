@@ -49,7 +49,7 @@ def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     plan = StepPlan(0, [StepItem(0, 0, 0, len(prompt), True, 0)], [row])
     runner.state.stage(plan)
     runner.state.apply()
-    batch = gather_batch(plan.items, runner.state, runner._num_pages, model.config)
+    batch = gather_batch(plan.items, runner.state)
     return model.logits(runner.forward(batch))
 
 

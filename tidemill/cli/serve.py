@@ -101,7 +101,7 @@ def budget_table(name: str, ready: Ready) -> Table:
     table.add_row(
         "KV cache",
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",
-        f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.kv_dtype))} a token in {config.kv_dtype}, used as it fills",
+        f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.kv_dtype))} a token in {config.kv_dtype}",
     )
     table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])

@@ -109,9 +109,7 @@ def plan_attention(starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarr
     small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
-        groups += _make_groups(
-            decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1, page_tables, kv
-        )
+        groups += _make_groups(decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1, page_tables, kv)
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)

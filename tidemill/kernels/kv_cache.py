@@ -42,8 +42,8 @@ def new_cache(
 
 
 def runs_of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[..., n] pages to [..., G, n]: where each head's run lies in a cache flattened to [runs, S * D], for the first layer's keys.
-    The values' are G further on, the next layer's keys 2 G."""
+    """[..., n] pages to [..., G, n]: where each head's run lies in a cache flattened to [runs, S * D], for the first layer's
+    keys. The values' are G further on, the next layer's keys 2 G."""
     _, num_layers, _, num_kv_heads, _, _ = cache.shape
     heads = torch.arange(num_kv_heads, device=cache.device).unsqueeze(1)
     return pages.to(torch.int64).unsqueeze(-2) * (num_layers * 2 * num_kv_heads) + heads

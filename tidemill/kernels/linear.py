@@ -96,7 +96,7 @@ class _Tiles(_Blas):
         return torch.cat([super(_Tiles, self)._product(tile) for tile in padded.split(_TILE)])[: x_TK.shape[0]]
 
 
-BACKENDS: dict[str, type[Weight]] = {"blas": _Blas, "tiles": _Tiles}
+BACKENDS: dict[str, type[_Blas]] = {"blas": _Blas, "tiles": _Tiles}
 
 
 @cache
@@ -105,7 +105,7 @@ def choose_backend(num_out: int, num_in: int, num_threads: int) -> str:
     generator = torch.Generator().manual_seed(num_out * 7919 + num_in)
     weight = torch.randn(num_out, num_in, generator=generator)
     x = torch.randn(max(_PROBE_ROWS), num_in, generator=generator)
-    return next((name for name, make in BACKENDS.items() if is_row_invariant(make(weight, None), x)), "tiles")  # type: ignore[call-arg]
+    return next((name for name, make in BACKENDS.items() if is_row_invariant(make(weight, None), x)), "tiles")
 
 
 def is_row_invariant(linear: Weight, x_TK: torch.Tensor) -> bool:

@@ -23,7 +23,9 @@ class NativeAttention:
         self._num_out = kv.num_heads * kv.head_dim
         self._tile_tokens = _MAX_TILE_ROWS // (kv.num_heads // kv.num_kv_heads)
         # Addresses of each layer's keys and values in the first page.
-        self._layers = [(kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr()) for layer in range(kv.cache.shape[1])]
+        self._layers = [
+            (kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr()) for layer in range(kv.cache.shape[1])
+        ]
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
@@ -37,9 +39,8 @@ class NativeAttention:
         request = np.repeat(np.arange(counts.size), num_tiles)
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * self._tile_tokens
         first_token = np.cumsum(counts) - counts
-        tiles = np.stack([
-            first_token[request] + offset, np.minimum(counts[request] - offset, self._tile_tokens), starts[request] + offset, rows[request],
-        ])  # fmt: skip
+        lens = np.minimum(counts[request] - offset, self._tile_tokens)
+        tiles = np.stack([first_token[request] + offset, lens, starts[request] + offset, rows[request]])
         # Longest first, so that no thread starts the longest when the others are done.
         tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
         step = native.Step(

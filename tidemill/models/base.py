@@ -33,7 +33,7 @@ class CausalLM(nn.Module, ABC):
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
 

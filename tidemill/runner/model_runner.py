@@ -36,9 +36,7 @@ class ModelRunner:
         self.model = model
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_cache(
-            num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype
-        )
+        self.cache = new_cache(num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
         self.sampler = Sampler(self.state)
         model.rope.build(config.max_context)

@@ -1,7 +1,7 @@
 """The compiled CPU kernels: C for NEON and AVX2, built at installation where there is a compiler.
 
-`lib` is the library for this machine's CPU, or None; `why` says which one, or why none. Every op that has a compiled twin also has
-its torch reference, which is used where `lib` is None. Shapes and layouts are said beside the C functions.
+`lib` is the library for this machine's CPU, or None; `why` says which one, or why none. Every op that has a compiled twin also
+has its torch reference, which is used where `lib` is None. Shapes and layouts are said beside the C functions.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Library:
         if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
             raise MemoryError("no memory for a linear layer's input")
         if self._recording:
-            about = {"kind": kind, "width": x_TK.shape[1], "num_out": num_out, "a": codes, "b": scales, "c": bias}
-            self._recording.note(OpKind.LINEAR, out, x_TK, **about)
+            self._recording.note(
+                OpKind.LINEAR, out, x_TK, kind=kind, width=x_TK.shape[1], num_out=num_out, a=codes, b=scales, c=bias
+            )
         return out
 
     def add_rms_norm(
@@ -88,8 +89,7 @@ class Library:
         x = None if x_TH is None else x_TH.data_ptr()
         self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
-            about = {"width": residual_TH.shape[1], "a": weight_H.data_ptr(), "eps": eps}
-            self._recording.note(OpKind.NORM, out, x_TH, residual_TH, **about)
+            self._recording.note(OpKind.NORM, out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
         return out
 
     def swiglu(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:

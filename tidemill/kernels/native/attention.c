@@ -162,22 +162,38 @@ static void (*const SCORES[2][3])(const float *, const block_rows, long, int, fl
 static void (*const MIXES[2][3])(const float *, const block_rows, long, long, int, float *) = {
     {mix_64, mix_128, mix_any_dim}, {mix_short_64, mix_short_128, mix_short_any}};
 
-/* Scores of one row to probabilities relative to the highest so far; returns what the earlier blocks are to be scaled by. */
-static float soften(float *scores, long num_keys, float *top, float *total) {
-    f8 lane_top = f8_set(-INFINITY);
-    for (long k = num_keys; k < BLOCK; k++) scores[k] = -INFINITY;
-    for (long k = 0; k < BLOCK; k += 8) lane_top = f8_max(lane_top, f8_load(scores + k));
-    float block_top = f8_maximum(lane_top), new_top = block_top > *top ? block_top : *top;
-    f8 sum = f8_set(0);
-    for (long k = 0; k < BLOCK; k += 8) f8_store(scores + k, f8_exp(f8_sub(f8_load(scores + k), f8_set(new_top))));
-    for (long k = num_keys; k < BLOCK; k++) scores[k] = 0;
-    for (long k = 0; k < BLOCK; k += 8) sum = f8_add(sum, f8_load(scores + k));
-    float shrink[8];
-    f8_store(shrink, f8_exp(f8_set(*top - new_top)));
-    if (*top == -INFINITY) shrink[0] = 0; /* the first block */
-    *total = *total * shrink[0] + f8_sum(sum);
-    *top = new_top;
-    return shrink[0];
+/* Scores to probabilities relative to the highest so far; shrink[r]: what row r's earlier blocks are to be scaled by. Row by row the
+   same as one row alone; together they do not wait for each other's sums. */
+TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shrink) {
+    float new_top[TOGETHER], change[8] = {0};
+    for (int r = 0; r < n; r++) {
+        f8 highest = f8_load(scores + r * BLOCK);
+        for (long k = 8; k < BLOCK; k += 8) highest = f8_max(highest, f8_load(scores + r * BLOCK + k));
+        float block_top = f8_maximum(highest);
+        new_top[r] = block_top > top[r] ? block_top : top[r];
+        change[r] = top[r] - new_top[r];
+        top[r] = new_top[r];
+    }
+    f8_store(change, f8_exp(f8_load(change))); /* the first block's is e^-87, of nothing */
+    for (int r = 0; r < n; r++) {
+        f8 sum = f8_set(0);
+        for (long k = 0; k < BLOCK; k += 8) {
+            f8 score = f8_sub(f8_load(scores + r * BLOCK + k), f8_set(new_top[r]));
+            f8 prob = f8_zero_below(f8_exp(score), score, -80.0f); /* hidden keys are minus infinity */
+            f8_store(scores + r * BLOCK + k, prob);
+            sum = f8_add(sum, prob);
+        }
+        shrink[r] = change[r];
+        total[r] = total[r] * change[r] + f8_sum(sum);
+    }
+}
+static void soften_rows(float *scores, int n, float *top, float *total, float *shrink) {
+    switch (n) {
+    case 1: soften(scores, 1, top, total, shrink); break;
+    case 2: soften(scores, 2, top, total, shrink); break;
+    case 3: soften(scores, 3, top, total, shrink); break;
+    default: soften(scores, 4, top, total, shrink);
+    }
 }
 
 /* One block of keys and values for all rows of a tile that see it. */
@@ -190,15 +206,13 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         if (last < first) continue;
         float *acc = t->sums + row * t->dim;
         SCORES[is_short][size](t->queries + row * t->dim, keys, t->dim, n, scores);
-        for (int r = 0; r < n; r++) {
-            long visible = t->start + (row + r) / t->group + 1 - first;
-            if (visible <= 0) { /* a row whose token lies before this block, beside one whose token does not */
-                memset(scores + r * BLOCK, 0, BLOCK * sizeof(float));
-                continue;
-            }
-            float shrink = soften(scores + r * BLOCK, visible < BLOCK ? visible : BLOCK, t->top + row + r, t->total + row + r);
-            for (long i = 0; i < t->dim; i += 8) f8_store(acc + r * t->dim + i, f8_mul1(f8_load(acc + r * t->dim + i), shrink));
-        }
+        for (int r = 0; r < n; r++)
+            for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
+        float shrink[TOGETHER];
+        soften_rows(scores, n, t->top + row, t->total + row, shrink);
+        for (int r = 0; r < n; r++)
+            if (shrink[r] != 1)
+                for (long i = 0; i < t->dim; i += 8) f8_store(acc + r * t->dim + i, f8_mul1(f8_load(acc + r * t->dim + i), shrink[r]));
         MIXES[is_short][size](scores, values, last + 1 - first < num ? last + 1 - first : num, t->dim, n, acc);
     }
 }
@@ -220,7 +234,7 @@ static void attend_tile(void *arg, long task, int thread) {
             f8_store(t.queries + row * dim + i, f8_mul1(f8_load(q + i), s->scale));
             f8_store(t.sums + row * dim + i, f8_set(0));
         }
-        top[row] = -INFINITY;
+        top[row] = -1e30f; /* lower than any score */
         total[row] = 0;
     }
     for (long first = 0; first < end; first += BLOCK) {

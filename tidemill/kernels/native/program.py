@@ -53,9 +53,7 @@ class Recording:
     ) -> None:
         named = {"in_": in_, "in_out": in_out}
         places = {name: None if tensor is None else tensor.data_ptr() for name, tensor in named.items()}
-        self.ops.append(
-            _Noted({"op": op, **places, **fields}, [t for t in named.values() if t is not None], out)
-        )
+        self.ops.append(_Noted({"op": op, **places, **fields}, [t for t in named.values() if t is not None], out))
 
     def compile(self, given: torch.Tensor, result: torch.Tensor) -> Program | None:
         """From the tensor the forward pass starts with to its result; None if there are ops in between that were not noted."""

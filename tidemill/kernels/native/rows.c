@@ -107,20 +107,21 @@ TM_INLINE uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* -log(1 - u) for 0 <= u <= 1 as a polynomial of the mantissa; below 2^-9 by its series, where the difference would lose digits. */
-TM_INLINE float exponential(float u) {
-    if (u < 0.001953125f) return u * (1.0f + u * (0.5f + u * (1.0f / 3.0f)));
-    return -logf(1.0f - u);
-}
-
 static void noise_row(void *arg, long row, int thread) {
     (void)thread;
     const noise_job *j = arg;
-    float *out = j->out + row * j->width;
-    for (long token = 0; token < j->width; token++) {
-        uint64_t bits = mix((uint64_t)j->keys[row] + (uint64_t)(token + 1) * 0x9E3779B97F4A7C15ull) >> 1;
-        float value = exponential((float)bits * 0x1p-63f);
-        out[token] = value < 1e-30f ? 1e-30f : value > 64.0f ? 64.0f : value;
+    for (long first = 0; first < j->width; first += 8) {
+        float lanes[8];
+        for (long i = 0; i < 8; i++) {
+            uint64_t bits = mix((uint64_t)j->keys[row] + (uint64_t)(first + i + 1) * 0x9E3779B97F4A7C15ull) >> 1;
+            lanes[i] = (float)bits * 0x1p-63f;
+        }
+        /* -log(1 - u), with what the subtraction rounds off added again: small values, which win, keep all their digits. */
+        f8 one = f8_set(1), u = f8_load(lanes), v = f8_max(f8_sub(one, u), f8_set(0x1p-92f));
+        f8 noise = f8_sub(f8_div(f8_sub(u, f8_sub(one, v)), v), f8_log(v));
+        f8_store(lanes, f8_min(f8_max(noise, f8_set(1e-30f)), f8_set(64)));
+        long num = j->width - first < 8 ? j->width - first : 8;
+        memcpy(j->out + row * j->width + first, lanes, num * sizeof(float));
     }
 }
 

@@ -29,6 +29,10 @@ TM_INLINE f8 f8_abs(f8 x) { return (f8){vabsq_f32(x.a), vabsq_f32(x.b)}; }
 TM_INLINE f8 f8_fma(f8 acc, f8 x, f8 y) { return (f8){vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)}; }
 TM_INLINE f8 f8_fma1(f8 acc, f8 x, float y) { return (f8){vfmaq_n_f32(acc.a, x.a, y), vfmaq_n_f32(acc.b, x.b, y)}; }
 TM_INLINE f8 f8_mul1(f8 x, float y) { return (f8){vmulq_n_f32(x.a, y), vmulq_n_f32(x.b, y)}; }
+TM_INLINE f8 f8_zero_below(f8 x, f8 y, float limit) { /* x where y >= limit, else 0 */
+    uint32x4_t a = vcgeq_f32(y.a, vdupq_n_f32(limit)), b = vcgeq_f32(y.b, vdupq_n_f32(limit));
+    return (f8){vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.a), a)), vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.b), b))};
+}
 TM_INLINE float f8_sum(f8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
 TM_INLINE float f8_maximum(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 TM_INLINE f8 f8_round(f8 x) { return (f8){vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
@@ -37,6 +41,13 @@ TM_INLINE f8 f8_ldexp(f8 x, i8 n) { /* x * 2^n, no overflow of the exponent */
     return (f8){vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x.a), vshlq_n_s32(n.a, 23))),
                 vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x.b), vshlq_n_s32(n.b, 23)))};
 }
+/* x = mantissa * 2^exponent, the mantissa between the square roots of 1/2 and 2. */
+TM_INLINE float32x4_t tm_split(float32x4_t x, float32x4_t *exponent) {
+    int32x4_t bits = vreinterpretq_s32_f32(x), n = vshrq_n_s32(vsubq_s32(bits, vdupq_n_s32(0x3f3504f3)), 23);
+    *exponent = vcvtq_f32_s32(n);
+    return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
+}
+TM_INLINE f8 f8_split(f8 x, f8 *exponent) { return (f8){tm_split(x.a, &exponent->a), tm_split(x.b, &exponent->b)}; }
 TM_INLINE f8 f8_load_f16(const uint16_t *p) {
     float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
     return (f8){vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
@@ -110,6 +121,7 @@ TM_INLINE f8 f8_abs(f8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 TM_INLINE f8 f8_fma(f8 acc, f8 x, f8 y) { return _mm256_fmadd_ps(x, y, acc); }
 TM_INLINE f8 f8_fma1(f8 acc, f8 x, float y) { return _mm256_fmadd_ps(x, _mm256_set1_ps(y), acc); }
 TM_INLINE f8 f8_mul1(f8 x, float y) { return _mm256_mul_ps(x, _mm256_set1_ps(y)); }
+TM_INLINE f8 f8_zero_below(f8 x, f8 y, float limit) { return _mm256_and_ps(x, _mm256_cmp_ps(y, _mm256_set1_ps(limit), _CMP_GE_OQ)); }
 TM_INLINE float f8_sum(f8 x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -123,6 +135,11 @@ TM_INLINE float f8_maximum(f8 x) {
 TM_INLINE f8 f8_round(f8 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 TM_INLINE i8 f8_to_i8(f8 x) { return _mm256_cvtps_epi32(x); }
 TM_INLINE f8 f8_ldexp(f8 x, i8 n) { return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23))); }
+TM_INLINE f8 f8_split(f8 x, f8 *exponent) {
+    __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
+    *exponent = _mm256_cvtepi32_ps(n);
+    return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
+}
 TM_INLINE f8 f8_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 TM_INLINE f8 f8_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
@@ -181,6 +198,15 @@ TM_INLINE void tm_pause(void) { _mm_pause(); }
 #else
 #error "no vector instructions known here; the engine runs without this library"
 #endif
+
+/* log x of a positive normal number, to about 2 units in the last place. */
+TM_INLINE f8 f8_log(f8 x) {
+    f8 exponent, m = f8_split(x, &exponent), one = f8_set(1);
+    f8 s = f8_div(f8_sub(m, one), f8_add(m, one)), s2 = f8_mul(s, s); /* log m = 2 (s + s^3 / 3 + s^5 / 5 + ...) */
+    f8 p = f8_fma(f8_set(0.2857142857f), s2, f8_set(0.2222222222f));
+    p = f8_mul(f8_fma(f8_set(0.6666666667f), s2, f8_fma(f8_set(0.4f), s2, p)), s2);
+    return f8_fma(f8_fma(f8_fma(f8_mul(exponent, f8_set(1.42860677e-6f)), s, p), exponent, f8_set(0.693145752f)), s, f8_set(2.0f));
+}
 
 /* e^x to about 2 units in the last place; below -87 the result is the smallest normal number or 0. */
 TM_INLINE f8 f8_exp(f8 x) {

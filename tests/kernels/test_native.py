@@ -1,0 +1,99 @@
+"""The compiled kernels are there, keep to their threads, and a recorded forward pass is the forward pass."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+
+from tests.helpers import load_model, make_core, make_llama
+from tidemill.kernels import native
+from tidemill.kernels.native.program import OpKind
+from tidemill.runner.graphs import record_forward
+
+needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
+
+
+def test_they_are_built_where_a_compiler_is():
+    if shutil.which("gcc") and "this CPU lacks" not in native.why and "none for" not in native.why:
+        assert native.lib is not None, native.why
+        assert native.machine().kernels in ("neon", "avx2", "avx512")
+
+
+def test_without_them_the_machine_says_why(monkeypatch):
+    monkeypatch.setattr(native, "lib", None)
+    monkeypatch.setattr(native, "why", "they were not built")
+    assert not native.machine().kernels
+    assert native.machine().no_kernels == "they were not built"
+
+
+@needs_library
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_the_number_of_threads_changes_no_bit(num_threads):
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(3, 100, 640).unbind()[0:2] + (torch.randn(640),)
+    gate_up = torch.randn(100, 1280)
+    try:
+        native.lib.set_threads(2)
+        expected = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.swiglu(gate_up)
+        assert native.lib.set_threads(num_threads) == num_threads
+        for _ in range(20):
+            again = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.swiglu(gate_up)
+            assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    finally:
+        native.lib.set_threads(2)
+
+
+@needs_library
+def test_two_callers_at_once_take_turns():
+    torch.manual_seed(0)
+    rows = [torch.randn(64, 2 * 512) for _ in range(2)]
+    expected = [native.lib.swiglu(x) for x in rows]
+    wrong = []
+
+    def call(i: int) -> None:
+        wrong.extend(i for _ in range(200) if not torch.equal(native.lib.swiglu(rows[i]), expected[i]))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_library
+class TestRecordedForward:
+    @pytest.fixture
+    def model(self, tmp_path):
+        make_llama(tmp_path)
+        return load_model(tmp_path)
+
+    def test_every_op_of_every_layer_is_in_it(self, model):
+        program = make_core(model).runner._program
+        assert program is not None
+        kinds = [OpKind(op.op) for op in program.ops]
+        assert [kinds.count(kind) for kind in OpKind] == [4 * 3, 2 * 3 + 1, 3, 3]
+        # Buffers are used again: three layers need no more than one.
+        widest = 2 * model.config.intermediate_size
+        assert program.num_columns < 2 * widest + 8 * model.config.hidden_size
+
+    def test_it_gives_the_bits_of_the_model_itself(self, model):
+        from tests.helpers import greedy, run
+
+        core, plain = make_core(model), make_core(model)
+        assert core.runner._program
+        plain.runner._program = None
+        asked = {f"r{i}": (list(range(2 + i, 60 + 3 * i)), greedy(12, logprobs=2)) for i in range(7)}
+        assert run(core, asked) == run(plain, asked)
+
+    def test_a_model_that_does_something_in_between_is_not_replayed(self, model, monkeypatch):
+        """Once by making a tensor of its own, once in place, which only the comparison can notice."""
+        attention = make_core(model).runner.attention
+        forward = type(model.blocks[0].mlp).forward
+        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2)
+        assert record_forward(model, attention) is None
+        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x).mul_(2))
+        assert record_forward(model, attention) is None
+        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", forward)
+        assert record_forward(model, attention) is not None

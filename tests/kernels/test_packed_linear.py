@@ -1,0 +1,104 @@
+"""4- and 8-bit products: right, the same bits at every number of rows, and every GGUF type unpacked as the package does it."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tidemill.config import PACKED_TYPES
+from tidemill.kernels import native
+from tidemill.kernels.packed_linear import GROUP, Codes, PackedPanels, concat, packed_linear_reference, quantize
+from tidemill.weights.gguf_codes import _READERS, read_codes
+
+needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
+KINDS = ["Q4", "Q8", "Q8M"]
+SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
+
+
+def random_codes(kind: str, num_out: int, num_in: int) -> Codes:
+    low, high = (0, 16) if kind == "Q4" else (-128, 128)
+    scales = (torch.rand(num_out, num_in // GROUP) * 0.01).to(torch.float16)
+    offsets = None if kind == "Q8" else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
+    codes = torch.randint(low, high, (num_out, num_in), dtype=torch.int8)
+    return Codes(4 if kind == "Q4" else 8, codes, scales, offsets)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_multiplies_and_looks_up(kind, shape, bias):
+    torch.manual_seed(0)
+    weight, x = random_codes(kind, *shape), torch.randn(33, shape[1])
+    x[3] = 0.0
+    x[4] *= 1e-20
+    x[5] *= 1e20
+    offset = torch.randn(shape[0]) if bias else None
+    linear = PackedPanels(weight, offset)
+    for rows in (1, 2, 3, 4, 7, 8, 33):
+        expected = packed_linear_reference(x[:rows], weight, offset)
+        out = linear(x[:rows].clone())
+        assert ((out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6).all(), rows
+    ids = torch.randint(0, shape[0], (9,))
+    assert torch.equal(linear.rows(ids), weight.dequantize()[ids])
+
+
+@needs_library
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_row_keeps_its_bits(kind, shape):
+    torch.manual_seed(1)
+    linear, x = PackedPanels(random_codes(kind, *shape), None), torch.randn(300, shape[1])
+    whole = linear(x)
+    for num_threads in (1, 2, 3):
+        native.lib.set_threads(num_threads)
+        for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 255):
+            for start in {0, 1, 300 - rows}:
+                assert torch.equal(linear(x[start : start + rows].clone()), whole[start : start + rows]), (rows, start)
+    native.lib.set_threads(2)
+
+
+@needs_library
+def test_matrices_of_unlike_kinds_are_joined_unchanged():
+    torch.manual_seed(2)
+    parts = [random_codes(kind, 16, 64) for kind in KINDS]
+    assert torch.equal(concat(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
+    x = torch.randn(5, 64)
+    together = PackedPanels(concat(parts), None)(x)
+    apart = torch.cat([PackedPanels(part, None)(x) for part in parts], dim=1)
+    assert torch.allclose(together, apart, atol=1e-4, rtol=1e-5)
+
+
+def test_rounding_to_8_bits_is_fine():
+    torch.manual_seed(3)
+    values = torch.randn(40, 256)
+    values[1] = 0
+    error = (quantize(values).dequantize() - values).abs()
+    assert (error <= values.unflatten(1, (-1, GROUP)).abs().amax(-1).repeat_interleave(GROUP, 1) / 127 * 0.51 + 1e-7).all()
+
+
+@pytest.mark.parametrize("name", list(_READERS))
+def test_codes_are_what_the_package_dequantizes(name):
+    kind = gguf.GGMLQuantizationType[name]
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(int(kind))
+    raw = rng.integers(0, 256, (6, 3 * block_bytes), dtype=np.uint8)
+    blocks = raw.reshape(-1, block_bytes)
+    for at in (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):  # scales of a sensible size
+        blocks[:, at : at + 2] = rng.uniform(0.01, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    expected = gguf.quants.dequantize(raw, kind)
+    codes = read_codes(name, raw)
+    tolerance = 0 if name[-1] in "01" else 2e-3  # K types: two scales multiplied and rounded to float16
+    assert np.allclose(codes.dequantize().numpy(), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+    if codes.bits == 4:
+        assert codes.codes_NK.min() >= 0
+        assert codes.codes_NK.max() <= 15
+
+
+@needs_library
+def test_what_the_budget_says_is_what_is_allocated():
+    for name, bytes_each in PACKED_TYPES.items():
+        _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+        weight = PackedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
+        num_values = weight.rows(torch.arange(16)).numel()
+        assert weight.num_bytes == num_values * bytes_each, name

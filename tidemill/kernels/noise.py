@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tidemill.kernels import native
+from tidemill.kernels.argmax import argmax_reference
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as signed 64-bit, which is what torch multiplies
 _MIX1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -25,18 +26,23 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x.bitwise_xor_(_shift(x, 31))
 
 
-def exponential_noise_reference(keys_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def noise_keys(seeds_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+    return _mix(seeds_S ^ _mix(positions_S + 1))
+
+
+def exponential_noise(keys_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exp(1) noise [S, V]."""
     tokens = (torch.arange(vocab_size, device=keys_S.device) + 1) * _GOLDEN
     bits = _shift(_mix(keys_S.unsqueeze(1) + tokens), 1)
     uniform = bits.to(torch.float32).mul_(2.0**-63)  # 63 bits rounded to 24: fine-grained near 0, where the winners are
     return uniform.neg_().log1p_().neg_().clamp_(1e-30, 64.0)  # never 0, and never infinite where u rounds to 1
 
 
-def exponential_noise(seeds_S: torch.Tensor, positions_S: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp(1) noise [S, V]. argmax(probability / noise) is a draw: the Gumbel-max trick without logarithms."""
-    keys = _mix(seeds_S ^ _mix(positions_S + 1))
-    if native.lib is None:
-        return exponential_noise_reference(keys, vocab_size)
-    out = torch.empty(keys.shape[0], vocab_size)
-    native.lib.fill_noise(keys, out)
-    return out
+def gumbel_argmax_reference(logits_SV: torch.Tensor, keys_S: torch.Tensor) -> torch.Tensor:
+    return argmax_reference(logits_SV - exponential_noise(keys_S, logits_SV.shape[1]).log_())
+
+
+def gumbel_argmax(logits_SV: torch.Tensor, seeds_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
+    """A draw from softmax(logits): the highest of logit plus Gumbel noise, which is minus the logarithm of Exp(1) noise."""
+    keys = noise_keys(seeds_S, positions_S)
+    return native.lib.gumbel_argmax(logits_SV, keys) if native.lib else gumbel_argmax_reference(logits_SV, keys)

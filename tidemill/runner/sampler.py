@@ -5,11 +5,13 @@ Order: logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
-from tidemill.kernels.noise import exponential_noise
+from tidemill.kernels.argmax import argmax
+from tidemill.kernels.noise import gumbel_argmax
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
 from tidemill.wire import TokenLogprobs
@@ -39,7 +41,7 @@ class Sampler:
         drawn = [i for i, p in enumerate(params) if not p.greedy]
         tokens = torch.empty(len(rows), dtype=torch.int64)
         if len(drawn) < len(rows):
-            tokens = logits_SV.argmax(-1)
+            tokens = argmax(logits_SV)
         if drawn:
             seeds = [p.seed or 0 for p in params]
             tokens[drawn] = draw(
@@ -85,17 +87,12 @@ def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch
 
 
 def draw(logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> torch.Tensor:
-    """One token per row from the restricted distribution."""
-    temperatures = torch.tensor([p.temperature for p in params])
-    logits_SV = logits_SV / temperatures.unsqueeze(1)
+    """One token per row from the restricted distribution: those left out get a logit of minus infinity."""
+    logits_SV = logits_SV / torch.tensor([p.temperature for p in params]).unsqueeze(1)
     restrict_top_k(logits_SV, [p.top_k for p in params])
-    probs = logits_SV.softmax(-1)
-    restrict_top_p(probs, [p.top_p for p in params])
-    min_ps = torch.tensor([p.min_p for p in params])
-    if min_ps.any():
-        probs.masked_fill_(probs < min_ps.unsqueeze(1) * probs.amax(-1, keepdim=True), 0.0)
-    noise = exponential_noise(torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions), probs.shape[1])
-    return probs.div_(noise).argmax(-1)
+    restrict_top_p(logits_SV, [p.top_p for p in params])
+    restrict_min_p(logits_SV, [p.min_p for p in params])
+    return gumbel_argmax(logits_SV, torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions))
 
 
 def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
@@ -108,26 +105,35 @@ def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
     logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < kth, _NEVER)
 
 
-def restrict_top_p(probs_SV: torch.Tensor, top_ps: list[float]) -> None:
+def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
     """Keeps the likeliest tokens up to and including the one that crosses p, so the likeliest always stays.
 
     A few hundred tokens nearly always hold p, and finding them is ten times cheaper than sorting them all; a row that needs
     more is done again with more. What is kept is the same either way.
     """
     rows = [i for i, p in enumerate(top_ps) if p < 1.0]
-    num_tokens = min(_LIKELIEST, probs_SV.shape[1])
+    num_tokens = min(_LIKELIEST, logits_SV.shape[1])
     while rows:
         limits = torch.tensor([[top_ps[i]] for i in rows])
-        values, ids = probs_SV[rows].topk(num_tokens, dim=-1)
-        before = values.cumsum(-1) - values
-        enough = (before[:, -1:] >= limits).flatten().tolist() if num_tokens < probs_SV.shape[1] else [True] * len(rows)
-        values[before >= limits] = 0.0
+        values, ids = logits_SV[rows].log_softmax(-1).topk(num_tokens, dim=-1)
+        probs = values.exp()
+        before = probs.cumsum(-1) - probs
+        enough = (before[:, -1:] >= limits).flatten().tolist() if num_tokens < logits_SV.shape[1] else [True] * len(rows)
+        values[before >= limits] = _NEVER
         done = [k for k, is_enough in enumerate(enough) if is_enough]
         if done:
-            kept = torch.zeros(len(done), probs_SV.shape[1])
-            probs_SV[[rows[k] for k in done]] = kept.scatter_(1, ids[done], values[done])
+            kept = torch.full((len(done), logits_SV.shape[1]), _NEVER)
+            logits_SV[[rows[k] for k in done]] = kept.scatter_(1, ids[done], values[done])
         rows = [row for row, is_enough in zip(rows, enough, strict=True) if not is_enough]
-        num_tokens = probs_SV.shape[1]
+        num_tokens = logits_SV.shape[1]
+
+
+def restrict_min_p(logits_SV: torch.Tensor, min_ps: list[float]) -> None:
+    """Keeps what is at least min_p times as likely as the likeliest."""
+    rows = [i for i, p in enumerate(min_ps) if p > 0.0]
+    if rows:
+        limits = logits_SV[rows].amax(-1, keepdim=True) + torch.tensor([[math.log(min_ps[i])] for i in rows])
+        logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < limits, _NEVER)
 
 
 def token_logprobs(logprobs_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

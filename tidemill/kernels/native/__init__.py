@@ -60,9 +60,12 @@ class Library:
         self._swiglu = lib.tm_swiglu
         self._swiglu.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._swiglu.restype = None
-        self._noise = lib.tm_exponential_noise
-        self._noise.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
-        self._noise.restype = None
+        self._draw = lib.tm_gumbel_argmax
+        self._draw.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _LONG]
+        self._draw.restype = None
+        self._argmax = lib.tm_argmax
+        self._argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
+        self._argmax.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER]
         self._replay = lib.tm_replay
@@ -109,6 +112,13 @@ class Library:
             self._recording.note(OpKind.ATTENTION, out, qkv_TC, a=keys, b=values)
         return out
 
+    def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        out = x_SV.new_empty(x_SV.shape[0], dtype=torch.int64)
+        self._argmax(x_SV.data_ptr(), out.data_ptr(), *x_SV.shape)
+        return out
+
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Ops run meanwhile are noted, too."""
@@ -126,9 +136,11 @@ class Library:
             raise MemoryError("no memory for a step")
         return result_TH
 
-    def fill_noise(self, keys_S: torch.Tensor, out_SV: torch.Tensor) -> None:
+    def gumbel_argmax(self, logits_SV: torch.Tensor, keys_S: torch.Tensor) -> torch.Tensor:
         """`keys_S`: int64."""
-        self._noise(keys_S.data_ptr(), out_SV.data_ptr(), *out_SV.shape)
+        out = keys_S.new_empty(keys_S.shape)
+        self._draw(logits_SV.data_ptr(), keys_S.data_ptr(), out.data_ptr(), *logits_SV.shape)
+        return out
 
 
 def _cpu_flags() -> set[str]:

@@ -93,13 +93,14 @@ TM_API void tm_swiglu(const float *gate_up, float *out, long num_rows, long widt
     tm_unlock();
 }
 
-/* ---- Exp(1) noise of (key, token), see kernels/noise.py */
+/* ---- a draw: the highest of logit + Gumbel noise of (key, token), see kernels/noise.py */
 
 typedef struct {
+    const float *logits;
     const int64_t *keys;
-    float *out;
+    int64_t *out;
     long width;
-} noise_job;
+} draw_job;
 
 TM_INLINE uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -107,27 +108,80 @@ TM_INLINE uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-static void noise_row(void *arg, long row, int thread) {
+/* Tokens first .. first + 7. */
+TM_INLINE f8 exponential_noise(int64_t key, long first) {
+    float lanes[8];
+    for (long i = 0; i < 8; i++) {
+        uint64_t bits = mix((uint64_t)key + (uint64_t)(first + i + 1) * 0x9E3779B97F4A7C15ull) >> 1;
+        lanes[i] = (float)bits * 0x1p-63f;
+    }
+    /* -log(1 - u), with what the subtraction rounds off added again: small values, which win, keep all their digits. */
+    f8 one = f8_set(1), u = f8_load(lanes), v = f8_max(f8_sub(one, u), f8_set(0x1p-92f));
+    f8 noise = f8_sub(f8_div(f8_sub(u, f8_sub(one, v)), v), f8_log(v));
+    return f8_min(f8_max(noise, f8_set(1e-30f)), f8_set(64));
+}
+
+static void draw_row(void *arg, long row, int thread) {
     (void)thread;
-    const noise_job *j = arg;
+    const draw_job *j = arg;
+    const float *logits = j->logits + row * j->width;
+    float best = -INFINITY;
+    j->out[row] = 0;
     for (long first = 0; first < j->width; first += 8) {
         float lanes[8];
-        for (long i = 0; i < 8; i++) {
-            uint64_t bits = mix((uint64_t)j->keys[row] + (uint64_t)(first + i + 1) * 0x9E3779B97F4A7C15ull) >> 1;
-            lanes[i] = (float)bits * 0x1p-63f;
-        }
-        /* -log(1 - u), with what the subtraction rounds off added again: small values, which win, keep all their digits. */
-        f8 one = f8_set(1), u = f8_load(lanes), v = f8_max(f8_sub(one, u), f8_set(0x1p-92f));
-        f8 noise = f8_sub(f8_div(f8_sub(u, f8_sub(one, v)), v), f8_log(v));
-        f8_store(lanes, f8_min(f8_max(noise, f8_set(1e-30f)), f8_set(64)));
         long num = j->width - first < 8 ? j->width - first : 8;
-        memcpy(j->out + row * j->width + first, lanes, num * sizeof(float));
+        if (num == 8 && f8_maximum(f8_load(logits + first)) + 70 < best) continue; /* no noise is as high as 70 */
+        for (long i = 0; i < 8; i++) lanes[i] = i < num ? logits[first + i] : -INFINITY;
+        f8_store(lanes, f8_sub(f8_load(lanes), f8_log(exponential_noise(j->keys[row], first))));
+        for (long i = 0; i < num; i++)
+            if (lanes[i] > best) best = lanes[i], j->out[row] = first + i;
     }
 }
 
-TM_API void tm_exponential_noise(const int64_t *keys, float *out, long num_rows, long width) {
-    noise_job j = {keys, out, width};
+TM_API void tm_gumbel_argmax(const float *logits, const int64_t *keys, int64_t *out, long num_rows, long width) {
+    draw_job j = {logits, keys, out, width};
     tm_lock();
-    for_rows(num_rows, width, noise_row, &j);
+    for_rows(num_rows, width, draw_row, &j);
+    tm_unlock();
+}
+
+/* ---- the first index of each row's highest value; of a NaN, if there is one */
+
+typedef struct {
+    const float *x;
+    int64_t *out;
+    long width;
+} argmax_job;
+
+static void argmax_row(void *arg, long row, int thread) {
+    (void)thread;
+    const argmax_job *j = arg;
+    const float *x = j->x + row * j->width;
+    f8 top = f8_set(-INFINITY), sum = f8_set(0);
+    long i = 0;
+    for (; i + 8 <= j->width; i += 8) {
+        f8 v = f8_load(x + i);
+        top = f8_max(top, v);
+        sum = f8_fma(sum, v, f8_set(0)); /* NaN if any value is; or infinite, which the search below sorts out */
+    }
+    float highest = f8_maximum(top), check = f8_sum(sum);
+    for (; i < j->width; i++) {
+        highest = x[i] > highest ? x[i] : highest;
+        check += x[i] * 0;
+    }
+    if (check != 0)
+        for (i = 0; i < j->width; i++)
+            if (x[i] != x[i]) {
+                j->out[row] = i;
+                return;
+            }
+    for (i = 0; i < j->width - 1 && x[i] != highest; i++) {}
+    j->out[row] = i;
+}
+
+TM_API void tm_argmax(const float *x, int64_t *out, long num_rows, long width) {
+    argmax_job j = {x, out, width};
+    tm_lock();
+    for_rows(num_rows, width, argmax_row, &j);
     tm_unlock();
 }

@@ -1,0 +1,60 @@
+"""What packed products cost in quality: perplexity of the same GGUF on the same text, in float32 and packed.
+
+    .venv/bin/python bench/perplexity.py --tokens 20480
+
+The text is Python's own documentation as the standard library carries it (pydoc_data), so anyone has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pydoc_data.topics
+
+from tidemill.config import EngineOptions
+from tidemill.engine.core import EngineCore
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import SamplingParams
+from tidemill.weights.locate import locate
+from tidemill.wire import Submit
+
+WINDOW = 1024
+
+
+def text_ids(model: str, num_tokens: int) -> list[int]:
+    topics = pydoc_data.topics.topics
+    ids = Tokenizer.load(locate(model)).encode("\n\n".join(topics[name] for name in sorted(topics)))
+    if len(ids) < num_tokens:
+        raise SystemExit(f"The text has {len(ids)} tokens; {num_tokens} were asked for.")
+    return ids[:num_tokens]
+
+
+def mean_logprob(model: str, dtype: str, ids: list[int]) -> float:
+    """Of every token but the first of each window, given the tokens before it in the window."""
+    core = EngineCore.load(EngineOptions(model=model, dtype=dtype, prefix_caching=False, kv_memory_bytes=2**30))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    for start in range(0, len(ids), WINDOW):
+        core.submit(Submit(str(start), ids[start : start + WINDOW], params))
+    total = count = 0.0
+    while core.has_work:
+        output, _ = core.step()
+        for delta in output.deltas:
+            for entry in delta.prompt_logprobs or []:
+                total, count = total + entry.logprob, count + 1
+    return total / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=20 * WINDOW)
+    arguments = parser.parse_args()
+    ids = text_ids(arguments.model, arguments.tokens)
+    values = {dtype: math.exp(-mean_logprob(arguments.model, dtype, ids)) for dtype in ("float32", "packed")}
+    for dtype, value in values.items():
+        print(f"{dtype:8} perplexity {value:.4f} on {len(ids):,} tokens")
+    print(f"packed / float32: {values['packed'] / values['float32']:.5f}")
+
+
+if __name__ == "__main__":
+    main()

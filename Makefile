@@ -40,4 +40,4 @@ $(VENV)/.test-ready: pyproject.toml $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache
+	rm -rf build tidemill/kernels/native/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 
 FOLDER = "tidemill/kernels/native"
 SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attention", "program")]
-FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
 VARIANTS = {
     "aarch64": {"_neon": ["-march=armv8.2-a+dotprod"]},
@@ -25,6 +25,7 @@ setup(
             depends=[f"{FOLDER}/simd.h", f"{FOLDER}/tidemill.h"],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],
+            libraries=["m"],
             optional=True,
         )
         for name, flags in VARIANTS.get(platform.machine(), {}).items()

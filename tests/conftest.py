@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
 import shutil
 from pathlib import Path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidemill.errors import ConfigError
 
-DTYPES = ("float32", "packed")  # packed: weights stay in their 4 or 8 bits and are multiplied so
+DTYPES = {"cpu": ("float32", "packed"), "cuda": ("bfloat16",)}  # packed: weights are multiplied in their 4 or 8 bits
 KV_BYTES = {"float32": 4, "bfloat16": 2}
 PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
 # Bytes a value of stored types that stay packed: codes, and two or four bytes of scale and offset for 32 of them.
@@ -17,6 +17,7 @@ PACKED_TYPES = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
 }  # fmt: skip
 _OTHER_PACKED = 34 / 32  # rounded anew to 8 bits
+_GPU_SPARE = 2 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
 GIB = 2**30
 MIB = 2**20
 
@@ -55,6 +56,7 @@ class ModelConfig:
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # of each query and key head, before rotation
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
@@ -111,6 +113,9 @@ class Machine:
     available_bytes: int
     kernels: str = ""  # the compiled CPU kernels: for which instructions, or empty
     no_kernels: str = ""  # and then, why
+    gpu: str = ""  # its name, or empty
+    gpu_bytes: int = 0
+    gpu_free_bytes: int = 0
 
     @staticmethod
     def detect() -> Machine:
@@ -124,6 +129,8 @@ class EngineOptions:
 
     model: str = "smollm2"
     served_name: str | None = None
+    load_format: str = "auto"  # dummy: random weights of the shape that config.json tells
+    device: str = "auto"
     dtype: str = "auto"
     page_size: int = 16
     max_context: int | None = None
@@ -140,6 +147,7 @@ class EngineOptions:
 class EngineConfig:
     """Everything settled. `reasons` maps a field to why it has its value."""
 
+    device: str
     dtype: str
     kv_dtype: str
     page_size: int
@@ -169,9 +177,13 @@ class EngineConfig:
 def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> EngineConfig:
     """Fill every "auto", check every given value, record why."""
     why: dict[str, str] = {}
-    dtype = _resolve_dtype(options.dtype, model, machine, why)
-    kv_dtype = "bfloat16" if dtype == "packed" else "float32"
-    why["kv_dtype"] = "half the memory, finer than the weights" if kv_dtype == "bfloat16" else "exact"
+    device = _resolve_device(options.device, machine, why)
+    on_gpu = device == "cuda"
+    dtype = _resolve_dtype(options.dtype, device, model, machine, why)
+    kv_dtype = "float32" if dtype == "float32" else "bfloat16"
+    why["kv_dtype"] = (
+        "exact" if dtype == "float32" else "as the activations" if on_gpu else "half the memory, finer than the weights"
+    )
 
     page_size = options.page_size
     if page_size not in (1, 2, 4, 8, 16, 32, 64):
@@ -179,15 +191,16 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     why["page_size"] = "tokens per KV page"
 
     threads = options.threads or machine.num_cores
-    if not 1 <= threads <= 1024:
-        raise ConfigError(f"threads is {options.threads}.", fix="It must be at least 1.")
+    if not 1 <= threads <= 256:
+        raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.")
     why["threads"] = "given" if options.threads else "physical cores this process may use"
 
-    max_requests = options.max_requests if options.max_requests is not None else 64
+    max_requests = options.max_requests if options.max_requests is not None else 256 if on_gpu else 64
     _at_least("max_requests", max_requests, 1)
-    why["max_requests"] = "given" if options.max_requests else "rows; more would only make each request slower on a CPU"
+    slower = "the largest recorded batch" if on_gpu else "rows; more would only make each request slower on a CPU"
+    why["max_requests"] = "given" if options.max_requests else slower
 
-    token_budget = options.token_budget if options.token_budget is not None else max(256, max_requests)
+    token_budget = options.token_budget if options.token_budget is not None else max(2048 if on_gpu else 256, max_requests)
     _at_least("token_budget", token_budget, 1)
     if token_budget < max_requests:
         raise ConfigError(
@@ -205,24 +218,27 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         )
     why["max_context"] = "given" if options.max_context else "the model's own"
 
-    weights = model.weight_bytes(dtype, bool(machine.kernels))
+    available = machine.gpu_free_bytes if on_gpu else machine.available_bytes
+    weights = 2 * model.num_parameters if on_gpu else model.weight_bytes(dtype, bool(machine.kernels))
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
     per_page = model.kv_bytes_per_token(kv_dtype) * page_size
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
-        room = machine.available_bytes - weights - activations
+        room = available - weights - activations - (_GPU_SPARE if on_gpu else 0)
         wanted = max_requests * context * model.kv_bytes_per_token(kv_dtype)
-        kv_bytes = min(wanted, room // 2, 4 * GIB)
-        why["kv_bytes"] = (
-            "all rows at full context"
-            if kv_bytes == wanted
+        kv_bytes = min(wanted, room) if on_gpu else min(wanted, room // 2, 4 * GIB)
+        limited = (
+            "what is left of the GPU's memory"
+            if on_gpu
             else "half of what memory is left after weights and activations, at most 4 GiB"
         )
+        why["kv_bytes"] = "all rows at full context" if kv_bytes == wanted else limited
         if room < per_page:
             raise ConfigError(
                 f"The model needs {fmt_bytes(weights)} for weights and {fmt_bytes(activations)} for activations; "
-                f"{fmt_bytes(machine.available_bytes)} are free.",
-                fix="Use a smaller model or free memory.",
+                f"{fmt_bytes(available)} are free"
+                + (f" of the {fmt_bytes(machine.gpu_bytes)} of {machine.gpu}." if on_gpu else "."),
+                fix="Use a smaller model, lower --max-requests or --token-budget, or free memory.",
             )
     else:
         why["kv_bytes"] = "given"
@@ -247,6 +263,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     why["policy"] = "scheduling policy"
     why["prefix_caching"] = "equal beginnings are computed once"
     return EngineConfig(
+        device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,
@@ -265,9 +282,21 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     )
 
 
-def _resolve_dtype(asked: str, model: ModelConfig, machine: Machine, why: dict[str, str]) -> str:
+def _resolve_device(asked: str, machine: Machine, why: dict[str, str]) -> str:
     if asked not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.")
+        raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.")
+    if asked == "cuda" and not machine.gpu:
+        raise ConfigError("device cuda was asked for, but torch sees no GPU.", fix="Use --device cpu, or install torch for CUDA.")
+    why["device"] = "given" if asked != "auto" else machine.gpu or "no GPU"
+    return asked if asked != "auto" else "cuda" if machine.gpu else "cpu"
+
+
+def _resolve_dtype(asked: str, device: str, model: ModelConfig, machine: Machine, why: dict[str, str]) -> str:
+    if asked not in ("auto", *DTYPES[device]):
+        raise ConfigError(f"dtype {asked!r} is not available on {device}.", fix=f"Choose auto, {', '.join(DTYPES[device])}.")
+    if device == "cuda":
+        why["dtype"] = "given" if asked != "auto" else "what the matrix units are made for"
+        return "bfloat16"
     if asked == "packed":
         if not machine.kernels:
             raise ConfigError(

@@ -100,6 +100,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Nothing is asked but the likeliest token."""
+        adjusted = self.has_penalties or self.logit_bias or self.min_tokens
+        return self.greedy and not adjusted and self.logprobs is None
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

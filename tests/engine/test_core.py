@@ -81,16 +81,16 @@ def test_stop_tokens_and_eos(core):
 
 def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
     core.submit(Submit("victim", [1, 2, 3], greedy(5)))
-    real = core.runner.execute
+    real = core.runner.launch
 
     def broken(plan):
         raise RuntimeError("kernel failed")
 
-    core.runner.execute = broken
+    core.runner.launch = broken
     _output, failed = core.step()
     assert [refused.request_id for refused in failed] == ["victim"]
     assert "kernel failed" in capsys.readouterr().err
-    core.runner.execute = real
+    core.runner.launch = real
     assert len(run(core, {"next": ([1, 2, 3], greedy(5))})["next"].tokens) == 5
     core.scheduler.check_integrity()
 
@@ -101,15 +101,15 @@ def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
     expected = run(core, {"a": (prompt, greedy(5))})["a"].tokens
     core.scheduler.kv.clear_prefixes()
     core.submit(Submit("b", prompt, greedy(5)))
-    real = core.runner.execute
+    real = core.runner.launch
 
     def interrupted(plan):
         raise KeyboardInterrupt
 
-    core.runner.execute = interrupted
+    core.runner.launch = interrupted
     with pytest.raises(KeyboardInterrupt):
         core.step()
-    core.runner.execute = real
+    core.runner.launch = real
     core.runner.cache.normal_()
     assert run(core, {"c": (prompt, greedy(5))})["c"].tokens == expected
 
@@ -122,16 +122,16 @@ def test_who_shares_pages_with_a_failed_step_starts_over(model):
     answers = {"a": Answer(), "b": Answer()}
     for name in answers:
         core.submit(Submit(name, prompt, greedy(5)))
-    real = core.runner.execute
+    real = core.runner.launch
 
     def broken(plan):
         assert len(plan.items) == 1
         assert len(plan.new_rows) == 2
-        core.runner.execute = real
+        core.runner.launch = real
         core.runner.cache.normal_()
         raise RuntimeError("kernel failed")
 
-    core.runner.execute = broken
+    core.runner.launch = broken
     _, failed = core.step()
     assert [refused.request_id for refused in failed] == ["a"]
     while core.has_work:

@@ -71,16 +71,16 @@ def test_generate_beside_an_open_stream(llm):
 
 
 def test_ctrl_c_takes_effect_between_steps(llm):
-    real = llm.core.runner.execute
+    real = llm.core.runner.launch
 
     def interrupted(plan):
         signal.raise_signal(signal.SIGINT)
         return real(plan)
 
-    llm.core.runner.execute = interrupted
+    llm.core.runner.launch = interrupted
     with pytest.raises(KeyboardInterrupt):
         llm.generate("hello", GREEDY)
-    llm.core.runner.execute = real
+    llm.core.runner.launch = real
     assert not llm.core.has_work
     llm.core.scheduler.check_integrity()
     assert llm.generate("hello", GREEDY)[0].text

@@ -1,14 +1,17 @@
 """The compiled kernels are there, keep to their threads, and a recorded forward pass is the forward pass."""
 
+import os
 import shutil
+import subprocess
 import threading
 
 import pytest
 import torch
 
-from tests.helpers import load_model, make_core, make_llama
-from tidemill.kernels import native
+from tests.helpers import greedy, load_model, make_core, make_llama, run
+from tidemill.kernels import machine, native
 from tidemill.kernels.native.program import OpKind
+from tidemill.kernels.packed_linear import PackedPanels, quantize
 from tidemill.runner.graphs import record_forward
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -17,14 +20,14 @@ needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 def test_they_are_built_where_a_compiler_is():
     if shutil.which("gcc") and "this CPU lacks" not in native.why and "none for" not in native.why:
         assert native.lib is not None, native.why
-        assert native.machine().kernels in ("neon", "avx2", "avx512")
+        assert machine.detect().kernels in ("neon", "avx2", "avx512")
 
 
 def test_without_them_the_machine_says_why(monkeypatch):
     monkeypatch.setattr(native, "lib", None)
     monkeypatch.setattr(native, "why", "they were not built")
-    assert not native.machine().kernels
-    assert native.machine().no_kernels == "they were not built"
+    assert not machine.detect().kernels
+    assert machine.detect().no_kernels == "they were not built"
 
 
 @needs_library
@@ -79,8 +82,6 @@ class TestRecordedForward:
         assert program.num_columns < 2 * widest + 8 * model.config.hidden_size
 
     def test_it_gives_the_bits_of_the_model_itself(self, model):
-        from tests.helpers import greedy, run
-
         core, plain = make_core(model), make_core(model)
         assert core.runner._program
         plain.runner._program = None
@@ -97,3 +98,50 @@ class TestRecordedForward:
         assert record_forward(model, attention) is None
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", forward)
         assert record_forward(model, attention) is not None
+
+
+@needs_library
+def test_a_forked_child_can_use_it():
+    """multiprocessing forks; the child has none of the threads."""
+    x = torch.randn(64, 2 * 512)
+    expected = native.lib.swiglu(x)
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(native.lib.swiglu(x), expected)
+        native.lib.set_threads(3)
+        os._exit(0 if same and torch.equal(native.lib.swiglu(x), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(native.lib.swiglu(x), expected)
+
+
+@needs_library
+def test_other_defaults_of_torch_change_nothing(tmp_path):
+    make_llama(tmp_path)
+    asked = {"a": (list(range(2, 40)), greedy(6, logprobs=2))}
+    expected = run(make_core(load_model(tmp_path)), asked)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        core = make_core(load_model(tmp_path))
+        assert core.runner._program
+        assert run(core, asked) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_library
+def test_what_is_not_finite_stays_so():
+    x = torch.randn(3, 64)
+    x[1, 40] = float("nan")
+    weight = quantize(torch.randn(16, 64))
+    out = PackedPanels(weight, None)(x)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_a_library_of_other_sources_is_not_used(tmp_path):
+    source, library = tmp_path / "x.c", tmp_path / "x.so"
+    source.write_text("int tm_abi(void) { return 12345; }")
+    if subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=False).returncode:
+        pytest.skip("no compiler")
+    with pytest.raises(OSError, match="other sources"):
+        native.Library(library)

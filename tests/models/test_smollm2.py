@@ -1,11 +1,15 @@
 """The default model, end to end, against Transformers in float32."""
 
+import math
+
 import pytest
 import torch
 
+from bench.perplexity import mean_logprob, text_ids
 from tests.helpers import greedy, load_model, make_core, reference_agrees, run
 from tests.models.test_llama import prompt_logits
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.kernels import native
 
 TOPICS = [
     "tide mills", "the French Revolution", "how bread rises", "prime numbers", "a lost dog", "rain in the desert", "the moon",
@@ -52,3 +56,12 @@ def test_safetensors_and_gguf_give_the_same_bits(smollm2_path, smollm2_reference
     one = prompt_logits(load_model(smollm2_path), ids, kv_memory_bytes=2**28)
     other = prompt_logits(load_model(folder), ids, kv_memory_bytes=2**28)
     assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("num_tokens", [1024, pytest.param(20 * 1024, marks=pytest.mark.slow)])
+def test_packed_products_keep_the_quality(num_tokens):
+    """Perplexity within 1 % of float32 compute on the same file."""
+    ids = text_ids("smollm2", num_tokens)
+    packed, exact = (math.exp(-mean_logprob("smollm2", dtype, ids)) for dtype in ("packed", "float32"))
+    assert packed == pytest.approx(exact, rel=0.01)

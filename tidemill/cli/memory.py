@@ -24,13 +24,13 @@ def memory(
     available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
 ) -> None:
     """Estimate memory: weights, KV cache, activations, and how many requests fit."""
-    from tidemill.kernels import native
+    from tidemill.kernels.machine import detect
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(locate(model))
     config = model_class(checkpoint).read_config(checkpoint)
-    machine = native.machine()
+    machine = detect()
     engine = resolve(EngineOptions(dtype=dtype, kv_memory_bytes=2**40), config, machine)
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
-from tidemill.errors import ContextTooLong, InvalidRequest, QueueFull, TidemillError
+from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
-from tidemill.kernels import native
+from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.runner.model_runner import ModelRunner, StepResult
+from tidemill.runner.model_runner import StepResult, make_runner
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
@@ -39,7 +41,7 @@ class EngineCore:
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
         self._events = EventBuffer()
-        self.runner = ModelRunner(model, config)
+        self.runner = make_runner(model, config)
         self.scheduler = Scheduler(
             KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
             num_rows=config.max_requests,
@@ -49,6 +51,7 @@ class EngineCore:
             clock=self._clock,
             emit=self._events,
         )
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, _Live] = {}
         self._id_of: dict[int, str] = {}  # seq to request id
 
@@ -63,13 +66,16 @@ class EngineCore:
         checkpoint = open_checkpoint(locate(options.model))
         architecture = model_class(checkpoint)
         model_config = architecture.read_config(checkpoint)
-        config = resolve(options, model_config, native.machine())
-        native.set_threads(config.threads)
-        return cls(architecture.load(checkpoint, model_config, config.dtype, progress), config)
+        config = resolve(options, model_config, machine.detect())
+        machine.set_threads(config.threads)
+        if options.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
+        random = options.load_format == "dummy"
+        return cls(architecture.load(checkpoint, model_config, config.dtype, progress, config.device, random), config)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def submit(self, request: Submit) -> None:
         """Queue a request, or raise what is wrong with it."""
@@ -141,23 +147,27 @@ class EngineCore:
         return self._events.take()
 
     def step(self) -> tuple[StepOutput, list[Refused]]:
-        """One step: what it produced, and the requests that failed in it."""
-        plan, started = None, self._clock.now()
+        """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
+        plan = None
         try:
+            started = self._clock.now()
             plan = self.scheduler.plan()
-            if plan is None:
+            if plan is not None:
+                self._in_flight.append((plan, self.runner.launch(plan), started))
+            if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
                 return StepOutput([], self._events.take()), []
-            result = self.runner.execute(plan)
+            done, launched, started = self._in_flight.popleft()
+            result = self.runner.collect(launched)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed = self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
             traceback.print_exc()
             return StepOutput([], self._events.take()), failed
-        progress = self.scheduler.commit(plan, result.tokens)
+        progress = self.scheduler.commit(done, result.tokens)
         now = self._clock.now()
-        self._events(events.StepDone(now, plan.step, now - started, len(progress)))
-        return StepOutput(self._deltas(plan, result, progress, now), self._events.take()), []
+        self._events(events.StepDone(now, done.step, now - started, len(progress)))
+        return StepOutput(self._deltas(done, result, progress, now), self._events.take()), []
 
     def _deltas(self, plan: StepPlan, result: StepResult, progress: list[Progress], now: float) -> list[Delta]:
         for item in plan.items:
@@ -195,7 +205,9 @@ class EngineCore:
     def _fail(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail (all of them, if it was not even planned). The others start over, since they may
         share pages that the step had announced and never computed."""
-        seqs = list(self._id_of) if plan is None else [item.seq for item in plan.items]
+        plans = [launched for launched, _, _ in self._in_flight] + ([] if plan is None else [plan])
+        self._in_flight.clear()
+        seqs = list(self._id_of) if plan is None else [item.seq for each in plans for item in each.items]
         failed = []
         for request_id in dict.fromkeys(self._id_of[seq] for seq in seqs if seq in self._id_of):
             self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))

@@ -21,6 +21,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tidemill.kernels.kv_cache import PagedKV, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
@@ -232,10 +233,19 @@ class TorchStep:
     slots_T: torch.Tensor  # where this step's keys and values go
     angles: tuple[torch.Tensor, torch.Tensor]
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, qkv_TC: torch.Tensor, qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    ) -> torch.Tensor:
         kv = self.kv
         heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
         num_rotated = kv.num_heads + kv.num_kv_heads
-        rotated = apply_rope(heads[:, :num_rotated], *self.angles)
+        turning = heads[:, :num_rotated]
+        if qk_norm is not None:
+            q_weight, k_weight, eps = qk_norm
+            q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
+            turning = torch.cat(
+                [F.rms_norm(q, (kv.head_dim,), q_weight, eps), F.rms_norm(k, (kv.head_dim,), k_weight, eps)], dim=1
+            )
+        rotated = apply_rope(turning, *self.angles)
         write_kv(kv.cache, layer, self.slots_T, rotated[:, kv.num_heads :], heads[:, num_rotated:])
         return paged_attention(rotated[:, : kv.num_heads], kv.cache, layer, self.attention, kv.head_dim**-0.5).flatten(1)

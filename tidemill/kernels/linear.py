@@ -33,6 +33,10 @@ class Weight(ABC):
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 
+    def logits(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """The product in float32, whatever the type of activations."""
+        return self(x_TK)
+
     @abstractmethod
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: an embedding is a lookup in the same table that a tied head multiplies by."""

@@ -29,6 +29,8 @@ class NativeAttention:
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
+        if kv.page_size & (kv.page_size - 1):
+            return False
         return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MAX_TILE_ROWS
 
     def plan(
@@ -72,8 +74,10 @@ class NativeStep:
     num_out: int
     alive: tuple[Any, ...]  # what the tm_step points to
 
-    def attend(self, layer: int, qkv_TC: torch.Tensor) -> torch.Tensor:
-        return self.lib.attention(self.address, qkv_TC, *self.layers[layer], self.num_out)
+    def attend(
+        self, layer: int, qkv_TC: torch.Tensor, qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    ) -> torch.Tensor:
+        return self.lib.attention(self.address, qkv_TC, *self.layers[layer], qk_norm, self.num_out)
 
     def replay(self, program: Program, embedded_TH: torch.Tensor) -> torch.Tensor:
         """All layers of a recorded model at once."""

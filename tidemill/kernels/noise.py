@@ -45,4 +45,6 @@ def gumbel_argmax_reference(logits_SV: torch.Tensor, keys_S: torch.Tensor) -> to
 def gumbel_argmax(logits_SV: torch.Tensor, seeds_S: torch.Tensor, positions_S: torch.Tensor) -> torch.Tensor:
     """A draw from softmax(logits): the highest of logit plus Gumbel noise, which is minus the logarithm of Exp(1) noise."""
     keys = noise_keys(seeds_S, positions_S)
-    return native.lib.gumbel_argmax(logits_SV, keys) if native.lib else gumbel_argmax_reference(logits_SV, keys)
+    if native.lib and not logits_SV.is_cuda:
+        return native.lib.gumbel_argmax(logits_SV, keys)
+    return gumbel_argmax_reference(logits_SV, keys)

@@ -18,6 +18,10 @@ def add_rms_norm_reference(
 
 def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds x, if any, to the residual in place and returns the norm of the sum."""
+    if residual_TH.is_cuda:
+        from tidemill.kernels.cuda import elementwise
+
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps)

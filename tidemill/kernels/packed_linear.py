@@ -56,7 +56,10 @@ def concat(parts: list[Codes]) -> Codes:
 def quantize(values_NK: torch.Tensor) -> Codes:
     """To 8 bits: what formats that no kernel here multiplies are turned into."""
     groups = values_NK.unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 127).to(torch.float16)
+    highest = groups.abs().amax(-1)
+    scales = (highest / 127).to(torch.float16)
+    up = torch.nextafter(scales, torch.full_like(scales, float("inf")))  # rounded down, it would cut the largest codes
+    scales = torch.where(scales.float() * 127 < highest, up, scales)
     codes = (groups / scales.float().clamp_min(1e-12).unsqueeze(-1)).round_().clamp_(-127, 127)
     return Codes(8, codes.to(torch.int8).flatten(1), scales, None)
 

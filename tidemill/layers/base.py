@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""
-        value = torch.empty(self.parts[part])
+        value = torch.empty(self.parts[part], dtype=torch.float32, device="cpu")
         tensor.read_into(value)
         setattr(self, part, nn.Parameter(value, requires_grad=False))
 

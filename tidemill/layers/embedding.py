@@ -18,6 +18,16 @@ class Embedding(Linear):
         return self.weight.rows(ids_T)
 
 
+class Head(Linear):
+    """Logits from a table of its own."""
+
+    def __init__(self, size: int, num_tokens: int, dtype: str = "float32") -> None:
+        super().__init__(size, {"head": num_tokens}, dtype=dtype)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self.weight.logits(x_TH)
+
+
 class TiedHead(nn.Module):
     """Logits from the embedding's own table: it is there once."""
 
@@ -26,4 +36,4 @@ class TiedHead(nn.Module):
         self._table = [table]  # in a list: it is the model's module, not this one's
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self._table[0].weight(x_TH)
+        return self._table[0].weight.logits(x_TH)

@@ -28,7 +28,7 @@ class Linear(Layer):
         if part in self._names:
             self._read[part] = self._method.read(tensor, row_order)
             return
-        rows = torch.empty(tensor.shape, device="cpu")
+        rows = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         tensor.read_into(rows)
         self._read[part] = rows if row_order is None else rows[row_order]
 

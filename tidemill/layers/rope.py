@@ -17,9 +17,9 @@ class Rope(Layer):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self.factors: torch.Tensor | None = None
 
-    def build(self, num_positions: int) -> None:
+    def build(self, num_positions: int, device: torch.device | None = None) -> None:
         """Make the tables once the weights are there."""
         freqs, factor = rope_frequencies(self.head_dim, self.theta, self.scaling)
         if self.factors is not None:
             freqs = freqs / self.factors
-        self.cos, self.sin = rope_tables(freqs, factor, num_positions)
+        self.cos, self.sin = (table.to(device) for table in rope_tables(freqs, factor, num_positions))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from tidemill.errors import CheckpointError
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.rope import Rope
-from tidemill.weights.checkpoint import Checkpoint
+from tidemill.weights.checkpoint import Checkpoint, RandomTensor
 
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
@@ -57,15 +57,24 @@ class CausalLM(nn.Module, ABC):
         return None
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, config: ModelConfig, dtype: str, progress: ProgressFn | None = None) -> CausalLM:
-        """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size."""
+    def load(
+        cls,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: str,
+        progress: ProgressFn | None = None,
+        device: str = "cpu",
+        random: bool = False,
+    ) -> CausalLM:
+        """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size. `random`: weights of
+        the right shapes instead of the checkpoint's."""
         with torch.device("meta"):
             model = cls(config, dtype)
         targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
-        done, total = 0, checkpoint.num_bytes
+        done, total = 0, 0 if random else checkpoint.num_bytes
         with torch.inference_mode():
-            for tensor in checkpoint.tensors():
+            for tensor in model._random_tensors(targets) if random else checkpoint.tensors():
                 places = targets.get(tensor.name)
                 if places is None:
                     if not any(pattern.fullmatch(tensor.name) for pattern in ignored):
@@ -79,12 +88,21 @@ class CausalLM(nn.Module, ABC):
                 done += tensor.num_bytes
                 if progress:
                     progress(tensor.name, done, total)
+        if device != "cpu":
+            with torch.inference_mode():
+                model.to(device)  # linears are there already
         stored_as = {place: name for name, places in targets.items() for place in places}
         for module in model.modules():
             if isinstance(module, Layer) and module.missing:
                 name = stored_as.get((module, min(module.missing)), min(module.missing))
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         return model.eval()
+
+    def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
+        for name, places in targets.items():
+            layer, part = places[0]
+            if not layer.optional:
+                yield RandomTensor(name, layer.parts[part])
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
         """Stored name to the layers and parts it fills. A tied table fills two."""
@@ -105,6 +123,8 @@ class CausalLM(nn.Module, ABC):
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
     """How many values the checkpoint holds of each type."""
     counts: dict[str, int] = {}
+    if not checkpoint.has_weights:
+        return counts
     for tensor in checkpoint.tensors():
         counts[tensor.type_name] = counts.get(tensor.type_name, 0) + math.prod(tensor.shape)
     return counts

@@ -10,8 +10,7 @@ from torch import nn
 from tidemill.config import ModelConfig, RopeScaling
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
-from tidemill.layers.embedding import Embedding, TiedHead
-from tidemill.layers.linear import Linear
+from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
@@ -25,8 +24,9 @@ class Block(nn.Module):
         c = config
         self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.attn = Attention(
-            layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, c.attention_out_bias, dtype
-        )
+            layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, c.attention_out_bias, dtype,
+            c.norm_eps if c.qk_norm else None,
+        )  # fmt: skip
         self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
 
@@ -64,7 +64,7 @@ class Llama(CausalLM):
             self.head = TiedHead(self.embed)
             self.ignored = (*self.IGNORED, r"lm_head\.weight")  # a stored copy of the table, if any
         else:
-            self.head = Linear(config.hidden_size, {"head": config.vocab_size}, dtype=dtype)
+            self.head = Head(config.hidden_size, config.vocab_size, dtype)
             self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
 
     def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:

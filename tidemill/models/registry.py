@@ -12,7 +12,9 @@ from tidemill.weights.checkpoint import Checkpoint
 ARCHITECTURES = {
     ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
     ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
+    ("gguf", "qwen3"): "tidemill.models.qwen3:Qwen3",
 }
 
 

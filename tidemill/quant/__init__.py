@@ -3,9 +3,10 @@
 from typing import Any
 
 from tidemill.quant.base import LinearMethod
+from tidemill.quant.cuda import CudaDense
 from tidemill.quant.dense import Dense
 from tidemill.quant.packed import Packed
 
-METHODS: dict[str, LinearMethod[Any]] = {"float32": Dense(), "packed": Packed()}
+METHODS: dict[str, LinearMethod[Any]] = {"float32": Dense(), "packed": Packed(), "bfloat16": CudaDense()}
 
 __all__ = ["METHODS", "LinearMethod"]

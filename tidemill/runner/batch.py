@@ -35,7 +35,7 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
         starts=starts,
         counts=counts,
         last_token=ends - 1,
-        ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions]),
+        ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(positions),
         slots_T=torch.from_numpy(pages * state.page_size + positions % state.page_size),
     )

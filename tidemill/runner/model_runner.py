@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -44,8 +45,10 @@ class ModelRunner:
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
         self._program = record_forward(model, self.attention) if isinstance(self.attention, NativeAttention) else None
 
+    steps_ahead = 0  # a step is done when its launch returns
+
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> StepResult:
         self.state.stage(plan)
         self.state.apply()
         if plan.page_copies:
@@ -54,6 +57,9 @@ class ModelRunner:
         batch = gather_batch(plan.items, self.state)
         hidden_TH = self.forward(batch)
         return self._sample(plan.items, batch, hidden_TH)
+
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
 
     def forward(self, batch: Batch) -> torch.Tensor:
         step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
@@ -69,7 +75,8 @@ class ModelRunner:
             params = self.state.params[item.row]
             if params is not None and params.prompt_logprobs is not None:
                 hidden = hidden_TH[last + 1 - item.count : last + 1]
-                result.prompt_logprobs[item.row] = list(self._prompt_logprobs(item, hidden, params.prompt_logprobs))
+                wanted = prompt_logprobs(self.model, self.state, item, hidden, params.prompt_logprobs)
+                result.prompt_logprobs[item.row] = list(wanted)
         sampling = [i for i, item in enumerate(items) if item.samples]
         if not sampling:
             return result
@@ -82,12 +89,23 @@ class ModelRunner:
         result.logprobs = sampled.logprobs
         return result
 
-    def _prompt_logprobs(self, item: StepItem, hidden_TH: torch.Tensor, num_top: int) -> Iterator[TokenLogprobs]:
-        """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
-        num = min(item.count, self.state.num_prompt[item.row] - 1 - item.start)
-        for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
-            end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
-            logprobs = self.model.logits(hidden_TH[begin:end]).log_softmax(-1)
-            targets = self.state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
-            for row, token in zip(logprobs, targets, strict=True):
-                yield token_logprobs(row, token, num_top)
+
+def make_runner(model: CausalLM, config: EngineConfig) -> Any:
+    if config.device == "cuda":
+        from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
+
+        return CudaRunner(model, config)
+    return ModelRunner(model, config)
+
+
+def prompt_logprobs(
+    model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, num_top: int
+) -> Iterator[TokenLogprobs]:
+    """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
+    num = min(item.count, state.num_prompt[item.row] - 1 - item.start)
+    for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
+        end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
+        logprobs = model.logits(hidden_TH[begin:end]).log_softmax(-1)
+        targets = state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
+        for row, token in zip(logprobs, targets, strict=True):
+            yield token_logprobs(row, token, num_top)

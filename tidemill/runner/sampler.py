@@ -39,7 +39,7 @@ class Sampler:
             if p.logit_bias or p.min_tokens or p.has_penalties:
                 self._adjust(logits_SV[i], row, p, position)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
-        tokens = torch.empty(len(rows), dtype=torch.int64)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits_SV.device)
         if len(drawn) < len(rows):
             tokens = argmax(logits_SV)
         if drawn:
@@ -65,8 +65,8 @@ class Sampler:
         """What needs this request's own history or lists."""
         num_output = position - self._state.num_prompt[row]
         if p.logit_bias:
-            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64)
-            logits_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=torch.float32)
+            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=logits_V.device)
+            logits_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
         if num_output < p.min_tokens:
             enders = [*p.stop_token_ids, *(() if p.ignore_eos else self._state.eos_token_ids[row])]
             logits_V[enders] = _NEVER
@@ -88,11 +88,15 @@ def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch
 
 def draw(logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> torch.Tensor:
     """One token per row from the restricted distribution: those left out get a logit of minus infinity."""
-    logits_SV = logits_SV / torch.tensor([p.temperature for p in params]).unsqueeze(1)
+    logits_SV = logits_SV / _floats([p.temperature for p in params], logits_SV)
     restrict_top_k(logits_SV, [p.top_k for p in params])
     restrict_top_p(logits_SV, [p.top_p for p in params])
     restrict_min_p(logits_SV, [p.min_p for p in params])
-    return gumbel_argmax(logits_SV, torch.tensor(seeds, dtype=torch.int64), torch.tensor(positions))
+    return gumbel_argmax(logits_SV, *torch.tensor([seeds, positions], dtype=torch.int64, device=logits_SV.device))
+
+
+def _floats(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
 def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
@@ -101,7 +105,7 @@ def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
         return
     largest = max(top_ks[i] for i in rows)
     values = logits_SV[rows].topk(largest, dim=-1).values
-    kth = values.gather(1, torch.tensor([[top_ks[i] - 1] for i in rows]))
+    kth = values.gather(1, torch.tensor([[top_ks[i] - 1] for i in rows], device=logits_SV.device))
     logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < kth, _NEVER)
 
 
@@ -114,7 +118,7 @@ def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
     rows = [i for i, p in enumerate(top_ps) if p < 1.0]
     num_tokens = min(_LIKELIEST, logits_SV.shape[1])
     while rows:
-        limits = torch.tensor([[top_ps[i]] for i in rows])
+        limits = _floats([top_ps[i] for i in rows], logits_SV)
         values, ids = logits_SV[rows].log_softmax(-1).topk(num_tokens, dim=-1)
         probs = values.exp()
         before = probs.cumsum(-1) - probs
@@ -122,7 +126,7 @@ def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
         values[before >= limits] = _NEVER
         done = [k for k, is_enough in enumerate(enough) if is_enough]
         if done:
-            kept = torch.full((len(done), logits_SV.shape[1]), _NEVER)
+            kept = torch.full_like(logits_SV[: len(done)], _NEVER)
             logits_SV[[rows[k] for k in done]] = kept.scatter_(1, ids[done], values[done])
         rows = [row for row, is_enough in zip(rows, enough, strict=True) if not is_enough]
         num_tokens = logits_SV.shape[1]
@@ -132,7 +136,7 @@ def restrict_min_p(logits_SV: torch.Tensor, min_ps: list[float]) -> None:
     """Keeps what is at least min_p times as likely as the likeliest."""
     rows = [i for i, p in enumerate(min_ps) if p > 0.0]
     if rows:
-        limits = logits_SV[rows].amax(-1, keepdim=True) + torch.tensor([[math.log(min_ps[i])] for i in rows])
+        limits = logits_SV[rows].amax(-1, keepdim=True) + _floats([math.log(min_ps[i]) for i in rows], logits_SV)
         logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < limits, _NEVER)
 
 

@@ -35,18 +35,20 @@ class StagedWrites:
         ends = np.cumsum(lens)
         index = np.repeat(np.array(self._starts) - (ends - lens), lens) + np.arange(ends[-1])
         values = np.concatenate([np.array(run, dtype=np.int64) for run in self._runs])
-        self._flat.index_put_((torch.from_numpy(index),), torch.from_numpy(values).to(self._flat.dtype))
+        device = self._flat.device
+        where, what = torch.from_numpy(index).to(device), torch.from_numpy(values).to(device, self._flat.dtype)
+        self._flat.index_put_((where,), what)
         self.clear()
 
 
 class RowState:
     """Tokens and page table of every row; sampling parameters beside them on the host, where the plan comes from."""
 
-    def __init__(self, num_rows: int, max_context: int, page_size: int) -> None:
+    def __init__(self, num_rows: int, max_context: int, page_size: int, device: torch.device | None = None) -> None:
         self.page_size = page_size
         num_columns = block_bounds(max_context)[-1][1] // page_size  # attention reads whole blocks
-        self.tokens = torch.zeros(num_rows, max_context + 1, dtype=torch.int64)
-        self.pages = torch.zeros(num_rows, num_columns, dtype=torch.int32)
+        self.tokens = torch.zeros(num_rows, max_context + 1, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.num_prompt = [0] * num_rows
@@ -77,4 +79,4 @@ class RowState:
 
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""
-        self.tokens[rows_S, positions_S] = tokens_S
+        self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens.dtype)

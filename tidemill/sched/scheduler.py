@@ -190,6 +190,8 @@ class Scheduler:
                 break
             if request.status is not Status.RUNNING or request.num_needed != 1:
                 continue
+            if request.num_output + request.num_in_flight >= request.max_tokens:
+                continue  # its last token is under way
             if self._make_writable(request, plan, 1):
                 self._schedule(request, 1, plan, state)
         # A victim of preemption ranks after everybody scheduled above, so it was not in the plan yet.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tidemill.config import PLAIN_TYPES
 from tidemill.errors import CheckpointError
-from tidemill.kernels.packed_linear import Codes, quantize
+from tidemill.kernels.packed_linear import Codes, concat, quantize
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
+
+
+_ROWS_AT_ONCE = 2048
 
 
 class WeightTensor(Protocol):
@@ -36,11 +41,34 @@ class WeightTensor(Protocol):
         ...
 
 
+class RandomTensor:
+    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so."""
+
+    type_name = "BF16"
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.name, self.shape, self.num_bytes = name, shape, 0
+
+    def read_into(self, out: torch.Tensor) -> None:
+        if len(self.shape) == 1:
+            out.fill_(1.0 if "norm" in self.name else 0.0)
+        else:
+            out.normal_(0.0, self.shape[-1] ** -0.5)
+
+    def codes(self) -> None:
+        return None
+
+
 class Checkpoint(Protocol):
     path: Path
     format: str  # "gguf" or "hf"
     architecture: str  # as the format names it
     metadata: dict[str, Any]
+
+    @property
+    def has_weights(self) -> bool:
+        """Else only what describes them is there."""
+        ...
 
     @property
     def num_bytes(self) -> int: ...
@@ -58,7 +86,8 @@ class _FromGGUF:
         self.num_bytes = tensor.num_bytes
 
     def read_into(self, out: torch.Tensor) -> None:
-        values = out if out.dtype == torch.float32 else torch.empty(out.shape, device="cpu")
+        direct = out.dtype == torch.float32 and out.device.type == "cpu"
+        values = out if direct else torch.empty(out.shape, dtype=torch.float32, device="cpu")
         try:
             self._tensor.read_into(values.numpy())
         except NotImplementedError as error:
@@ -69,15 +98,30 @@ class _FromGGUF:
     def codes(self) -> Codes | None:
         if self.type_name in PLAIN_TYPES:
             return None
+        rows = self._tensor.raw.reshape(self.shape[0], -1)
         if can_read(self.type_name):
-            return read_codes(self.type_name, self._tensor.raw)
-        values = torch.empty(self.shape, device="cpu")
-        self.read_into(values)
+            codes = read_codes(self.type_name, rows)
+        else:  # a slice of rows at a time: the floats in between are several times the result
+            codes = concat([self._quantized(rows[i : i + _ROWS_AT_ONCE]) for i in range(0, self.shape[0], _ROWS_AT_ONCE)])
+        if not all(values.isfinite().all() for values in (codes.scales_NG, codes.offsets_NG) if values is not None):
+            raise CheckpointError(
+                f"Tensor {self.name} ({self.type_name}) holds scales that are not finite in 16 bits.", fix="Use --dtype float32."
+            )
+        return codes
+
+    def _quantized(self, raw: np.ndarray) -> Codes:
+        part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
+        values = torch.empty(part.shape, dtype=torch.float32, device="cpu")
+        try:
+            part.read_into(values.numpy())
+        except NotImplementedError as error:
+            raise CheckpointError(f"Tensor {self.name} has type {self.type_name}, which cannot be dequantized.") from error
         return quantize(values)
 
 
 class GGUFCheckpoint:
     format = "gguf"
+    has_weights = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,9 +183,12 @@ class SafetensorsCheckpoint:
                 f"{path} is quantized ({method}), which is not supported yet.",
                 fix="Use the unquantized checkpoint or a GGUF of it.",
             )
-        self._files = self._find_files()
 
-    def _find_files(self) -> list[Path]:
+    @property
+    def has_weights(self) -> bool:
+        return any(self.path.glob("*.safetensors"))
+
+    def _files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             files = shards(index)
@@ -159,12 +206,12 @@ class SafetensorsCheckpoint:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self._files)
+        return sum(file.stat().st_size for file in self._files())
 
     def tensors(self) -> Iterator[WeightTensor]:
         from safetensors import SafetensorError, safe_open
 
-        for path in self._files:
+        for path in self._files():
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict

@@ -11,13 +11,11 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tidemill.config import Machine
-from tidemill.kernels.native.program import OpKind, Program, Recording
+from tidemill.kernels.native.program import Op, OpKind, Program, Recording
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +23,12 @@ if TYPE_CHECKING:
 # Best first: (file, CPU flags it needs).
 _VARIANTS: Final = {
     "aarch64": [("_neon", {"asimddp"})],
-    "x86_64": [("_avx512", {"avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}), ("_avx2", {"avx2", "fma", "f16c"})],
+    "x86_64": [
+        ("_avx512", {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}),
+        ("_avx2", {"avx2", "fma", "f16c"}),
+    ],
 }
+_VERSION: Final = 2  # of the functions' arguments; as in program.c
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
@@ -45,11 +47,24 @@ class Step(ctypes.Structure):
     ]
 
 
+def _check(*tensors: torch.Tensor) -> None:
+    """C takes what it is given: addresses of anything else would be read past their end."""
+    import torch
+
+    for tensor in tensors:
+        assert tensor.dtype == torch.float32, tensor.dtype
+        assert tensor.device.type == "cpu", tensor.device
+        assert tensor.is_contiguous()
+
+
 class Library:
     """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
+        abi = ctypes.sizeof(Step) << 16 | ctypes.sizeof(Op) << 8 | _VERSION
+        if not hasattr(lib, "tm_abi") or lib.tm_abi() != abi:
+            raise OSError("it was built from other sources; install again")
         self.set_threads = lib.tm_set_threads  # the calling thread counts as one; returns how many there are
         self.set_threads.argtypes = [_INT]
         self._linear = lib.tm_linear
@@ -67,7 +82,7 @@ class Library:
         self._argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._argmax.restype = None
         self._attention = lib.tm_attention
-        self._attention.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER]
+        self._attention.argtypes = [_POINTER] * 6 + [_FLOAT, _POINTER]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         self._recording: Recording | None = None
@@ -76,6 +91,7 @@ class Library:
         self, kind: int, x_TK: torch.Tensor, codes: int, scales: int | None, bias: int | None, num_out: int
     ) -> torch.Tensor:
         """`codes`, `scales`, `bias`: addresses, which the owner of the weight keeps."""
+        _check(x_TK)
         out = x_TK.new_empty(x_TK.shape[0], num_out)
         if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
             raise MemoryError("no memory for a linear layer's input")
@@ -88,6 +104,7 @@ class Library:
     def add_rms_norm(
         self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        _check(residual_TH, weight_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
         x = None if x_TH is None else x_TH.data_ptr()
         self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
@@ -96,6 +113,7 @@ class Library:
         return out
 
     def swiglu(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
+        _check(gate_up_TI2)
         num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
         out = gate_up_TI2.new_empty(num_rows, width)
         self._swiglu(gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
@@ -103,18 +121,33 @@ class Library:
             self._recording.note(OpKind.SWIGLU, out, gate_up_TI2, num_out=width)
         return out
 
-    def attention(self, step: int, qkv_TC: torch.Tensor, keys: int, values: int, num_out: int) -> torch.Tensor:
-        """`step`, `keys`, `values`: addresses. qkv is rotated in place."""
+    def attention(
+        self,
+        step: int,
+        qkv_TC: torch.Tensor,
+        keys: int,
+        values: int,
+        qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+        num_out: int,
+    ) -> torch.Tensor:
+        """`step`, `keys`, `values`: addresses. qkv is normed and rotated in place."""
+        q_norm = k_norm = None
+        eps = 0.0
+        if qk_norm is not None:
+            _check(*qk_norm[:2])
+            q_norm, k_norm, eps = qk_norm[0].data_ptr(), qk_norm[1].data_ptr(), qk_norm[2]
+        _check(qkv_TC)
         out = qkv_TC.new_empty(qkv_TC.shape[0], num_out)
-        if self._attention(step, qkv_TC.data_ptr(), keys, values, out.data_ptr()):
+        if self._attention(step, qkv_TC.data_ptr(), keys, values, q_norm, k_norm, eps, out.data_ptr()):
             raise MemoryError("no memory for attention")
         if self._recording:
-            self._recording.note(OpKind.ATTENTION, out, qkv_TC, a=keys, b=values)
+            self._recording.note(OpKind.ATTENTION, out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, eps=eps)
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
         import torch
 
+        _check(x_SV)
         out = x_SV.new_empty(x_SV.shape[0], dtype=torch.int64)
         self._argmax(x_SV.data_ptr(), out.data_ptr(), *x_SV.shape)
         return out
@@ -130,6 +163,7 @@ class Library:
 
     def replay(self, program: Program, given_TH: torch.Tensor, step: int) -> torch.Tensor:
         """The result is the program's own memory, good until the next replay. `step`: an address."""
+        _check(given_TH)
         arena, given, result_TH = program.buffers(given_TH.shape[0])
         given.copy_(given_TH)
         if self._replay(ctypes.addressof(program.ops), len(program.ops), arena.data_ptr(), given_TH.shape[0], step):
@@ -138,6 +172,7 @@ class Library:
 
     def gumbel_argmax(self, logits_SV: torch.Tensor, keys_S: torch.Tensor) -> torch.Tensor:
         """`keys_S`: int64."""
+        _check(logits_SV)
         out = keys_S.new_empty(keys_S.shape)
         self._draw(logits_SV.data_ptr(), keys_S.data_ptr(), out.data_ptr(), *logits_SV.shape)
         return out
@@ -148,7 +183,8 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux; Apple's ARM cores all have the dot product
         return {"asimddp"} if sys.platform == "darwin" else set()
-    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
+    cores = [set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))]
+    return set.intersection(*cores) if cores else set()  # what every core has
 
 
 def _load() -> tuple[Library | None, str]:
@@ -172,17 +208,3 @@ def _load() -> tuple[Library | None, str]:
 
 
 lib, why = _load()
-
-
-def machine() -> Machine:
-    """What the process may use, with these kernels if there are any."""
-    return replace(Machine.detect(), kernels=why if lib else "", no_kernels="" if lib else why)
-
-
-def set_threads(num_threads: int) -> None:
-    """Threads of the heavy work. Where these kernels do it, torch's own pool would only fight them for the cores."""
-    import torch
-
-    if lib:
-        lib.set_threads(num_threads)
-    torch.set_num_threads(1 if lib else num_threads)

@@ -18,6 +18,8 @@ typedef struct {
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
     char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
+    const float *q_norm, *k_norm;
+    float eps;
 } attention_job;
 
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
@@ -32,6 +34,13 @@ static void rotate(float *x, const float *cos, const float *sin, long half) {
         x[i] = first * cos[i] - second * sin[i];
         x[half + i] = second * cos[i] + first * sin[i];
     }
+}
+
+static void norm(float *x, const float *weight, float eps, long dim) {
+    f8 sum = f8_set(0);
+    for (long i = 0; i < dim; i += 8) sum = f8_fma(sum, f8_load(x + i), f8_load(x + i));
+    float factor = 1.0f / sqrtf(f8_sum(sum) / (float)dim + eps);
+    for (long i = 0; i < dim; i += 8) f8_store(x + i, f8_mul(f8_mul1(f8_load(x + i), factor), f8_load(weight + i)));
 }
 
 static void put(char *cache, long at, const float *x, long dim, int is_short) {
@@ -49,7 +58,10 @@ static void enter_token(void *arg, long token, int thread) {
     float *q = j->qkv + token * (s->num_heads + 2 * s->num_kv_heads) * dim;
     float *k = q + s->num_heads * dim, *v = k + s->num_kv_heads * dim;
     const float *cos = s->cos + s->positions[token] * half, *sin = s->sin + s->positions[token] * half;
-    for (long h = 0; h < s->num_heads + s->num_kv_heads; h++) rotate(q + h * dim, cos, sin, half);
+    for (long h = 0; h < s->num_heads + s->num_kv_heads; h++) {
+        if (j->q_norm) norm(q + h * dim, h < s->num_heads ? j->q_norm : j->k_norm, j->eps, dim);
+        rotate(q + h * dim, cos, sin, half);
+    }
     for (long h = 0; h < s->num_kv_heads; h++) {
         long at = page * s->page_stride + (h * s->page_size + offset) * dim;
         put(j->keys, at, k + h * dim, dim, s->is_short);
@@ -170,7 +182,7 @@ TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shr
         f8 highest = f8_load(scores + r * BLOCK);
         for (long k = 8; k < BLOCK; k += 8) highest = f8_max(highest, f8_load(scores + r * BLOCK + k));
         float block_top = f8_maximum(highest);
-        new_top[r] = block_top > top[r] ? block_top : top[r];
+        new_top[r] = block_top <= top[r] ? top[r] : block_top; /* a NaN stays one */
         change[r] = top[r] - new_top[r];
         top[r] = new_top[r];
     }
@@ -256,8 +268,8 @@ static void attend_tile(void *arg, long task, int thread) {
     }
 }
 
-int attention_op(const tm_step *step, float *qkv, void *keys, void *values, float *out) {
-    attention_job j = {step, qkv, keys, values, out};
+int attention_op(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps, float *out) {
+    attention_job j = {step, qkv, keys, values, out, q_norm, k_norm, eps};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, (2 * BLOCK + 2 * MAX_TILE_ROWS) * step->head_dim * (long)sizeof(float))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
@@ -265,9 +277,10 @@ int attention_op(const tm_step *step, float *qkv, void *keys, void *values, floa
     return 0;
 }
 
-TM_API int tm_attention(const tm_step *step, float *qkv, void *keys, void *values, float *out) {
+TM_API int tm_attention(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps,
+                        float *out) {
     tm_lock();
-    int failed = attention_op(step, qkv, keys, values, out);
+    int failed = attention_op(step, qkv, keys, values, q_norm, k_norm, eps, out);
     tm_unlock();
     return failed;
 }

@@ -51,7 +51,7 @@ static void quantize_row(void *arg, long row, int thread) {
         i8_store_bytes(to + 8, q1);
         i8_store_bytes(to + 16, q2);
         i8_store_bytes(to + 24, q3);
-        float d = top / 127.0f;
+        float d = top / 127.0f + 0 * f8_sum(f8_add(f8_add(v0, v1), f8_add(v2, v3))); /* not finite if any value is not */
         j->xd[row * num_groups + g] = d;
         j->xs[row * num_groups + g] = d * (float)i8_sum(i8_add(i8_add(q0, q1), i8_add(q2, q3)));
     }
@@ -311,6 +311,7 @@ static void run_panels(void *arg, long task, int thread) {
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out) {
     linear_job j = {kind, x, codes, scales, bias, out, num_rows, num_in, num_out, (num_out + LANES - 1) / LANES, 0, NULL, NULL, NULL};
+    if (num_rows == 0) return 0;
     if (kind >= Q8) {
         long num_groups = num_in / GROUP;
         j.xq = tm_scratch(0, 0, num_rows * (num_in + 2 * num_groups * (long)sizeof(float)));

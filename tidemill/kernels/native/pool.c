@@ -12,7 +12,7 @@ sleep: whoever is awake takes tasks until none is left. */
 #include "simd.h"
 
 #define MAX_THREADS 256
-#define NUM_SLOTS 3
+#define NUM_SLOTS 2
 #define SPIN_NS 50000
 
 static struct {
@@ -112,9 +112,23 @@ int tm_num_threads(void) { return atomic_load(&num_workers) + 1; }
 void tm_lock(void) { pthread_mutex_lock(&call_lock); }
 void tm_unlock(void) { pthread_mutex_unlock(&call_lock); }
 
+/* A forked child has the caller's thread and none of the workers. */
+static void after_fork(void) {
+    atomic_store(&num_workers, 0);
+    atomic_store(&num_active, 0);
+    atomic_store(&num_asleep, 0);
+    atomic_store(&is_open, 0);
+    atomic_store(&stopping, 0);
+    pthread_mutex_init(&sleep_lock, NULL);
+    pthread_mutex_init(&call_lock, NULL);
+    pthread_cond_init(&wake, NULL);
+}
+
 /* The calling thread counts as one. Returns how many there are. */
 TM_API int tm_set_threads(int num_threads) {
+    static int is_registered;
     tm_lock();
+    if (!is_registered) is_registered = !pthread_atfork(NULL, NULL, after_fork);
     if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
     if (num_threads != tm_num_threads()) {
         atomic_store(&stopping, 1);

@@ -25,7 +25,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("op", "in_", "in_out", "out", "kind", "width", "num_out")),
-        *((name, _POINTER) for name in ("a", "b", "c")),
+        *((name, _POINTER) for name in ("a", "b", "c", "d")),
         ("eps", ctypes.c_float),
     ]
 
@@ -89,12 +89,12 @@ class Program:
     num_given: int
     result_column: int
     num_result: int
-    _arena: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
     def buffers(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The arena, where the given rows go and where the result's rows come out."""
         if self._arena.numel() < self.num_columns * num_rows:
-            self._arena = torch.empty(self.num_columns * num_rows)
+            self._arena = torch.empty(self.num_columns * num_rows, dtype=torch.float32, device="cpu")
         first = self.result_column * num_rows
         given = self._arena[: self.num_given * num_rows].view(num_rows, -1)
         return self._arena, given, self._arena[first : first + self.num_result * num_rows].view(num_rows, -1)

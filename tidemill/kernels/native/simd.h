@@ -210,7 +210,7 @@ TM_INLINE f8 f8_log(f8 x) {
 
 /* e^x to about 2 units in the last place; below -87 the result is the smallest normal number or 0. */
 TM_INLINE f8 f8_exp(f8 x) {
-    x = f8_max(f8_min(x, f8_set(88.0f)), f8_set(-87.0f));
+    x = f8_max(f8_set(-87.0f), f8_min(f8_set(88.0f), x)); /* x last: on x86, too, a NaN stays one */
     f8 n = f8_round(f8_mul(x, f8_set(1.44269504f)));
     f8 r = f8_fma(f8_fma(x, n, f8_set(-0.693359375f)), n, f8_set(2.12194440e-4f));
     f8 p = f8_set(1.9875691500e-4f);

@@ -40,7 +40,8 @@ typedef struct {
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
-int attention_op(const tm_step *step, float *qkv, void *keys, void *values, float *out); /* qkv is rotated in place */
+/* qkv is rotated in place; before that q and k of each head are normed, if there are weights for it. */
+int attention_op(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps, float *out);
 void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void swiglu_op(const float *gate_up, float *out, long num_rows, long width);
 

@@ -1,0 +1,47 @@
+"""What engines are measured on with a GPU: lists of (prompt ids, tokens to generate), greedy, no early end, random weights.
+
+The numbers are drawn in one order from one seed, so that every engine that draws them alike computes the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+
+Request = tuple[list[int], int]
+
+MODELS = {
+    "llama8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    },
+    "qwen06b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+# vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token in ms.
+VLLM = {
+    "llama8b": {"latency_b1": 4.92, "mixed_256": 14.49, "mixed_1000": 51.58, "prefill_4k": 6.49, "decode_b256": 7.06, "shared_prefix": 2.75, "long_ctx_b8": 6.23},
+    "qwen06b": {"latency_b1": 1.68, "mixed_256": 6.26, "mixed_1000": 29.86, "prefill_4k": 0.79, "decode_b256": 3.22, "shared_prefix": 1.92, "long_ctx_b8": 1.97},
+}  # fmt: skip
+
+
+def workloads(vocabulary: int) -> dict[str, list[Request]]:
+    draw = random.Random(0)
+
+    def ids(num: int) -> list[int]:
+        return [draw.randrange(10, vocabulary) for _ in range(num)]
+
+    def mixed(num: int) -> list[Request]:
+        return [(ids(draw.randint(100, 1024)), draw.randint(100, 1024)) for _ in range(num)]
+
+    made = {"latency_b1": [(ids(128), 256)], "mixed_256": mixed(256), "mixed_1000": mixed(1000)}
+    made["prefill_4k"] = [(ids(4096), 1) for _ in range(64)]
+    made["decode_b256"] = [(ids(128), 512) for _ in range(256)]
+    shared = ids(4096)
+    made["shared_prefix"] = [(shared + ids(64), 64) for _ in range(256)]
+    made["long_ctx_b8"] = [(ids(16384), 256) for _ in range(8)]
+    return made

@@ -1,0 +1,106 @@
+"""Norm with residual addition, SwiGLU, and what happens to q, k and v between projection and attention."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    value = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X:
+        value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x, if any, to the residual in place and returns the norm of the sum."""
+    out = torch.empty_like(residual_TH)
+    num_rows, width = residual_TH.shape
+    x = residual_TH if x_TH is None else x_TH
+    block = triton.next_power_of_2(width)
+    _add_rms_norm[(num_rows,)](
+        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, num_warps=min(8, max(1, block // 512))
+    )
+    return out
+
+
+@triton.jit
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
+    out = gate_up_TI2.new_empty(num_rows, width)
+    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _enter_heads(
+    qkv_ptr, cache_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = DIM // 2
+    pair = tl.arange(0, half)
+    base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * DIM
+    first, second = tl.load(base + pair).to(tl.float32), tl.load(base + half + pair).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if QK_NORM:
+            scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + eps)
+            weight = q_norm_ptr if head < NUM_HEADS else k_norm_ptr
+            kind = qkv_ptr.dtype.element_ty
+            first = (first * scale * tl.load(weight + pair).to(tl.float32)).to(kind).to(tl.float32)
+            second = (second * scale * tl.load(weight + half + pair).to(tl.float32)).to(kind).to(tl.float32)
+        position = tl.load(positions_ptr + token)
+        cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    if head < NUM_HEADS:
+        tl.store(base + pair, first.to(qkv_ptr.dtype.element_ty))
+        tl.store(base + half + pair, second.to(qkv_ptr.dtype.element_ty))
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
+        to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE) * DIM
+        tl.store(to + pair, first.to(cache_ptr.dtype.element_ty))
+        tl.store(to + half + pair, second.to(cache_ptr.dtype.element_ty))
+
+
+def enter_heads(
+    qkv_TC: torch.Tensor,
+    cache: torch.Tensor,
+    layer: int,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_heads: int,
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+) -> None:
+    """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]."""
+    _, _, _, num_kv_heads, page_size, dim = cache.shape
+    q_norm, k_norm, eps = qk_norm or (cos, cos, 0.0)
+    _enter_heads[(qkv_TC.shape[0], num_heads + 2 * num_kv_heads)](
+        qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, num_warps=1,
+    )  # fmt: skip

@@ -14,12 +14,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-
 
 from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.kernels.cuda import elementwise
@@ -42,7 +42,10 @@ _PLAIN = {
 }
 _BULK = {
     64: [(32, 128, 5, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 5, 4), (128, 128, 3, 4), (256, 64, 4, 8)],
-    128: [(64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8), (256, 64, 4, 8)],
+    128: [
+        (64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8), (128, 64, 4, 4),
+        (128, 64, 4, 8), (128, 128, 3, 8), (256, 64, 3, 8), (256, 64, 4, 8),
+    ],
     256: [(64, 64, 4, 8), (128, 64, 3, 8), (128, 64, 4, 8)],
 }  # fmt: skip
 TILES = {
@@ -154,8 +157,8 @@ class Scene:
         merges.append((0, 0, 0))
         qkv = torch.cat([self.qkv[row] for row in rows])
         out = qkv.new_zeros(first, self.heads * self.dim)
-        partial = torch.full((len(tiles), self.heads, self.dim + 2), float("nan"), device="cuda")
-        attend(qkv, self.cache, 1, self.table, ints(tiles), out, self.heads, mode, tile_rows, ints(merges), partial)
+        partials = torch.full((len(tiles), self.heads, self.dim + 2), float("nan"), device="cuda")
+        attend(qkv, self.cache, 1, self.table, ints(tiles), out, self.heads, mode, tile_rows, ints(merges), partials)
         return out
 
 
@@ -232,11 +235,11 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                 seen = {}
                 for tile in tiles:
                     try:
-                        seen[tile] = time_us([lambda w=w, t=tile: gemm(x, w, t) for w in weights], 5)
+                        seen[tile] = time_us([partial(gemm, x, w, tile) for w in weights], 5)
                     except Exception as error:  # too much shared memory for this tile
                         print("  skipped", tile, type(error).__name__)
                 best = min(seen, key=lambda tile: seen[tile])
-                cublas = time_us([lambda w=w: F.linear(x, w) for w in weights], 5)
+                cublas = time_us([partial(F.linear, x, w) for w in weights], 5)
                 line = {
                     "model": model,
                     "name": name,
@@ -247,7 +250,8 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                 }
                 lines.append(line)
                 print(
-                    f"{model} {name:8} M={num_rows:5} {seen[best]:8.1f} us  cuBLAS {cublas:8.1f}  ratio {seen[best] / cublas:.2f}  {line['tile']}",
+                    f"{model} {name:8} M={num_rows:5} {seen[best]:8.1f} us  "
+                    f"cuBLAS {cublas:8.1f}  ratio {seen[best] / cublas:.2f}  {line['tile']}",
                     flush=True,
                 )
             del weights
@@ -269,10 +273,9 @@ def time_attention() -> list[dict[str, Any]]:
         merges = ints([(i, i * num_splits, num_splits) for i in range(batch)])
         qkv, out = torch.cat(scene.qkv), torch.empty(batch, heads * 128, device="cuda", dtype=torch.bfloat16)
         mode = Mode.SINGLE if length <= SPLIT else Mode.APART
-        partial = torch.empty(tiles.shape[0], heads, 130, device="cuda")
-        us = time_us(
-            [lambda i=i: attend(qkv, scene.cache, i, scene.table, tiles, out, heads, mode, 16, merges, partial) for i in (0, 1)]
-        )
+        partials = torch.empty(tiles.shape[0], heads, 130, device="cuda")
+        rest = (scene.table, tiles, out, heads, mode, 16, merges, partials)
+        us = time_us([partial(attend, qkv, scene.cache, layer, *rest) for layer in (0, 1)])
         rate = batch * length * kv_heads * 128 * 2 * 2 / us / 1e6
         lines.append({"model": label, "batch": batch, "length": length, "us": us, "TB/s": rate})
         print(f"decode attention {label} B={batch} L={length}: {us:.1f} us, {rate:.2f} TB/s", flush=True)
@@ -282,7 +285,8 @@ def time_attention() -> list[dict[str, Any]]:
         tiles = [(r * length + i, step, i, r, 0) for r in range(batch) for i in range(0, length, step)]
         tile_tensor = ints(sorted(tiles, key=lambda t: -t[2]))
         qkv, out = torch.cat(scene.qkv), torch.empty(batch * length, 4096, device="cuda", dtype=torch.bfloat16)
-        us = time_us([lambda: attend(qkv, scene.cache, 0, scene.table, tile_tensor, out, 32, Mode.IN_TURN, rows)], 3)
+        call = partial(attend, qkv, scene.cache, 0, scene.table, tile_tensor, out, 32, Mode.IN_TURN, rows)
+        us = time_us([call], 3)
         rate = batch * length * length / 2 * 32 * 128 * 4 / us / 1e6
         lines.append({"model": label, "prefill": length, "batch": batch, "rows": rows, "us": us, "TFLOP/s": rate})
         print(f"prefill attention {label} {batch}x{length} rows {rows}: {us:.0f} us, {rate:.0f} TFLOP/s", flush=True)

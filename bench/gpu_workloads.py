@@ -23,10 +23,11 @@ MODELS = {
 }  # fmt: skip
 
 # vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token in ms.
+_NAMES = ("latency_b1", "mixed_256", "mixed_1000", "prefill_4k", "decode_b256", "shared_prefix", "long_ctx_b8")
 VLLM = {
-    "llama8b": {"latency_b1": 4.92, "mixed_256": 14.49, "mixed_1000": 51.58, "prefill_4k": 6.49, "decode_b256": 7.06, "shared_prefix": 2.75, "long_ctx_b8": 6.23},
-    "qwen06b": {"latency_b1": 1.68, "mixed_256": 6.26, "mixed_1000": 29.86, "prefill_4k": 0.79, "decode_b256": 3.22, "shared_prefix": 1.92, "long_ctx_b8": 1.97},
-}  # fmt: skip
+    "llama8b": dict(zip(_NAMES, (4.92, 14.49, 51.58, 6.49, 7.06, 2.75, 6.23), strict=True)),
+    "qwen06b": dict(zip(_NAMES, (1.68, 6.26, 29.86, 0.79, 3.22, 1.92, 1.97), strict=True)),
+}
 
 
 def workloads(vocabulary: int) -> dict[str, list[Request]]:

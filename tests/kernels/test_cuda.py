@@ -135,13 +135,15 @@ def build(kernel, types, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
 build(elementwise._swiglu, dict(gate_up_ptr=B, out_ptr=B), BLOCK=1024)
-build(elementwise._enter_heads, dict(qkv_ptr=B, cache_ptr=B, positions_ptr=L, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
-      k_norm_ptr=F, layer_offset="i64", page_stride="i64", eps="fp32"), NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, PAGE=16, QK_NORM=True)
+types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=L, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
+             layer_offset="i64", page_stride="i64", eps="fp32")
+build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, PAGE=16, QK_NORM=True, HEADS=16)
 build(gemm._gemm, dict(x_ptr=B, w_ptr=B, out_ptr=B), ROWS=16, OUTS=64, INS=128, GROUP=8, EVEN=True)
 build(gemm._gemm_bulk, dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
-      out_desc="tensordesc<bf16[128, 128]>"), ROWS=128, OUTS=128, INS=64, GROUP=8)
+      out_desc="tensordesc<bf16[128, 128]>", out_ptr=B), ROWS=128, OUTS=128, INS=64, GROUP=8, BULK_OUT=True)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128)
-types = dict(qkv_ptr=B, cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, tiles_ptr=I, layer_offset="i64", page_stride="i64", scale="fp32")
+types = dict(qkv_ptr=B, cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, tiles_ptr=I,
+             layer_offset="i64", page_stride="i64", scale="fp32")
 for mode, rows in ((0, 16), (1, 16), (2, 128)):
     build(attention._attend, types, **shape, PAGE=16, ROWS=rows, SPLIT=512, BLOCK=64, MODE=mode)
 build(attention._merge, dict(partial_ptr=F, out_ptr=B, merges_ptr=I), NUM_HEADS=32, DIM=128)

@@ -170,21 +170,21 @@ class EngineCore:
         return StepOutput(self._deltas(done, result, progress, now), self._events.take()), []
 
     def _deltas(self, plan: StepPlan, result: StepResult, progress: list[Progress], now: float) -> list[Delta]:
-        for item in plan.items:
+        for item in plan.items if result.prompt_logprobs else ():
             entries = result.prompt_logprobs.get(item.row)
             live = self._live.get(self._id_of[item.seq]) if entries and item.seq in self._id_of else None
             if entries and live:
                 if item.start == 0:
                     live.prompt_logprobs.clear()  # it was preempted on the way and started over
                 live.prompt_logprobs += entries
-        row_of = {item.seq: item.row for item in plan.items}
+        row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
         deltas = []
         for done in progress:
             request = done.request
             request_id = self._id_of[request.seq]
             live = self._live[request_id]
             first, params = request.num_output == 1, request.params
-            logprobs = result.logprobs.get(row_of[request.seq])
+            logprobs = result.logprobs.get(row_of[request.seq]) if row_of else None
             wants_prompt = first and params.prompt_logprobs is not None and live.samples[request.seq] == 0
             deltas.append(
                 Delta(

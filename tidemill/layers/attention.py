@@ -10,7 +10,6 @@ from torch import nn
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
 
-
 QKNorm: TypeAlias = tuple[torch.Tensor, torch.Tensor, float]  # weights of q's and k's norms, and epsilon
 
 

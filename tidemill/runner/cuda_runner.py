@@ -1,8 +1,9 @@
 """CudaRunner: executes StepPlans on a GPU, one step ahead of the host.
 
-A launch stages what changed, copies it over in one go and starts the step's kernels; nothing waits for the device. The next input token
-is read from the row on the device, never from the host. A step in which every request decodes is one replay of a recorded graph, from
-token lookup to the sampled token in its row; other steps launch kernel by kernel. Tokens come back on a stream of their own.
+A launch stages what changed, copies it over in one go and starts the step's kernels; nothing waits for the device. The next
+input token is read from the row on the device, never from the host. A step in which every request decodes is one replay of a
+recorded graph, from token lookup to the sampled token in its row; other steps launch kernel by kernel. Tokens come back on a
+stream of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
 from tidemill.runner.model_runner import StepResult, prompt_logprobs
 from tidemill.runner.sampler import Sampler
-from tidemill.runner.state import RowState
+from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
@@ -122,8 +123,9 @@ class CudaRunner:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))
         result = StepResult()
+        is_plain = self._all_plain(plan.items)
         decoding = all(item.count == 1 and item.samples for item in plan.items)
-        asks_prompt = any(self._params(item).prompt_logprobs is not None for item in plan.items)
+        asks_prompt = not is_plain and any(self._params(item).prompt_logprobs is not None for item in plan.items)
         tokens: torch.Tensor | None
         sampling = plan.items
         if decoding and not asks_prompt:
@@ -148,6 +150,10 @@ class CudaRunner:
             launched.result.tokens = dict(zip(launched.rows, launched.tokens.tolist(), strict=True))
         return launched.result
 
+    def _all_plain(self, items: list[StepItem]) -> bool:
+        is_plain = self.state.is_plain
+        return all(is_plain[item.row] for item in items)
+
     def _params(self, item: StepItem) -> SamplingParams:
         params = self.state.params[item.row]
         assert params is not None
@@ -166,11 +172,11 @@ class CudaRunner:
         graph = self._graph(size, num_tiles)
         parts = [requests, _padded(tiles, num_tiles)] + ([] if graph.merges is None else [_padded(merges, size)])
         targets = [graph.requests, graph.tiles] + ([] if graph.merges is None else [graph.merges])
-        flat = self._upload(np.concatenate([part.reshape(-1) for part in parts]))
+        flat = upload(np.concatenate([part.reshape(-1) for part in parts]), self._device)
         for target, part in zip(targets, flat.split([part.size for part in parts]), strict=True):
             target.copy_(part.view(target.shape))
         graph.graph.replay()
-        if all(self._params(item).is_plain_greedy for item in items):
+        if self._all_plain(items):
             return graph.tokens.clone()  # the next replay writes over them
         return self._draw(items, self._logits[: len(items)].clone(), result)
 
@@ -217,7 +223,7 @@ class CudaRunner:
         longer = prefill_work(rows[~one], starts[~one], counts[~one], firsts[~one], _PREFILL_ROWS // self._group)
         sampling = [i for i, item in enumerate(items) if item.samples]
         parts = [row_of, positions, tiles, merges, longer, ends[sampling] - 1]
-        flat = self._upload(np.concatenate([part.reshape(-1) for part in parts]))
+        flat = upload(np.concatenate([part.reshape(-1) for part in parts]), self._device)
         row_T, position_T, tiles_d, merges_d, longer_d, last = flat.split([part.size for part in parts])
         split_apart = tiles.shape[0] > one.sum()
         layout = Layout(
@@ -253,17 +259,14 @@ class CudaRunner:
     def _draw(self, items: list[StepItem], logits_SV: torch.Tensor, result: StepResult) -> torch.Tensor:
         """Into the rows, where the next step reads them."""
         rows, positions = [item.row for item in items], [item.start + item.count for item in items]
-        if all(self._params(item).is_plain_greedy for item in items):
+        if self._all_plain(items):
             tokens = logits_SV.argmax(-1)
         else:
             sampled = self.sampler.sample(logits_SV, rows, positions)
             tokens, result.logprobs = sampled.token_ids, sampled.logprobs
-        where = self._upload(np.array([rows, positions], np.int32)).view(2, -1).long()
+        where = upload(np.array([rows, positions], np.int32), self._device).view(2, -1).long()
         self.state.append(where[0], where[1], tokens)
         return tokens
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).pin_memory().to(self._device, non_blocking=True)
 
     def _grow_partial(self, num_tiles: int) -> None:
         """Graphs keep the one they were recorded with."""

@@ -10,6 +10,12 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
 
 
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """To the device without waiting for it: from memory that it can read by itself."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class StagedWrites:
     """Runs of values for a [rows, columns] tensor, gathered on the host and scattered at once."""
 
@@ -35,9 +41,8 @@ class StagedWrites:
         ends = np.cumsum(lens)
         index = np.repeat(np.array(self._starts) - (ends - lens), lens) + np.arange(ends[-1])
         values = np.concatenate([np.array(run, dtype=np.int64) for run in self._runs])
-        device = self._flat.device
-        where, what = torch.from_numpy(index).to(device), torch.from_numpy(values).to(device, self._flat.dtype)
-        self._flat.index_put_((where,), what)
+        where, what = upload(np.stack([index, values]), self._flat.device)
+        self._flat.index_put_((where,), what.to(self._flat.dtype))
         self.clear()
 
 
@@ -50,6 +55,7 @@ class RowState:
         self.tokens = torch.zeros(num_rows, max_context + 1, dtype=torch.int32, device=device)
         self.pages = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
         self.params: list[SamplingParams | None] = [None] * num_rows
+        self.is_plain = [True] * num_rows  # nothing is asked but the likeliest token
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.num_prompt = [0] * num_rows
         self._token_writes = StagedWrites(self.tokens)
@@ -58,6 +64,7 @@ class RowState:
     def stage(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             self.params[new.row] = new.params
+            self.is_plain[new.row] = new.params.is_plain_greedy and new.params.prompt_logprobs is None
             self.eos_token_ids[new.row] = new.eos_token_ids
             self.num_prompt[new.row] = new.num_prompt
             self.pages[new.row].zero_()  # the null page past the end

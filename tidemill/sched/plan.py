@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tidemill.sampling import SamplingParams
 
 
-@dataclass(slots=True, frozen=True)
-class NewRow:
+class NewRow(msgspec.Struct, frozen=True):
     """A request takes a row: everything the runner must know about it."""
 
     row: int
@@ -19,8 +20,7 @@ class NewRow:
     eos_token_ids: frozenset[int]
 
 
-@dataclass(slots=True, frozen=True)
-class RowPages:
+class RowPages(msgspec.Struct, frozen=True):
     """Entries of a row's page table that changed."""
 
     row: int
@@ -28,8 +28,7 @@ class RowPages:
     page_ids: list[int]
 
 
-@dataclass(slots=True, frozen=True)
-class StepItem:
+class StepItem(msgspec.Struct, frozen=True, gc=False):
     """One request's share of the step: tokens start .. start + count - 1 of its row."""
 
     seq: int

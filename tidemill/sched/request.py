@@ -40,6 +40,7 @@ class Request:
     num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0  # sampled on the device, not yet told to the host
+    writable_end: int = 0  # tokens before this one may be written without asking: their page is this request's alone
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
     deferred_because: str = ""

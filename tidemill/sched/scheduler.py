@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -20,8 +21,7 @@ from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.request import Request, Status
 
 
-@dataclass(slots=True, frozen=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What a step changed for one request."""
 
     request: Request
@@ -185,6 +185,8 @@ class Scheduler:
     # ---- running requests: one more token each
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
+        """One more token for each. Most need nothing but a line in the plan, so this loop does little else."""
+        page_size = self.kv.page_size
         for request in list(self.running):
             if state.num_left == 0:
                 break
@@ -192,10 +194,12 @@ class Scheduler:
                 continue
             if request.num_output + request.num_in_flight >= request.max_tokens:
                 continue  # its last token is under way
-            if self._make_writable(request, plan, 1):
-                self._schedule(request, 1, plan, state)
-        # A victim of preemption ranks after everybody scheduled above, so it was not in the plan yet.
-        assert all(item.seq in self._requests and self._requests[item.seq].row == item.row for item in plan.items)
+            if request.num_computed >= request.writable_end:
+                # A victim of preemption ranks after everybody scheduled so far, so it is not in the plan yet.
+                if not self._make_writable(request, plan, 1):
+                    continue
+                request.writable_end = (request.num_computed // page_size + 1) * page_size
+            self._schedule(request, 1, plan, state)
 
     def _make_writable(self, request: Request, plan: StepPlan, count: int) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself."""
@@ -323,12 +327,15 @@ class Scheduler:
         state.num_left -= count
         request.num_computed += count
         request.num_in_flight += samples
-        self.kv.record(request.seq, request.tokens, request.num_computed)
+        # A page can be found once it is full of tokens that are known here; between two ends of pages there is nothing to say.
+        if count > 1 or request.num_computed % self.kv.page_size <= request.num_in_flight:
+            self.kv.record(request.seq, request.tokens, request.num_computed)
 
     # ---- samples of one prompt
 
     def _fork_children(self, request: Request, now: float) -> None:
         """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself."""
+        request.writable_end = 0  # not its own any more
         for child in request.children:
             num_shared = request.num_prompt - 1
             child.parent = None
@@ -384,6 +391,7 @@ class Scheduler:
         self.kv.release(request.seq)
         request.num_computed = 0
         request.num_in_flight = 0
+        request.writable_end = 0
         request.page_keys = None
         request.epoch += 1
         if request.status is Status.RUNNING:

@@ -17,7 +17,6 @@ from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
 
-
 _ROWS_AT_ONCE = 2048
 
 

@@ -56,34 +56,39 @@ def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
 def _enter_heads(
     qkv_ptr, cache_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = DIM // 2
-    pair = tl.arange(0, half)
-    base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * DIM
-    first, second = tl.load(base + pair).to(tl.float32), tl.load(base + half + pair).to(tl.float32)
-    if head < NUM_HEADS + NUM_KV_HEADS:
-        if QK_NORM:
-            scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / DIM + eps)
-            weight = q_norm_ptr if head < NUM_HEADS else k_norm_ptr
-            kind = qkv_ptr.dtype.element_ty
-            first = (first * scale * tl.load(weight + pair).to(tl.float32)).to(kind).to(tl.float32)
-            second = (second * scale * tl.load(weight + half + pair).to(tl.float32)).to(kind).to(tl.float32)
-        position = tl.load(positions_ptr + token)
-        cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
-        turned = first * cos - second * sin
-        second = second * cos + first * sin
-        first = turned
-    if head < NUM_HEADS:
-        tl.store(base + pair, first.to(qkv_ptr.dtype.element_ty))
-        tl.store(base + half + pair, second.to(qkv_ptr.dtype.element_ty))
-    else:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
-        to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE) * DIM
-        tl.store(to + pair, first.to(cache_ptr.dtype.element_ty))
-        tl.store(to + half + pair, second.to(cache_ptr.dtype.element_ty))
+    pair = tl.arange(0, half)[None, :]
+    is_q, is_turned, there = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS, head < NUM_HEADS + 2 * NUM_KV_HEADS
+    base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
+    first = tl.load(base + pair, mask=there[:, None], other=0.0).to(tl.float32)
+    second = tl.load(base + half + pair, mask=there[:, None], other=0.0).to(tl.float32)
+    x, y = first, second
+    if QK_NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)
+        kind = qkv_ptr.dtype.element_ty
+        weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + pair).to(tl.float32), tl.load(k_norm_ptr + pair).to(tl.float32))
+        x = (x * scale[:, None] * weight).to(kind).to(tl.float32)
+        weight = tl.where(
+            is_q[:, None], tl.load(q_norm_ptr + half + pair).to(tl.float32), tl.load(k_norm_ptr + half + pair).to(tl.float32)
+        )
+        y = (y * scale[:, None] * weight).to(kind).to(tl.float32)
+    position = tl.load(positions_ptr + token)
+    cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
+    first = tl.where(is_turned[:, None], x * cos - y * sin, first)
+    second = tl.where(is_turned[:, None], y * cos + x * sin, second)
+    tl.store(base + pair, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    tl.store(base + half + pair, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
+    to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
+    enters = (there & (head >= NUM_HEADS))[:, None]
+    tl.store(to + pair, first.to(cache_ptr.dtype.element_ty), mask=enters)
+    tl.store(to + half + pair, second.to(cache_ptr.dtype.element_ty), mask=enters)
 
 
 def enter_heads(
@@ -100,7 +105,8 @@ def enter_heads(
     """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]."""
     _, _, _, num_kv_heads, page_size, dim = cache.shape
     q_norm, k_norm, eps = qk_norm or (cos, cos, 0.0)
-    _enter_heads[(qkv_TC.shape[0], num_heads + 2 * num_kv_heads)](
+    heads = 16
+    _enter_heads[(qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, num_warps=1,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads, num_warps=4,
     )  # fmt: skip

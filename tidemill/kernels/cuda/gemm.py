@@ -59,8 +59,8 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr,
+    x_desc, w_desc, out_desc, out_ptr, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, OUTS)
@@ -70,12 +70,17 @@ def _gemm_bulk(
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
-    out_desc.store([m * ROWS, n * OUTS], acc.to(out_desc.dtype))
+    if BULK_OUT:
+        out_desc.store([m * ROWS, n * OUTS], acc.to(out_desc.dtype))
+    else:  # a tile of float32 would not fit beside the operands
+        rows, outs = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+        where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
+        tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
 
 
 @cache
 def _measured() -> dict[tuple[int, int], dict[int, Tile]]:
-    """Fastest tiles by (outs, ins) and rows for this GPU (tiles.json, made by `bench/gpu.py --search`); empty for unknown ones."""
+    """Fastest tiles by (outs, ins) and rows for this GPU (tiles.json, from `bench/gpu.py --search`); empty for unknown ones."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
     return {
@@ -112,8 +117,9 @@ def gemm(x_TK: torch.Tensor, weight_NK: torch.Tensor, tile: Tile | None = None, 
         _gemm_bulk[grid](
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
-            TensorDescriptor.from_tensor(out, [tile.rows, tile.outs]),
-            num_rows, num_out, num_in, ROWS=tile.rows, OUTS=tile.outs, INS=tile.ins, GROUP=8,
+            TensorDescriptor.from_tensor(out, [tile.rows, tile.outs if out.element_size() == 2 else 16]),
+            out, num_rows, num_out, num_in,
+            ROWS=tile.rows, OUTS=tile.outs, INS=tile.ins, GROUP=8, BULK_OUT=out.element_size() == 2,
             num_stages=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         return out

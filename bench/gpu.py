@@ -213,6 +213,142 @@ def check_heads() -> None:
         assert torch.equal(entered[:, 1], v)
 
 
+def random_llama(folder: Path) -> Any:
+    """A small Llama with the head size of the large ones, as Transformers computes it in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=1400, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=2048, initializer_range=0.05,
+    )  # fmt: skip
+    model = with_weights(LlamaForCausalLM(config), torch.bfloat16)
+    model.save_pretrained(folder)
+    return with_weights(model.cuda().eval(), torch.float32)
+
+
+def with_weights(model: Any, dtype: torch.dtype) -> Any:
+    """Not `model.to(dtype)`: that would round the rotation's frequencies, too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+Answers = dict[str, tuple[list[int], list[Any]]]
+
+
+def ask(core: Any, requests: dict[str, Any]) -> Answers:
+    """Tokens and logprobs of every request, submitted together."""
+    from tidemill.wire import Submit
+
+    answers: Answers = {name: ([], []) for name in requests}
+    for name, (prompt, params) in requests.items():
+        core.submit(Submit(name, prompt, params))
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        for delta in output.deltas:
+            answers[delta.request_id][0].extend(delta.token_ids)
+            answers[delta.request_id][1].extend(delta.logprobs or [])
+            answers[delta.request_id][1].extend(delta.prompt_logprobs or [])
+    core.scheduler.check_integrity()
+    return answers
+
+
+def check_engine() -> None:
+    """Near Transformers; and the same bits alone, among 255 others, in chunks, cached, preempted, with and without graphs."""
+    import random
+    import tempfile
+
+    from tidemill.config import EngineOptions
+    from tidemill.engine.core import EngineCore
+    from tidemill.sampling import SamplingParams
+
+    folder = Path(tempfile.mkdtemp())
+    reference = random_llama(folder)
+    draw = random.Random(0)
+
+    def ids(num: int) -> list[int]:
+        return [draw.randrange(2000) for _ in range(num)]
+
+    def core(**options: Any) -> Any:
+        return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 256} | options)))
+
+    prompt = ids(700)
+    targets = torch.tensor(prompt[1:], device="cuda")[:, None]
+
+    def scores(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, targets).flatten()
+
+    exact = scores(reference)
+    theirs = (scores(with_weights(reference, torch.bfloat16)) - exact).pow(2).mean().sqrt().item()
+    scored = ask(core(), {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+    ours = torch.tensor([entry.logprob for entry in scored], device="cuda")
+    error = (ours - exact).pow(2).mean().sqrt().item()
+    print(f"  error of 699 log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}")
+    assert error < 1.3 * theirs
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3),
+    ):
+        x = {"x": (prompt, params)}
+        whole = core()
+        lone = ask(whole, x)["x"]
+        assert ask(whole, x)["x"] == lone, "cached"
+        others = {
+            f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
+            for i in range(255)
+        }
+        assert ask(core(), others | x)["x"] == lone, "among 255 others"
+        assert ask(core(token_budget=64, max_requests=32), x)["x"] == lone, "in chunks of 64"
+        tight = core(kv_memory_bytes=2**23, max_context=1024)
+        crowd = dict(list(others.items())[:40])
+        assert ask(tight, crowd | x)["x"] == lone, "preempted"
+        eager = core()
+        eager.runner._decode = lambda items, result, runner=eager.runner: runner._mixed(items, result)[0]
+        assert ask(eager, x)["x"] == lone, "without graphs"
+
+
+def stress_engine(num_steps: int = 3000) -> None:
+    """Arrivals and aborts at random while steps are in flight; rows and pages agree all along, and at the end nothing is left."""
+    import random
+    import tempfile
+
+    from tidemill.config import EngineOptions
+    from tidemill.engine.core import EngineCore
+    from tidemill.sampling import SamplingParams
+    from tidemill.wire import Abort, Submit
+
+    folder = Path(tempfile.mkdtemp())
+    random_llama(folder)
+    core = EngineCore.load(
+        EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=64, max_context=512, token_budget=256)
+    )
+    draw, live, made = random.Random(1), set[str](), 0
+    for step in range(num_steps):
+        for _ in range(draw.choice((0, 0, 1, 3))):
+            params = SamplingParams(temperature=float(made % 2), max_tokens=draw.randrange(1, 60), seed=made)
+            core.submit(Submit(str(made), [draw.randrange(2000) for _ in range(draw.randrange(1, 300))], params))
+            live.add(str(made))
+            made += 1
+        if live and draw.random() < 0.2:
+            name = draw.choice(sorted(live))
+            core.abort(Abort(name, "left"))
+            live.discard(name)
+        output, failed = core.step()
+        assert not failed
+        live -= {delta.request_id for delta in output.deltas if delta.finish_reason}
+        if step % 50 == 0:
+            core.scheduler.check_integrity()
+    while core.has_work:
+        core.step()
+    core.scheduler.check_integrity()
+    print(f"  {made} requests in {num_steps} steps, all pages free")
+
+
 # ---- timed
 
 
@@ -359,7 +495,11 @@ def main() -> None:
     parser.add_argument("--skip-kernels", action="store_true")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for check in () if arguments.skip_kernels else (check_elementwise, check_heads, check_attention, check_gemm):
+    for check in (
+        ()
+        if arguments.skip_kernels
+        else (check_elementwise, check_heads, check_attention, check_gemm, check_engine, stress_engine)
+    ):
         begin = time.perf_counter()
         try:
             check()

@@ -13,7 +13,13 @@ Model = Annotated[
     str, typer.Argument(help="smollm2, a .gguf file, a folder with config.json and safetensors, or a hub id like org/name.")
 ]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="smollm2, a .gguf file, a folder, or a hub id.")]
-DType = Annotated[str, typer.Option(help="How weights are kept and multiplied: packed (in their 4 or 8 bits), float32, or auto.")]
+Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
+DType = Annotated[
+    str,
+    typer.Option(
+        help="How weights are kept and multiplied: packed (in their 4 or 8 bits), float32, bfloat16 (on a GPU), or auto."
+    ),
+]
 PageSize = Annotated[int, typer.Option(help="Tokens per KV page: a power of two up to 64.")]
 MaxContext = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens. Default: the model's own.")]
 MaxRequests = Annotated[int | None, typer.Option(help="Requests computed at the same time. Default: 64.")]

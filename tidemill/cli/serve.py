@@ -25,6 +25,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     served_name: Annotated[str | None, typer.Option(help="The model's name in the API. Default: as given.")] = None,
+    device: opt.Device = "auto",
     dtype: opt.DType = "auto",
     page_size: opt.PageSize = 16,
     max_context: opt.MaxContext = None,
@@ -42,6 +43,7 @@ def serve(
     options = EngineOptions(
         model=model,
         served_name=served_name,
+        device=device,
         dtype=dtype,
         page_size=page_size,
         max_context=max_context,
@@ -96,7 +98,8 @@ def budget_table(name: str, ready: Ready) -> Table:
     table = Table(title=f"{name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters", title_justify="left")
     for column in ("setting", "value", "because"):
         table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
-    table.add_row("compute", f"{config.dtype}, {config.threads} threads", f"{why['dtype']}; {why['threads']}")
+    where = "GPU" if config.device == "cuda" else f"{config.threads} threads"
+    table.add_row("compute", f"{config.dtype}, {where}", f"{why['dtype']}; {why['device' if where == 'GPU' else 'threads']}")
     table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
     table.add_row(
         "KV cache",

@@ -112,6 +112,8 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._graph(size, size)
+            self._graph(size, 2 * size)  # some requests past the first split
+        self._warm_up(min(config.token_budget, config.max_context))
 
     # ---- a step
 
@@ -243,6 +245,17 @@ class CudaRunner:
         chosen = [items[i] for i in sampling]
         logits_SV = self.model.logits(hidden_TH[last.long()])
         return self._draw(chosen, logits_SV, result), chosen
+
+    def _warm_up(self, most_tokens: int) -> None:
+        """Prompts of all sizes in the null page, so that no request waits for a compiler."""
+        for num in sorted({min(2**i, most_tokens) for i in range(1, most_tokens.bit_length() + 1)}):
+            row, zero = np.array([self._padding_row], np.int32), np.zeros(1, np.int32)
+            tiles = prefill_work(row, zero, np.array([num], np.int32), zero, _PREFILL_ROWS // self._group)
+            layout = Layout(None, None, upload(tiles, self._device))
+            rows = torch.full((num,), self._padding_row, device=self._device)
+            hidden = self._forward(rows, torch.arange(num, device=self._device), layout)
+            self.model.logits(hidden[: self._padding_row])
+        torch.cuda.synchronize()
 
     # ---- common to both
 

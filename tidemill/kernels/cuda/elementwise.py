@@ -108,5 +108,6 @@ def enter_heads(
     heads = 16
     _enter_heads[(qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads, num_warps=4,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads,
+        num_warps=4,
     )  # fmt: skip

@@ -60,6 +60,38 @@ def test_packed_is_refused_where_it_cannot_be():
         resolve(EngineOptions(dtype="packed"), SMOLLM2, LARGE)
 
 
+class TestWithAGPU:
+    MACHINE = replace(LARGE, gpu="NVIDIA Test", gpu_bytes=80 * 2**30, gpu_free_bytes=78 * 2**30)
+
+    def test_it_is_taken_and_filled(self):
+        config = resolve(EngineOptions(), SMOLLM2, self.MACHINE)
+        assert (config.device, config.dtype, config.kv_dtype) == ("cuda", "bfloat16", "bfloat16")
+        assert config.max_requests == 256
+        assert config.token_budget == 2048
+        assert config.weight_bytes == 2 * SMOLLM2.num_parameters
+        assert config.reasons["device"] == "NVIDIA Test"
+        long = replace(SMOLLM2, max_context=2**17)
+        full = resolve(EngineOptions(), long, self.MACHINE)
+        assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30
+
+    def test_the_cpu_can_still_be_asked_for(self):
+        assert resolve(EngineOptions(device="cpu"), SMOLLM2, self.MACHINE).dtype == "float32"
+
+    def test_what_does_not_fit_says_so(self):
+        small = replace(self.MACHINE, gpu_free_bytes=2**28)
+        with pytest.raises(ConfigError, match=r"256 MiB are free of the 80.00 GiB of NVIDIA Test"):
+            resolve(EngineOptions(), SMOLLM2, small)
+
+    @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "packed"}])
+    def test_impossible_wishes(self, options):
+        with pytest.raises(ConfigError, match="not available"):
+            resolve(EngineOptions(**options), SMOLLM2, self.MACHINE)
+
+    def test_no_gpu(self):
+        with pytest.raises(ConfigError, match="torch sees no GPU"):
+            resolve(EngineOptions(device="cuda"), SMOLLM2, LARGE)
+
+
 def test_a_small_machine_gets_a_shorter_context():
     small = Machine(num_cores=1, memory_bytes=2**30, available_bytes=900 * 2**20)
     config = resolve(EngineOptions(), SMOLLM2, small)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.helpers import Answer, greedy, load_model, make_core, run, take
-from tidemill.errors import ContextTooLong, InvalidRequest, QueueFull
+from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
+from tidemill.config import EngineOptions
+from tidemill.engine.core import EngineCore
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, QueueFull
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Submit
 
@@ -177,3 +179,19 @@ def test_every_decision_is_an_event(core):
         names += [type(event).__name__ for event in output.events]
     assert names[:3] == ["Submitted", "Admitted", "StepPlanned"]
     assert {"StepDone", "FirstToken", "Finished", "RequestsLeft"} <= set(names)
+
+
+def test_random_weights_from_a_configuration_alone(tmp_path):
+    """For benchmarks: no checkpoint is needed, only its shape."""
+    made = tmp_path / "made"
+    make_llama(made)
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    (folder / "config.json").write_text((made / "config.json").read_text())
+    core = EngineCore.load(EngineOptions(model=str(folder), load_format="dummy", device="cpu", kv_memory_bytes=2**24))
+    answers = run(core, {"a": ([1, 2, 3], greedy(5)), "b": ([4, 5], greedy(3))})
+    assert [len(answer.tokens) for answer in answers.values()] == [5, 3]
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        EngineCore.load(EngineOptions(model=str(folder), device="cpu"))
+    with pytest.raises(ConfigError, match="load_format"):
+        EngineCore.load(EngineOptions(model=str(folder), load_format="magic", device="cpu"))

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import load_model
 from tidemill.config import EngineOptions, Machine, ModelConfig, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
-from tidemill.runner.model_runner import ModelRunner
+from tidemill.runner.cpu_runner import CpuRunner
 
 SMOLLM2 = ModelConfig(
     architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
@@ -131,7 +131,7 @@ def test_estimated_kv_is_what_is_allocated(tiny_folder):
 
     model = load_model(tiny_folder)
     config = engine_config(model)
-    runner = ModelRunner(model, config)
+    runner = CpuRunner(model, config)
     null_page = config.page_size * model.config.kv_bytes_per_token("float32")
     assert runner.cache.numel() * runner.cache.element_size() == config.kv_bytes + null_page
 

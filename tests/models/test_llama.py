@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers import engine_config, greedy, load_model, make_core, make_llama, reference_agrees, run
 from tidemill.runner.batch import gather_batch
-from tidemill.runner.model_runner import ModelRunner
+from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sched.plan import NewRow, StepItem, StepPlan
 
 LLAMA3 = {
@@ -43,7 +43,7 @@ def prompts(num: int, vocab_size: int) -> dict[str, list[int]]:
 @torch.inference_mode()
 def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     """Logits of every position, through the runner and its paged cache."""
-    runner = ModelRunner(model, engine_config(model, **options))
+    runner = CpuRunner(model, engine_config(model, **options))
     num_pages = -(-len(prompt) // runner.state.page_size)
     row = NewRow(0, prompt, len(prompt), list(range(1, num_pages + 1)), greedy(1), frozenset())
     plan = StepPlan(0, [StepItem(0, 0, 0, len(prompt), True, 0)], [row])

@@ -15,7 +15,8 @@ from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.runner.model_runner import StepResult, make_runner
+from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
@@ -227,3 +228,11 @@ class EngineCore:
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:
     return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
+
+
+def make_runner(model: CausalLM, config: EngineConfig) -> Runner:
+    if config.device == "cuda":
+        from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
+
+        return CudaRunner(model, config)
+    return CpuRunner(model, config)

@@ -19,7 +19,7 @@ from tidemill.kernels.cuda.attention import SPLIT, Mode, attend
 from tidemill.kernels.cuda.elementwise import enter_heads
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
-from tidemill.runner.model_runner import StepResult, prompt_logprobs
+from tidemill.runner.base import StepResult, prompt_logprobs
 from tidemill.runner.sampler import Sampler
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams

@@ -1,10 +1,6 @@
-"""ModelRunner: executes a StepPlan. Stage, apply, gather, forward, sample."""
+"""CpuRunner: stage, apply, gather, forward, sample."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -13,26 +9,17 @@ from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.models.base import CausalLM
+from tidemill.runner.base import StepResult, prompt_logprobs
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
-from tidemill.runner.sampler import Sampler, token_logprobs
+from tidemill.runner.sampler import Sampler
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.wire import TokenLogprobs
-
-_PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
 
 
-@dataclass(slots=True)
-class StepResult:
-    """By row: the token sampled, and what was asked about it."""
+class CpuRunner:
+    steps_ahead = 0  # a step is done when its launch returns
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-
-
-class ModelRunner:
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self.model = model
         shape = model.config
@@ -44,8 +31,6 @@ class ModelRunner:
         kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
         self._program = record_forward(model, self.attention) if isinstance(self.attention, NativeAttention) else None
-
-    steps_ahead = 0  # a step is done when its launch returns
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
@@ -88,24 +73,3 @@ class ModelRunner:
         result.tokens = dict(zip(rows, sampled.token_ids.tolist(), strict=True))
         result.logprobs = sampled.logprobs
         return result
-
-
-def make_runner(model: CausalLM, config: EngineConfig) -> Any:
-    if config.device == "cuda":
-        from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
-
-        return CudaRunner(model, config)
-    return ModelRunner(model, config)
-
-
-def prompt_logprobs(
-    model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, num_top: int
-) -> Iterator[TokenLogprobs]:
-    """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
-    num = min(item.count, state.num_prompt[item.row] - 1 - item.start)
-    for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
-        end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
-        logprobs = model.logits(hidden_TH[begin:end]).log_softmax(-1)
-        targets = state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
-        for row, token in zip(logprobs, targets, strict=True):
-            yield token_logprobs(row, token, num_top)

@@ -1,0 +1,49 @@
+"""What every runner is and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tidemill.models.base import CausalLM
+from tidemill.runner.sampler import token_logprobs
+from tidemill.runner.state import RowState
+from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.wire import TokenLogprobs
+
+_PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
+
+
+@dataclass(slots=True)
+class StepResult:
+    """By row: the token sampled, and what was asked about it."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """Executes StepPlans in the order they are launched, and gives their results back in that order."""
+
+    steps_ahead: int  # steps that may be launched before the results of the first are collected
+    state: RowState
+
+    def launch(self, plan: StepPlan) -> Any: ...
+    def collect(self, launched: Any) -> StepResult: ...
+
+
+def prompt_logprobs(
+    model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, num_top: int
+) -> Iterator[TokenLogprobs]:
+    """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
+    num = min(item.count, state.num_prompt[item.row] - 1 - item.start)
+    for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
+        end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
+        logprobs = model.logits(hidden_TH[begin:end]).log_softmax(-1)
+        targets = state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
+        for row, token in zip(logprobs, targets, strict=True):
+            yield token_logprobs(row, token, num_top)

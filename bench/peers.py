@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,12 @@ class Tidemill:
 
 
 class LlamaCpp:
-    """llama-cpp-python's low-level calls where it is installed (pip builds it for this CPU): prompts one after the other, then
-    one token of every unfinished request a call. Else xllamacpp's server, whose wheel is built for any CPU."""
+    """llama-cpp-python's low-level calls (pip builds it for this CPU): prompts one after the other, then one token of every
+    unfinished request a call."""
 
     def __init__(self, model: str, threads: int) -> None:
-        try:
-            import llama_cpp
-        except ImportError:
-            self.generate = XLlamaCpp(model, threads).generate  # type: ignore[method-assign]
-            return
+        import llama_cpp
+
         self._api = llama_cpp
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
@@ -114,6 +112,8 @@ class LlamaCpp:
 
 
 class XLlamaCpp:
+    """xllamacpp's server. Its wheel is built for any CPU and runs at half the speed here."""
+
     def __init__(self, model: str, threads: int) -> None:
         import xllamacpp
 
@@ -187,7 +187,7 @@ def make_engine(name: str, gguf: str, folder: str, threads: int) -> Any:
     if name == "tidemill float32":
         return Tidemill(gguf, threads, "float32")
     if name == "llama.cpp":
-        return LlamaCpp(gguf, threads)
+        return (LlamaCpp if find_spec("llama_cpp") else XLlamaCpp)(gguf, threads)
     return Transformers(folder, threads) if name == "transformers" else VLLM(folder, threads)
 
 

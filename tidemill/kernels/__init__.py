@@ -1,4 +1,4 @@
-"""One op a file: a torch reference (semantics, CPU path, oracle), later beside its Triton twin.
+"""One op a file: a torch reference (semantics, oracle, fallback) and who computes it instead: `native/` in C, `cuda/` in Triton.
 
 Every op here keeps the bits of a row whatever other rows are computed with it; docs/architecture.md says how that was checked.
 

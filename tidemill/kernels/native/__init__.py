@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import torch
 
 from tidemill.kernels.native.program import Op, OpKind, Program, Recording
-
-if TYPE_CHECKING:
-    import torch
 
 # Best first: (file, CPU flags it needs).
 _VARIANTS: Final = {
@@ -49,8 +48,6 @@ class Step(ctypes.Structure):
 
 def _check(*tensors: torch.Tensor) -> None:
     """C takes what it is given: addresses of anything else would be read past their end."""
-    import torch
-
     for tensor in tensors:
         assert tensor.dtype == torch.float32, tensor.dtype
         assert tensor.device.type == "cpu", tensor.device
@@ -145,8 +142,6 @@ class Library:
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
-        import torch
-
         _check(x_SV)
         out = x_SV.new_empty(x_SV.shape[0], dtype=torch.int64)
         self._argmax(x_SV.data_ptr(), out.data_ptr(), *x_SV.shape)

@@ -17,6 +17,7 @@ PACKED_TYPES = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
 }  # fmt: skip
 _OTHER_PACKED = 34 / 32  # rounded anew to 8 bits
+GPU_PAGE = 64
 _GPU_SPARE = 2 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
 GIB = 2**30
 MIB = 2**20
@@ -132,7 +133,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape that config.json tells
     device: str = "auto"
     dtype: str = "auto"
-    page_size: int = 16
+    page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None
     max_waiting: int = 4096
@@ -141,6 +142,7 @@ class EngineOptions:
     policy: str = "continuous"
     prefix_caching: bool = True
     threads: int | None = None
+    fast_math: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,7 @@ class EngineConfig:
     policy: str
     prefix_caching: bool
     threads: int
+    fast_math: bool
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
@@ -185,10 +188,12 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         "exact" if dtype == "float32" else "as the activations" if on_gpu else "half the memory, finer than the weights"
     )
 
-    page_size = options.page_size
+    page_size = options.page_size or (GPU_PAGE if on_gpu else 16)
     if page_size not in (1, 2, 4, 8, 16, 32, 64):
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.")
-    why["page_size"] = "tokens per KV page"
+    if on_gpu and page_size != GPU_PAGE:
+        raise ConfigError(f"page_size is {page_size}; the GPU's kernels take pages of {GPU_PAGE}.", fix="Leave --page-size out.")
+    why["page_size"] = "tokens per KV page" + (", the attention kernels' block" if on_gpu else "")
 
     threads = options.threads or machine.num_cores
     if not 1 <= threads <= 256:
@@ -221,6 +226,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     available = machine.gpu_free_bytes if on_gpu else machine.available_bytes
     weights = 2 * model.num_parameters if on_gpu else model.weight_bytes(dtype, bool(machine.kernels))
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
+    if on_gpu:  # partial results of attention: one for every 512 tokens of context
+        activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+    if options.fast_math and not on_gpu:
+        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.")
     per_page = model.kv_bytes_per_token(kv_dtype) * page_size
     kv_bytes = options.kv_memory_bytes
     if kv_bytes is None:
@@ -275,6 +284,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         policy=options.policy,
         prefix_caching=options.prefix_caching,
         threads=threads,
+        fast_math=options.fast_math,
         weight_bytes=weights,
         kv_bytes=num_pages * per_page,
         activation_bytes=activations,

@@ -100,10 +100,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """Nothing is asked but the likeliest token."""
-        adjusted = self.has_penalties or self.logit_bias or self.min_tokens
-        return self.greedy and not adjusted and self.logprobs is None
+    def is_plain(self) -> bool:
+        """The likeliest token or a draw from all of them."""
+        is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens)
 
     @property
     def has_penalties(self) -> bool:

@@ -7,17 +7,20 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, gemm
+from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
+from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
-from tidemill.runner.cuda_runner import decode_work, prefill_work
+from tidemill.runner import cuda_work
+from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
 
 
 @pytest.mark.parametrize("width", [64, 100])
@@ -31,9 +34,22 @@ def test_norm(width, with_x):
     assert torch.allclose(out, expected, atol=1e-5)
 
 
+def paired(gate_up):
+    """All gates before all ups to gate and up in turn."""
+    return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
+
+
 def test_swiglu():
     gate_up = torch.randn(3, 2 * 1500)
-    assert torch.allclose(elementwise.swiglu(gate_up), swiglu_reference(gate_up), atol=1e-5)
+    assert torch.allclose(elementwise.swiglu(paired(gate_up.t()).t().contiguous()), swiglu_reference(gate_up), atol=1e-5)
+
+
+def test_look_up():
+    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 13), dtype=torch.int32)
+    rows, positions = torch.randint(0, 4, (300,), dtype=torch.int32), torch.randint(0, 50, (300,), dtype=torch.int32)
+    ids, slots = elementwise.look_up(rows, positions, tokens, pages, 4)
+    assert torch.equal(ids, tokens[rows, positions])
+    assert torch.equal(slots, pages[rows, positions // 4].long() * 4 + positions % 4)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -63,90 +79,194 @@ def test_gemm(tile, rows, outs, ins):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, ins), torch.randn(outs, ins)
     assert torch.allclose(gemm.gemm(x, weight, tile), x @ weight.t(), atol=1e-4)
+    bias, out = torch.randn(outs), torch.empty(rows, outs)
+    assert gemm.gemm(x, weight, tile, bias_N=bias, out=out) is out
+    assert torch.allclose(out, x @ weight.t() + bias, atol=1e-4)
+    gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), gated=True)
+    assert torch.allclose(gated, swiglu_reference(x @ weight.t() + bias), atol=1e-4)
 
 
 def test_every_measured_tile_is_one():
     known = json.loads((gemm.Path(gemm.__file__).with_name("tiles.json")).read_text())
     for shapes in known.values():
         for by_rows in shapes.values():
-            for tile in by_rows.values():
+            for tile in filter(None, by_rows.values()):
                 made = gemm.Tile(*tile)
                 assert min(made.rows, made.outs, made.ins) >= 16
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
-def test_attention(heads, kv_heads, monkeypatch):
-    """Decoding in one split, in splits apart and merged, and prompts with their splits in turn; poison where nobody wrote."""
+@pytest.fixture
+def small_blocks(monkeypatch):
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "BLOCK", 16)
-    monkeypatch.setattr("tidemill.runner.cuda_runner.SPLIT", 32)
-    torch.manual_seed(0)
-    dim, page, layer = 16, 4, 1
-    requests = [(0, 1), (31, 1), (32, 1), (80, 1), (0, 9), (40, 20)]
-    width = 30
-    cache = torch.full((200, 2, 2, kv_heads, page, dim), 1e30)
-    table, used = torch.zeros(len(requests), width, dtype=torch.int32), 1
-    qkv, expected = [], []
-    for row, (before, new) in enumerate(requests):
-        num = -(-(before + new) // page)
-        table[row, :num] = torch.arange(used, used + num)
-        used += num
-        q, k, v = torch.randn(new, heads, dim), *torch.randn(2, before + new, kv_heads, dim)
-        positions = torch.arange(before + new)
-        pages, offsets = table[row].long()[positions // page], positions % page
-        cache[pages, layer, 0, :, offsets], cache[pages, layer, 1, :, offsets] = k, v
-        qkv.append(torch.cat([q, torch.full((new, 2 * kv_heads, dim), 1e30)], 1).flatten(1))
-        expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5).flatten(1))
-    import numpy as np
+    monkeypatch.setattr(cuda_work, "SPLIT", 32)
+    monkeypatch.setattr(cuda_work, "_PER_SPLIT", 2)
 
-    starts, counts = (np.array(values, np.int32) for values in zip(*requests, strict=True))
-    firsts = np.cumsum(counts, dtype=np.int32) - counts
-    rows, one = np.arange(len(requests), dtype=np.int32), counts == 1
-    tiles, merges = (torch.from_numpy(x) for x in decode_work(rows[one], starts[one], firsts[one]))
-    longer = torch.from_numpy(prefill_work(rows[~one], starts[~one], counts[~one], firsts[~one], 32 // (heads // kv_heads)))
-    assert longer[:, 1].sum() == counts[~one].sum()
-    all_qkv, out = torch.cat(qkv), torch.full((int(counts.sum()), heads * dim), float("nan"))
-    partial = torch.full((tiles.shape[0], heads, dim + 2), float("nan"))
-    common = (all_qkv, cache, layer, table)
-    attention.attend(*common, tiles, out, heads, attention.Mode.APART, 16, merges, partial)
-    attention.attend(*common, longer, out, heads, attention.Mode.IN_TURN, 32)
-    assert torch.allclose(out, torch.cat(expected), atol=1e-4)
-    again = torch.full_like(out, float("nan"))
-    short = tiles[(tiles[:, 2] < 32)]
-    attention.attend(*common, short, again, heads, attention.Mode.SINGLE, 16)
-    done = short[:, 0].long()
-    assert torch.allclose(again[done], out[done], atol=1e-6)
-    assert again.isnan().any(1).sum() == out.shape[0] - done.numel()
+
+class Scene:
+    """Requests (tokens before, new tokens) over a paged cache, with poison where nobody wrote. Those of a family have the same
+    pages of the first 64 positions."""
+
+    def __init__(self, requests, heads, kv_heads, family=()):
+        torch.manual_seed(0)
+        dim, page, self.layer, self.heads = 16, 16, 1, heads
+        self.requests = requests
+        self.cache = torch.full((100, 2, 2, kv_heads, page, dim), 1e30)
+        self.table = torch.zeros(len(requests), 12, dtype=torch.int32)
+        qkv, expected, used, common = [], [], 1, torch.randn(2, 64, kv_heads, dim)
+        for row, (before, new) in enumerate(requests):
+            num = -(-(before + new) // page)
+            self.table[row, :num] = torch.arange(used, used + num)
+            used += num
+            q, k, v = torch.randn(new, heads, dim), *torch.randn(2, before + new, kv_heads, dim)
+            if row in family:
+                k[:64], v[:64] = common
+                if row != family[0]:
+                    self.table[row, :4] = self.table[family[0], :4]
+            positions = torch.arange(before + new)
+            pages, offsets = self.table[row].long()[positions // page], positions % page
+            self.cache[pages, self.layer, 0, :, offsets], self.cache[pages, self.layer, 1, :, offsets] = k, v
+            qkv.append(torch.cat([q, torch.full((new, 2 * kv_heads, dim), 1e30)], 1).flatten(1))
+            expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5).flatten(1))
+        self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
+
+    def attend(self, work, size, programs):
+        """All tokens of the step by the three kernels, their words as the runner writes them."""
+        kv_heads = self.cache.shape[3]
+        words = np.full(4096, 10**6, np.int32)
+        begin = work.write(words, size, 0, programs)
+        assert words[begin : begin + work.last.size].tolist() == work.last.tolist()
+        words = torch.from_numpy(words)
+        out = torch.full((self.qkv.shape[0], self.heads * 16), float("nan"))
+        partial = torch.full((max(1, work.num_slots), self.heads, 18), float("nan"))
+        done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
+        singles = words[attention.HEADER + 2 * size :]
+        lists = attention.Lists(words, singles, *programs, partial, done)
+        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.heads)
+        assert not done.any()
+        return out
+
+    def work(self, members_per_tile=16):
+        items = np.array([(row, *request) for row, request in enumerate(self.requests)], np.int32)
+        samples = np.ones(len(self.requests), bool)
+        group = self.heads // self.cache.shape[3]
+        tile = attention.prompt_rows(group) // group
+        return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
+def test_attention(heads, kv_heads, small_blocks):
+    """One token in one split and in several, prompts over splits; more entries than programs and fewer."""
+    scene = Scene([(0, 1), (31, 1), (32, 1), (80, 1), (0, 9), (40, 40)], heads, kv_heads)
+    work = scene.work()
+    assert work.singles.shape[0] == 1 + 1 + 2 + 3
+    assert work.prompts[:, 1].sum() == 49
+    assert not work.shared.size
+    assert work.rows.tolist() == [0, 1, 2, 3] + [4] * 9 + [5] * 40
+    assert work.positions.tolist() == [0, 31, 32, 80, *range(9), *range(40, 80)]
+    for programs in ((2, 1, 1), (20, 1, 9)):
+        assert torch.allclose(scene.attend(work, 60, programs), scene.expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("members_per_tile", [2, 16])
+def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
+    """Three requests with the same first pages and one without: a split in common is one tile's work; the bits are the same."""
+    scene = Scene([(70, 1), (64, 1), (90, 1), (64, 1)], 4, 2, family=(0, 2, 3))
+    work = scene.work(members_per_tile)
+    assert work.members.shape[0] == 3 * 2
+    assert work.shared[:, 1].sum() == 3 * 2
+    assert work.shared.shape[0] == (4 if members_per_tile == 2 else 2)
+    assert work.singles.shape[0] == 1 + 3 + 1 + 1
+    out = scene.attend(work, 4, (3, 2, 0))
+    assert torch.allclose(out, scene.expected, atol=1e-4)
+    for i in range(4):
+        alone = cuda_work.make_work(
+            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), scene.table.numpy(), members_per_tile, 32
+        )
+        assert not alone.shared.size
+        alone.singles[:, 0] = i
+        assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
+
+
+def test_a_draw_is_a_function_of_seed_and_position():
+    """The likeliest where the temperature is 0; elsewhere the token that the CPU's noise draws."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 9000)
+    state = torch.zeros(3, 20, dtype=torch.int32)
+    seeds, temperatures = (7, 0, -5), (0.7, 0.0, 1.5)
+    draws = torch.zeros(3, 3, dtype=torch.int32)
+    for row, (seed, temperature) in enumerate(zip(seeds, temperatures, strict=True)):
+        draws[row, 0] = int(np.float32(temperature).view(np.int32))
+        draws[row, 1:] = torch.from_numpy(np.array([seed], np.int64).view(np.int32))
+    index, rows, positions = (torch.tensor(x, dtype=torch.int32) for x in ([3, 1, 0, 4], [0, 1, 9, 2, 2], [3, 10, 9, 0, 5]))
+    tokens = sampling.pick_tokens(logits, index, rows, positions, draws, state)
+    for s, i in enumerate(index.tolist()):
+        row, position, scores = int(rows[i]), int(positions[i]), logits[s]
+        if temperatures[row]:
+            key = noise_keys(torch.tensor([seeds[row]]), torch.tensor([position + 1]))
+            scores = scores / temperatures[row] - exponential_noise(key, 9000)[0].log()
+        assert tokens[s] == scores.argmax()
+        assert state[row, position + 1] == tokens[s]
+
+
+@pytest.mark.parametrize(
+    "settings", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.6, 0.0), (40, 0.9, 0.0), (0, 1.0, 0.2), (30, 0.95, 0.05)]
+)
+def test_restriction(settings):
+    """Keeps the tokens that the CPU's sampler keeps; a greedy row is left alone."""
+    torch.manual_seed(0)
+    logits, (top_k, top_p, min_p) = torch.randn(3, 700) * 3, settings
+    logits[1, 5:600] = float("-inf")
+    mine, theirs = logits.clone(), logits / 0.8
+    sampling.restrict(mine, torch.tensor([[temperature, top_k, top_p, min_p] for temperature in (0.8, 0.8, 0.0)]))
+    restrict_top_k(theirs, [top_k] * 3)
+    restrict_top_p(theirs, [top_p] * 3)
+    restrict_min_p(theirs, [min_p] * 3)
+    assert torch.equal(mine[:2].isinf(), theirs[:2].isinf())
+    kept = ~mine[:2].isinf()
+    assert torch.allclose(mine[:2][kept], (logits / 0.8)[:2][kept])
+    assert torch.equal(mine[2], logits[2])
 
 
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm
+from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
 
-def build(kernel, types, **constants):
+def build(kernel, types, warps=4, **constants):
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= {name: "constexpr" for name in constants}
-    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(n),): v for n, v in constants.items()})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
 build(elementwise._swiglu, dict(gate_up_ptr=B, out_ptr=B), BLOCK=1024)
-types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=L, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
+types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
+build(elementwise._look_up, types, PAGE=64, BLOCK=256)
+types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
-build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, PAGE=16, QK_NORM=True, HEADS=16)
-build(gemm._gemm, dict(x_ptr=B, w_ptr=B, out_ptr=B), ROWS=16, OUTS=64, INS=128, GROUP=8, EVEN=True)
-build(gemm._gemm_bulk, dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
-      out_desc="tensordesc<bf16[128, 128]>", out_ptr=B), ROWS=128, OUTS=128, INS=64, GROUP=8, BULK_OUT=True)
-shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128)
-types = dict(qkv_ptr=B, cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, tiles_ptr=I,
-             layer_offset="i64", page_stride="i64", scale="fp32")
-for mode, rows in ((0, 16), (1, 16), (2, 128)):
-    build(attention._attend, types, **shape, PAGE=16, ROWS=rows, SPLIT=512, BLOCK=64, MODE=mode)
-build(attention._merge, dict(partial_ptr=F, out_ptr=B, merges_ptr=I), NUM_HEADS=32, DIM=128)
+build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, PAGE=64, QK_NORM=True, HEADS=16)
+types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
+             out_desc="tensordesc<bf16[128, 64]>")
+how = dict(GROUP=8, HAS_BIAS=True, GATED=True)
+build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
+build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
+shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
+types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
+             lists_ptr=I, singles_ptr=I, scale="fp32")
+build(attention._attend_single, types, 2, **shape, ROWS=16)
+build(attention._attend_shared, types, **shape, WORD=0, ROWS=64)
+build(attention._attend_prompts, types, **shape, WORD=2, ROWS=64)
+types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
+             out_ptr=I, settings_ptr=F)
+build(sampling._pick, types, STRETCH=4096, SCALED=False)
+build(sampling._settle, types, 1, BLOCK=32)
+build(sampling._restrict, types, 8, BLOCK=8192)
 """
 
 
@@ -154,5 +274,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    kernels = {"_add_rms_norm", "_swiglu", "_enter_heads", "_gemm", "_gemm_bulk", "_attend", "_merge"}
+    kernels = {
+        "_add_rms_norm", "_swiglu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_attend_prompts", "_pick", "_settle", "_restrict",
+    }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -20,13 +20,18 @@ DType = Annotated[
         help="How weights are kept and multiplied: packed (in their 4 or 8 bits), float32, bfloat16 (on a GPU), or auto."
     ),
 ]
-PageSize = Annotated[int, typer.Option(help="Tokens per KV page: a power of two up to 64.")]
+PageSize = Annotated[int | None, typer.Option(help="Tokens per KV page: a power of two up to 64. Default: 16; 64 on a GPU.")]
 MaxContext = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens. Default: the model's own.")]
-MaxRequests = Annotated[int | None, typer.Option(help="Requests computed at the same time. Default: 64.")]
-TokenBudget = Annotated[int | None, typer.Option(help="Tokens computed in one step. Default: 256.")]
+MaxRequests = Annotated[int | None, typer.Option(help="Requests computed at the same time. Default: 64; 256 on a GPU.")]
+TokenBudget = Annotated[int | None, typer.Option(help="Tokens computed in one step. Default: 256; 2048 on a GPU.")]
 KVMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, like 512M or 4G.")]
 PolicyName = Annotated[str, typer.Option(help=f"How requests are batched: {', '.join(POLICIES)}.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Compute equal beginnings once.")]
+FastMath = Annotated[
+    bool,
+    typer.Option(help="On a GPU: use the vendor's matrix products where they are faster. Tokens may then depend on the batch."),
+]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights of the shape in config.json, for measurements.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the physical cores this process may use.")]
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]

@@ -27,7 +27,7 @@ def serve(
     served_name: Annotated[str | None, typer.Option(help="The model's name in the API. Default: as given.")] = None,
     device: opt.Device = "auto",
     dtype: opt.DType = "auto",
-    page_size: opt.PageSize = 16,
+    page_size: opt.PageSize = None,
     max_context: opt.MaxContext = None,
     max_requests: opt.MaxRequests = None,
     token_budget: opt.TokenBudget = None,
@@ -35,6 +35,8 @@ def serve(
     policy: opt.PolicyName = "continuous",
     prefix_caching: opt.PrefixCaching = True,
     threads: opt.Threads = None,
+    fast_math: opt.FastMath = False,
+    load_format: opt.LoadFormat = "auto",
 ) -> None:
     """Serve a model over the OpenAI API."""
     from tidemill.server.run import serve as run_server
@@ -53,6 +55,8 @@ def serve(
         policy=policy,
         prefix_caching=prefix_caching,
         threads=threads,
+        fast_math=fast_math,
+        load_format=load_format,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True)

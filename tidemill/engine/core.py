@@ -72,7 +72,8 @@ class EngineCore:
         if options.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
         random = options.load_format == "dummy"
-        return cls(architecture.load(checkpoint, model_config, config.dtype, progress, config.device, random), config)
+        method = f"{config.dtype}-fast" if config.fast_math else config.dtype
+        return cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
 
     @property
     def has_work(self) -> bool:

@@ -33,9 +33,9 @@ class Weight(ABC):
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 
-    def logits(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """The product in float32, whatever the type of activations."""
-        return self(x_TK)
+    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product in float32, whatever the type of activations; into `out`, if given."""
+        return self(x_TK) if out is None else out.copy_(self(x_TK))
 
     @abstractmethod
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,4 @@ def swiglu_reference(gate_up_TI2: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
-    if gate_up_TI2.is_cuda:
-        from tidemill.kernels.cuda import elementwise
-
-        return elementwise.swiglu(gate_up_TI2)
     return native.lib.swiglu(gate_up_TI2) if native.lib else swiglu_reference(gate_up_TI2)

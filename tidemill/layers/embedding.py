@@ -24,8 +24,8 @@ class Head(Linear):
     def __init__(self, size: int, num_tokens: int, dtype: str = "float32") -> None:
         super().__init__(size, {"head": num_tokens}, dtype=dtype)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self.weight.logits(x_TH)
+    def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.weight.logits(x_TH, out)
 
 
 class TiedHead(nn.Module):
@@ -35,5 +35,5 @@ class TiedHead(nn.Module):
         super().__init__()
         self._table = [table]  # in a list: it is the model's module, not this one's
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self._table[0].weight.logits(x_TH)
+    def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._table[0].weight.logits(x_TH, out)

@@ -34,8 +34,11 @@ class Linear(Layer):
 
     def finish(self) -> None:
         bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if self._has_bias else None
-        self._weight = self._method.join([self._read[name] for name in self._names], bias)
+        self._weight = self._join([self._read[name] for name in self._names], bias)
         self._read.clear()
+
+    def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
+        return self._method.join(parts, bias)
 
     @property
     def weight(self) -> Weight:
@@ -44,3 +47,14 @@ class Linear(Layer):
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self.weight(x_TK)
+
+
+class GatedLinear(Linear):
+    """silu(gate) * up of two products of the same input."""
+
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str) -> None:
+        super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)
+
+    def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
+        gate, up = parts
+        return self._method.join_gated(gate, up, bias)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tidemill.kernels.swiglu import swiglu
-from tidemill.layers.linear import Linear
+from tidemill.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str) -> None:
         super().__init__()
-        outs = {"gate": intermediate_size, "up": intermediate_size}
-        self.gate_up = Linear(hidden_size, outs, bias=bias, dtype=dtype)
+        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, dtype=dtype)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        return self.down(swiglu(self.gate_up(x_TH)))
+        return self.down(self.gate_up(x_TH))

@@ -50,7 +50,7 @@ class CausalLM(nn.Module, ABC):
         """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
 
     @abstractmethod
-    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """How the rows of a stored matrix must be reordered; None: as they are."""

@@ -76,8 +76,8 @@ class Llama(CausalLM):
             delta = block(delta, residual_TH, step)
         return self.norm.add(delta, residual_TH)
 
-    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden_TH)
+    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(hidden_TH, out)
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""

@@ -7,6 +7,11 @@ from tidemill.quant.cuda import CudaDense
 from tidemill.quant.dense import Dense
 from tidemill.quant.packed import Packed
 
-METHODS: dict[str, LinearMethod[Any]] = {"float32": Dense(), "packed": Packed(), "bfloat16": CudaDense()}
+METHODS: dict[str, LinearMethod[Any]] = {
+    "float32": Dense(),
+    "packed": Packed(),
+    "bfloat16": CudaDense(),
+    "bfloat16-fast": CudaDense(fast=True),
+}
 
 __all__ = ["METHODS", "LinearMethod"]

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.swiglu import swiglu
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")
@@ -23,3 +24,20 @@ class LinearMethod(ABC, Generic[Part]):
     @abstractmethod
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
         """All of them, one below the other, in the form a kernel multiplies by."""
+
+    def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None) -> Weight:
+        """The two, in a form whose product is silu(gate) * up."""
+        return _Gated(self.join([gate, up], bias))
+
+
+class _Gated(Weight):
+    """The fused product, then its gate."""
+
+    def __init__(self, both: Weight) -> None:
+        self._both = both
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return swiglu(self._both(x_TK))
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self._both.rows(ids_T)

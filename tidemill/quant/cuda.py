@@ -10,26 +10,33 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class CudaWeight(Weight):
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+    """`gated`: rows of gate and up in turn, and the product is silu(gate) * up. `fast`: sums may run in an order that depends
+    on the number of rows."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, gated: bool = False) -> None:
         self._weight_NK, self._bias = weight_NK, bias_N
+        self._fast, self._gated = fast, gated
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._product(x_TK, x_TK.dtype)
+        from tidemill.kernels.cuda.gemm import product
 
-    def logits(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._product(x_TK, torch.float32)
+        return product(x_TK, self._weight_NK, self._bias, self._gated, any_order=self._fast)
 
-    def _product(self, x_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import gemm
 
-        out = gemm(x_TK, self._weight_NK, dtype=dtype)
-        return out if self._bias is None else out.add_(self._bias)
+        if out is None:
+            out = torch.empty(x_TK.shape[0], self._weight_NK.shape[0], dtype=torch.float32, device=x_TK.device)
+        return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._weight_NK[ids_T]
 
 
 class CudaDense(LinearMethod[torch.Tensor]):
+    def __init__(self, fast: bool = False) -> None:
+        self._fast = fast
+
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
         rows = torch.empty(tensor.shape, dtype=torch.bfloat16, device="cuda")
         tensor.read_into(rows)
@@ -37,4 +44,9 @@ class CudaDense(LinearMethod[torch.Tensor]):
 
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16))
+        return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast)
+
+    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> Weight:
+        weight = torch.stack([gate, up], 1).flatten(0, 1)
+        paired = None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
+        return CudaWeight(weight, paired, self._fast, gated=True)

@@ -1,164 +1,278 @@
 """Causal attention over the paged cache: any number of query tokens per request, grouped query heads packed into one tile.
 
 The order of summation depends on a query's position alone. Keys are taken in blocks of 64 from position 0 on; blocks within
-a split of 512 positions are merged by the online softmax, splits are merged in order afterwards. A decoding step may give each
-split to a program of its own; a prompt's tile takes its splits one after the other. The sum of probabilities is a product with
-ones: the matrix unit adds in one order whatever the tile, a reduction across threads would not.
+a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order:
 
-A row of a tile is one (token, query head of the KV head's group). A tile is up to ROWS / R tokens of one request. The grid
-follows a list of tiles, or of (tile, split), that the host makes for the step: work is proportional to live tokens, and nobody
-is padded to the longest request.
+- `_attend_prompts`: tiles of a request's new tokens, which take their splits one after the other;
+- `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them;
+- `_attend_shared`: a split that several requests have in common (they share its pages), read once for all of them.
+
+The sum of weights is a product with ones: the matrix unit adds in one order whatever the tile, a reduction across threads would
+not. A row of a tile is one (token, query head of the KV head's group). The work is lists that the host makes for the step: it
+is proportional to live tokens, and nobody is padded to the longest request. A program takes every n-th entry of its list, n
+being the number of programs, until one that is zero: so a recorded graph serves any number of requests and splits.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-SPLIT, BLOCK = 512, 64
-WARPS, STAGES = (2, 8), (3, 3)  # of small and of large tiles; two warps read memory at 3.9 of 4.25 TB/s, four at 2.5
+from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
+
+SPLIT, BLOCK = 512, 64  # a block is a page
+SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
+HEADER = 4  # words in front of a step's lists
+SHARED, MEMBERS, PROMPTS = 0, 1, 2  # of them: where these lists begin
+SINGLE_WIDTH, SHARED_WIDTH, MEMBER_WIDTH, PROMPT_WIDTH = 8, 4, 2, 4
+# One warp for each of many requests reads memory fastest; one request is done soonest by four.
+_SINGLE_HOW = ({"num_warps": 4, "num_stages": 5}, {"num_warps": 1, "num_stages": 3})
 _LOG2_E = 1.4426950408889634
 
 
-class Mode(IntEnum):
-    """How a tile's splits are computed."""
-
-    SINGLE = 0  # there is one
-    APART = 1  # each by a program of its own, then merged; a tile is one token
-    IN_TURN = 2
+@triton.jit
+def _weigh(scores, top, scale):
+    """Weights of a block's scores, the highest score so far, and by how much the sums so far shrink."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # of a row that sees none of these keys
+    shift = tl.zeros_like(scores) - (safe_top * scale)[:, None]
+    weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, shift))
+    shrink = tl.exp2((top - safe_top) * scale)  # 1 if these keys change nothing
+    return weights, new_top, shrink
 
 
 @triton.jit
-def _one_split(
-    q, cache_ptr, table_ptr, keys_offset, values_offset, page_stride, positions, begin, end, scale,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Positions begin .. end - 1: sums of weighted values, highest score, sum of weights (in 16 equal columns)."""
-    columns = tl.arange(0, DIM)
-    acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    ones = tl.full((BLOCK, 16), 1.0, cache_ptr.dtype.element_ty)
-    for first in range(begin, end, BLOCK):
-        keys = first + tl.arange(0, BLOCK)
-        there = keys < end
-        page = tl.load(table_ptr + keys // PAGE, mask=there, other=0).to(tl.int64)
-        at = page * page_stride + keys % PAGE * DIM
-        k = tl.load(cache_ptr + keys_offset + at[None, :] + columns[:, None], mask=there[None, :], other=0.0)
-        scores = tl.dot(q, k) * scale
-        scores = tl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that sees none of these keys
-        weights = tl.exp2(scores - shift[:, None]).to(cache_ptr.dtype.element_ty)
-        shrink = tl.exp2(top - shift)
-        v = tl.load(cache_ptr + values_offset + at[:, None] + columns[None, :], mask=there[:, None], other=0.0)
-        acc = tl.dot(weights, v, acc * shrink[:, None])
-        total = tl.dot(weights, ones, total * shrink[:, None])
-        top = new_top
-    return acc, top, total
-
-
-@triton.jit
-def _merge_two(acc, top, total, more_acc, more_top, more_total):
+def _merge(acc, top, total, more_acc, more_top, more_total, scale):
     new_top = tl.maximum(top, more_top)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    old, new = tl.exp2(top - shift), tl.exp2(more_top - shift)
-    return acc * old[:, None] + more_acc * new[:, None], new_top, total * old + more_total * new
+    old, new = tl.exp2((top - shift) * scale), tl.exp2((more_top - shift) * scale)
+    acc = tl.fma(acc, tl.zeros_like(acc) + old[:, None], more_acc * new[:, None])
+    return acc, new_top, tl.fma(total, old, more_total * new)
 
 
 @triton.jit
-def _attend(
-    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, tiles_ptr, layer_offset, page_stride, table_width, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+def _queries(qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr):
+    columns = tl.arange(0, DIM)
+    at = (token[:, None] * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * DIM + columns[None, :]
+    return tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _attend_prompts(
+    qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
+    WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    begin_after(AHEAD)
+    kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    # A tile: first token in the step, tokens, first position, row of the table, split. No tokens: padding.
-    tiles_ptr += tile * 5
-    token0, num = tl.load(tiles_ptr).to(tl.int64), tl.load(tiles_ptr + 1)
-    start, table_row = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3).to(tl.int64)
-    split = tl.load(tiles_ptr + 4)
-    end = start + num
-    if num > 0:
-        rows = tl.arange(0, ROWS)
-        token, head = token0 + rows // group, kv_head * group + rows % group
-        valid = rows // group < num
+    per_split: tl.constexpr = SPLIT // BLOCK
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
+    ones = tl.full((BLOCK, 16), 1.0, cache_ptr.dtype.element_ty)
+    # First token in the step, tokens, first position, row of the table.
+    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * 4
+    num = tl.load(tile + 1)
+    while num > 0:
+        token0 = tl.load(tile).to(tl.int64)
+        start, table = tl.load(tile + 2), table_ptr + tl.load(tile + 3).to(tl.int64) * table_width
+        token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
         positions = start + rows // group
-        columns = tl.arange(0, DIM)
-        q_at = (token[:, None] * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * DIM + columns[None, :]
-        q = tl.load(qkv_ptr + q_at, mask=valid[:, None], other=0.0)
-        keys_offset = layer_offset + kv_head * PAGE * DIM
-        values_offset = keys_offset + NUM_KV_HEADS * PAGE * DIM
-        table = table_ptr + table_row * table_width
-        acc, top, total = _one_split(
-            q, cache_ptr, table, keys_offset, values_offset, page_stride, positions,
-            split * SPLIT, min(split * SPLIT + SPLIT, end), scale, ROWS, DIM, PAGE, BLOCK,
-        )  # fmt: skip
-        weight = tl.max(total, 1)  # its 16 columns are equal
-        if MODE == 2:
-            for begin in range(SPLIT, end, SPLIT):
-                more_acc, more_top, more_total = _one_split(
-                    q, cache_ptr, table, keys_offset, values_offset, page_stride, positions,
-                    begin, min(begin + SPLIT, end), scale, ROWS, DIM, PAGE, BLOCK,
-                )  # fmt: skip
-                acc, top, weight = _merge_two(acc, top, weight, more_acc, more_top, tl.max(more_total, 1))
-        if MODE == 1:
-            partial = (tile.to(tl.int64) * NUM_HEADS + head) * (DIM + 2)
-            valid = rows < group
-            tl.store(partial_ptr + partial[:, None] + columns[None, :], acc, mask=valid[:, None])
-            tl.store(partial_ptr + partial + DIM, top, mask=valid)
-            tl.store(partial_ptr + partial + DIM + 1, weight, mask=valid)
-        else:
-            out_at = (token[:, None] * NUM_HEADS + head[:, None]) * DIM + columns[None, :]
-            tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        all_acc, all_total, all_top = acc, tl.zeros((ROWS,), tl.float32), top
+        num_whole = (start + 1) // BLOCK  # blocks of which every row sees every key
+        for block in range(num_whole):
+            if (block % per_split == 0) & (block > 0):
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
+                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+                top = tl.full((ROWS,), float("-inf"), tl.float32)
+            run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
+            scores = tl.dot(q, cache_desc.load([run, 0]).T)
+            weights, top, shrink = _weigh(scores, top, scale)
+            weights = weights.to(cache_ptr.dtype.element_ty)
+            acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
+            total = tl.dot(weights, ones, total * shrink[:, None])
+        for block in tl.range(num_whole, tl.cdiv(start + num, BLOCK), num_stages=1):
+            if (block % per_split == 0) & (block > 0):
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
+                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+                top = tl.full((ROWS,), float("-inf"), tl.float32)
+            keys = block * BLOCK + tl.arange(0, BLOCK)
+            there = keys < start + num  # past the end may lie anything
+            keys_ptr = cache_ptr + (tl.load(table + block).to(tl.int64) * runs_per_page + layer_run + kv_head) * (BLOCK * DIM)
+            at = tl.arange(0, BLOCK) * DIM
+            k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
+            scores = tl.where(keys[None, :] <= positions[:, None], tl.dot(q, k), float("-inf"))
+            weights, top, shrink = _weigh(scores, top, scale)
+            weights = weights.to(cache_ptr.dtype.element_ty)
+            v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
+            acc = tl.dot(weights, v, acc * shrink[:, None])
+            total = tl.dot(weights, ones, total * shrink[:, None])
+        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
+        out_at = (token[:, None] * NUM_HEADS + head[:, None]) * DIM + columns[None, :]
+        tl.store(out_ptr + out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        tile += tl.num_programs(1) * 4
+        num = tl.load(tile + 1)
 
 
 @triton.jit
-def _merge(partial_ptr, out_ptr, merges_ptr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """One head of one token. A merge: token, its first tile, its tiles."""
-    merge, head = tl.program_id(0), tl.program_id(1)
-    token, first, num = (
-        tl.load(merges_ptr + merge * 3).to(tl.int64),
-        tl.load(merges_ptr + merge * 3 + 1),
-        tl.load(merges_ptr + merge * 3 + 2),
-    )
-    if num > 0:
-        columns, one = tl.arange(0, DIM), tl.arange(0, 1)
-        at = partial_ptr + (first.to(tl.int64) * NUM_HEADS + head) * (DIM + 2)
-        acc = tl.load(at + one[:, None] + columns[None, :])
-        top, weight = tl.load(at + DIM + one), tl.load(at + DIM + 1 + one)
-        for _ in range(1, num):
-            at += NUM_HEADS * (DIM + 2)
-            more = tl.load(at + one[:, None] + columns[None, :])
-            acc, top, weight = _merge_two(acc, top, weight, more, tl.load(at + DIM + one), tl.load(at + DIM + 1 + one))
-        out_at = (token * NUM_HEADS + head) * DIM + one[:, None] + columns[None, :]
-        tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty))
+def _attend_shared(
+    qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
+    WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin_after(AHEAD)
+    kv_head = tl.program_id(0)
+    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
+    # First member, members, split, row of the table. A member: its token in the step, and where its part of the result goes.
+    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * 4
+    num = tl.load(tile + 1)
+    while num > 0:
+        member0, split = tl.load(tile), tl.load(tile + 2)
+        table = table_ptr + tl.load(tile + 3).to(tl.int64) * table_width + split * (SPLIT // BLOCK)
+        valid = rows // group < num
+        member = members_ptr + (member0 + rows // group) * 2
+        token, slot = tl.load(member, mask=valid, other=0).to(tl.int64), tl.load(member + 1, mask=valid, other=0).to(tl.int64)
+        head = kv_head * group + rows % group
+        q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
+        ones = tl.full((BLOCK, 16), 1.0, q.dtype)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        for block in range(SPLIT // BLOCK):
+            run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
+            scores = tl.dot(q, cache_desc.load([run, 0]).T)
+            weights, top, shrink = _weigh(scores, top, scale)
+            weights = weights.to(q.dtype)
+            acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
+            total = tl.dot(weights, ones, total * shrink[:, None])
+        part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
+        tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
+        tl.store(part + DIM, top, mask=valid)
+        tl.store(part + DIM + 1, tl.max(total, 1), mask=valid)
+        tile += tl.num_programs(1) * 4
+        num = tl.load(tile + 1)
+
+
+@triton.jit
+def _attend_single(
+    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin_after(AHEAD)
+    kv_head = tl.program_id(0)
+    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
+    ones = tl.full((BLOCK, 16), 1.0, cache_ptr.dtype.element_ty)
+    head, valid = kv_head * group + rows, rows < group
+    # Token in the step, its position, row of the table, split; where the token's parts begin, how many splits it has, and how
+    # many of them are in this list.
+    tile = singles_ptr + tl.program_id(1) * 8
+    num_splits = tl.load(tile + 5)
+    while num_splits > 0:
+        num_next = tl.load(tile + tl.num_programs(1) * 8 + 5)  # asked for early, it does not keep the program from ending
+        token, position = tl.load(tile).to(tl.int64), tl.load(tile + 1)
+        table, split = table_ptr + tl.load(tile + 2).to(tl.int64) * table_width, tl.load(tile + 3)
+        slot0, num_here = tl.load(tile + 4).to(tl.int64), tl.load(tile + 6)
+        q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        for first in range(split * SPLIT, min(split * SPLIT + SPLIT, position + 1), BLOCK):
+            keys = first + tl.arange(0, BLOCK)
+            there = keys <= position
+            keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
+                BLOCK * DIM
+            )
+            at = tl.arange(0, BLOCK) * DIM
+            k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
+            scores = tl.where(there[None, :], tl.dot(q, k), float("-inf"))
+            weights, top, shrink = _weigh(scores, top, scale)
+            weights = weights.to(cache_ptr.dtype.element_ty)
+            v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
+            acc = tl.dot(weights, v, acc * shrink[:, None])
+            total = tl.dot(weights, ones, total * shrink[:, None])
+        weight = tl.max(total, 1)  # its 16 columns are equal
+        is_last = num_splits == 1
+        if num_splits > 1:
+            part = partial_ptr + ((slot0 + split) * NUM_HEADS + head) * (DIM + 2)
+            tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
+            tl.store(part + DIM, top, mask=valid)
+            tl.store(part + DIM + 1, weight, mask=valid)
+            tl.debug_barrier()
+            is_last = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu") == num_here - 1
+            if is_last:
+                tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
+                part = partial_ptr + (slot0 * NUM_HEADS + head) * (DIM + 2)
+                acc = tl.load(part[:, None] + columns[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
+                top = tl.load(part + DIM, mask=valid, other=0.0, cache_modifier=".cg")
+                weight = tl.load(part + DIM + 1, mask=valid, other=1.0, cache_modifier=".cg")
+                for _ in range(1, num_splits):
+                    part += NUM_HEADS * (DIM + 2)
+                    more = tl.load(part[:, None] + columns[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
+                    more_top = tl.load(part + DIM, mask=valid, other=0.0, cache_modifier=".cg")
+                    more_weight = tl.load(part + DIM + 1, mask=valid, other=1.0, cache_modifier=".cg")
+                    acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
+        if is_last:
+            out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
+            tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        tile += tl.num_programs(1) * 8
+        num_splits = num_next
+
+
+@dataclass(slots=True)
+class Lists:
+    """A step's work on the device, and how many programs each kernel gets (0: it is not launched). Each list ends in as many
+    entries of zeros as there are programs."""
+
+    words: torch.Tensor  # int32: HEADER, and lists where it says
+    singles: torch.Tensor  # int32
+    num_single: int
+    num_shared: int
+    num_prompts: int
+    partial: torch.Tensor  # float32 [slots, heads, D + 2]
+    done: torch.Tensor  # int32 [tokens, KV heads], zeros
 
 
 def attend(
-    qkv_TC: torch.Tensor,
-    cache: torch.Tensor,
-    layer: int,
-    table: torch.Tensor,
-    tiles: torch.Tensor,
-    out_TC: torch.Tensor,
-    num_heads: int,
-    mode: Mode,
-    rows: int,
-    merges: torch.Tensor | None = None,
-    partial: torch.Tensor | None = None,
+    qkv_TC: torch.Tensor, cache: torch.Tensor, layer: int, table: torch.Tensor, lists: Lists, out_TC: torch.Tensor, num_heads: int
 ) -> None:
-    """`tiles`: int32 [n, 5]. With splits apart: `merges`, int32 [n, 3], and `partial`, float32 [tiles, heads, D + 2]."""
-    _, _, _, num_kv_heads, page_size, dim = cache.shape
-    _attend[(num_kv_heads, tiles.shape[0])](
-        qkv_TC, cache, table, out_TC, out_TC if partial is None else partial, tiles,
-        layer * cache.stride(1), cache.stride(0), table.shape[1], dim**-0.5 * _LOG2_E,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, ROWS=rows,
-        SPLIT=SPLIT, BLOCK=BLOCK, MODE=int(mode), num_warps=WARPS[rows > 64], num_stages=STAGES[rows > 64],
-    )  # fmt: skip
-    if mode == Mode.APART:
-        assert merges is not None
-        _merge[(merges.shape[0], num_heads)](partial, out_TC, merges, NUM_HEADS=num_heads, DIM=dim, num_warps=1)
+    """`cache`: [P, layers, 2, G, S, D] with pages of a block. Queries are read from `qkv_TC`, results go to `out_TC`."""
+    _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
+    assert page_size == BLOCK
+    desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
+    where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.shape[1], dim**-0.5 * _LOG2_E)
+    group = num_heads // num_kv_heads
+    common = {
+        "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK,
+        "AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0,
+    }  # fmt: skip
+    if lists.num_shared:
+        _attend_shared[(num_kv_heads, lists.num_shared)](
+            qkv_TC, desc, table, lists.partial, lists.words, *where, WORD=SHARED, ROWS=shared_rows(group),
+            num_warps=4, num_stages=2, **common,
+        )  # fmt: skip
+    if lists.num_single:
+        _attend_single[(num_kv_heads, lists.num_single)](
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
+            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_SINGLE_HOW[qkv_TC.shape[0] > 4], **common,
+        )  # fmt: skip
+    if lists.num_prompts:
+        _attend_prompts[(num_kv_heads, lists.num_prompts)](
+            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS, ROWS=prompt_rows(group),
+            num_warps=4, num_stages=2, **common,
+        )  # fmt: skip
+
+
+def shared_rows(group: int) -> int:
+    return max(SHARED_ROWS, triton.next_power_of_2(group))
+
+
+def prompt_rows(group: int) -> int:
+    return max(PROMPT_ROWS, triton.next_power_of_2(group))

@@ -1,4 +1,4 @@
-"""Norm with residual addition, SwiGLU, and what happens to q, k and v between projection and attention."""
+"""A step's tokens, norm with residual addition, SwiGLU, and what happens to q, k and v between projection and attention."""
 
 from __future__ import annotations
 
@@ -6,9 +6,44 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
+
+_HOW = {"AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0}
+
 
 @triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+def _look_up(
+    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin_after(AHEAD)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = i < num
+    row = tl.load(rows_ptr + i, mask=there, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + i, mask=there, other=0)
+    token = tl.load(tokens_ptr + row * tokens_width + position, mask=there, other=0)
+    page = tl.load(pages_ptr + row * pages_width + position // PAGE, mask=there, other=0)
+    tl.store(ids_ptr + i, token, mask=there)
+    tl.store(slots_ptr + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
+
+
+def look_up(
+    rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, pages: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens' ids (int32) and their slots in the cache."""
+    ids, slots = torch.empty_like(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
+    num = rows_T.numel()
+    _look_up[(triton.cdiv(num, 256),)](
+        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **_HOW
+    )
+    return ids, slots
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
+    begin_after(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -30,25 +65,29 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
     x = residual_TH if x_TH is None else x_TH
     block = triton.next_power_of_2(width)
     _add_rms_norm[(num_rows,)](
-        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, num_warps=min(8, max(1, block // 512))
-    )
+        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **_HOW,
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    begin_after(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=inside)
+    both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    values = tl.load(gate_up_ptr + row * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
+    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, out, mask=columns < width)
 
 
 def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    """Of columns that hold gate and up in turn. (Our own product has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
-    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4)
+    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **_HOW)
     return out
 
 
@@ -56,9 +95,10 @@ def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
 def _enter_heads(
     qkv_ptr, cache_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
+    begin_after(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = DIM // 2
@@ -109,5 +149,5 @@ def enter_heads(
     _enter_heads[(qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads,
-        num_warps=4,
+        num_warps=4, **_HOW,
     )  # fmt: skip

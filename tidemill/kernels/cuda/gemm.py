@@ -1,7 +1,11 @@
-"""y = x Wᵀ in bf16 with float32 sums: one pass over K in order, no split, so that a row's bits depend on the row alone.
+"""y = x Wᵀ + b in bf16 with float32 sums: one pass over K in order, no split, so that a row's bits depend on the row alone.
 
 Which tile is fastest changes nothing in the result, so it is chosen freely by the number of rows and the shape: from a table of
-measured choices for known GPUs, else by a rule.
+measured choices for known GPUs, else by a rule. Nor does it matter who multiplies: the vendor's library gives the same bits
+wherever it makes one pass over K. With many rows it is faster; so it is taken for a number of rows and a shape if it is told
+not to split K and a trial shows that it gives our bits.
+
+A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tidemill.kernels.cuda.elementwise import swiglu
+from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +35,37 @@ class Tile:
     bulk: int = 0  # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gemm(
-    x_ptr, w_ptr, out_ptr, num_rows, num_out, num_in,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    # Programs that share a strip of the weight run side by side, so that it is read once from memory.
+@triton.jit
+def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.constexpr):
+    """Programs that share a strip of the weight run side by side, so that it is read once from memory."""
     tile = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, OUTS)
-    band = tile // (GROUP * tiles_n)
-    first = band * GROUP
+    first = tile // (GROUP * tiles_n) * GROUP
     height = min(tiles_m - first, GROUP)
-    m, n = first + (tile % (GROUP * tiles_n)) % height, (tile % (GROUP * tiles_n)) // height
+    return first + (tile % (GROUP * tiles_n)) % height, (tile % (GROUP * tiles_n)) // height
+
+
+@triton.jit
+def _finish(
+    acc, bias_ptr, outs, num_out,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
+    if GATED:  # of rounded values, as if they had been stored in between
+        gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gemm(
+    x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin_after(AHEAD)
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
     w = w_ptr + outs[None, :].to(tl.int64) * num_in + ins[:, None]
@@ -53,38 +80,48 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, GATED, ROWS, OUTS, out_ptr.dtype.element_ty)
+    width: tl.constexpr = OUTS // 2 if GATED else OUTS
+    num_out = num_out // 2 if GATED else num_out
+    outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gemm_bulk(
-    x_desc, w_desc, out_desc, out_ptr, num_rows, num_out, num_in,
+    x_desc, w_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(num_rows, ROWS), tl.cdiv(num_out, OUTS)
-    first = tile // (GROUP * tiles_n) * GROUP
-    height = min(tiles_m - first, GROUP)
-    m, n = first + (tile % (GROUP * tiles_n)) % height, (tile % (GROUP * tiles_n)) // height
+    begin_after(AHEAD)
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
+    acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, GATED, ROWS, OUTS, out_ptr.dtype.element_ty)
+    width: tl.constexpr = OUTS // 2 if GATED else OUTS
+    num_out = num_out // 2 if GATED else num_out
     if BULK_OUT:
-        out_desc.store([m * ROWS, n * OUTS], acc.to(out_desc.dtype))
+        out_desc.store([m * ROWS, n * width], acc.to(out_desc.dtype))
     else:  # a tile of float32 would not fit beside the operands
-        rows, outs = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+        rows, outs = m * ROWS + tl.arange(0, ROWS), n * width + tl.arange(0, width)
         where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
         tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
 
 
+LIBRARY = Tile(0, 0, 0, 0, 0)
+
+
 @cache
 def _measured() -> dict[tuple[int, int], dict[int, Tile]]:
-    """Fastest tiles by (outs, ins) and rows for this GPU (tiles.json, from `bench/gpu.py --search`); empty for unknown ones."""
+    """What was fastest by (outs, ins) and rows on this GPU (tiles.json, from `bench/gpu.py --search`); empty for unknown ones."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
     return {
-        (int(shape.split("x")[0]), int(shape.split("x")[1])): {int(rows): Tile(*tile) for rows, tile in by_rows.items()}
+        (int(shape.split("x")[0]), int(shape.split("x")[1])): {
+            int(rows): Tile(*tile) if tile else LIBRARY for rows, tile in by_rows.items()
+        }
         for shape, by_rows in shapes.items()
     }
 
@@ -95,37 +132,83 @@ def choose_tile(num_rows: int, num_out: int, num_in: int) -> Tile:
     by_rows = _measured().get((num_out, num_in))
     if by_rows:
         return by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))]
+    return LIBRARY if num_rows > 64 else own_tile(num_rows, num_out)
+
+
+def own_tile(num_rows: int, num_out: int) -> Tile:
     if num_rows <= 16:
-        return Tile(16, 32, 256, 4, 4) if num_out <= 8192 else Tile(16, 64, 128, 5, 4)
+        return Tile(16, 16, 512, 4, 2) if num_out <= 8192 else Tile(16, 64, 256, 3, 4)
     if num_rows <= 32:
         return Tile(32, 32, 128, 6, 4) if num_out <= 8192 else Tile(32, 64, 128, 5, 4)
     if num_rows <= 64:
-        return Tile(64, 32, 128, 5, 4) if num_out <= 8192 else Tile(64, 256, 64, 4, 8)
+        return Tile(64, 32, 128, 5, 4, 1) if num_out <= 8192 else Tile(64, 256, 64, 4, 8, 1)
     if num_rows <= 256:
-        return Tile(128, 64, 128, 4, 8) if num_out <= 8192 else Tile(128, 256, 64, 4, 8)
-    return Tile(128, 128, 128, 3, 8) if num_rows <= 512 else Tile(256, 128, 64, 3, 8)
+        return Tile(128, 64, 64, 6, 4, 1) if num_out <= 8192 else Tile(128, 256, 64, 4, 8, 1)
+    return Tile(128, 128, 64, 4, 4, 1)
 
 
-def gemm(x_TK: torch.Tensor, weight_NK: torch.Tensor, tile: Tile | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`dtype`: of the result; by default that of x."""
+def keep_library_in_order() -> None:
+    """It may not split K, which only one of its interfaces can promise."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+
+@cache
+def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
+    """Whether the library's product has our bits: of random values, so that another order of summation would show."""
+    keep_library_in_order()
+    generator = torch.Generator(device).manual_seed(0)
+    x, weight = (torch.randn(num, num_in, generator=generator, device=device).to(torch.bfloat16) for num in (num_rows, num_out))
+    return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
+
+
+def product(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool, any_order: bool = False
+) -> torch.Tensor:
+    """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours."""
+    num_rows, num_in = x_TK.shape
+    num_out = weight_NK.shape[0]
+    tile = choose_tile(num_rows, num_out, num_in)
+    if tile is LIBRARY:
+        if bias_N is None and (any_order or library_agrees(num_rows, num_out, num_in, x_TK.device)):
+            out = F.linear(x_TK, weight_NK)
+            return swiglu(out) if gated else out
+        tile = own_tile(num_rows, num_out)
+    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, gated=gated)
+
+
+def gemm(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    tile: Tile | None = None,
+    *,
+    bias_N: torch.Tensor | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gated`: silu(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
-    out = x_TK.new_empty(num_rows, num_out, dtype=dtype or x_TK.dtype)
+    if tile is LIBRARY:
+        tile = own_tile(num_rows, num_out)
+    if out is None:
+        out = x_TK.new_empty(num_rows, num_out // 2 if gated else num_out)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
-    if tile.bulk and num_in % 8 == 0 and num_out % 8 == 0:
+    bias = weight_NK if bias_N is None else bias_N
+    how = {
+        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "GATED": gated,
+        "AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0,
+        "num_stages": tile.stages, "num_warps": tile.warps,
+    }  # fmt: skip
+    if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
+        bulk_out = out.element_size() == 2
         _gemm_bulk[grid](
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
-            TensorDescriptor.from_tensor(out, [tile.rows, tile.outs if out.element_size() == 2 else 16]),
-            out, num_rows, num_out, num_in,
-            ROWS=tile.rows, OUTS=tile.outs, INS=tile.ins, GROUP=8, BULK_OUT=out.element_size() == 2,
-            num_stages=tile.stages, num_warps=tile.warps,
+            TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if gated else tile.outs) if bulk_out else 16]),
+            bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **how,
         )  # fmt: skip
         return out
-    _gemm[grid](
-        x_TK, weight_NK, out, num_rows, num_out, num_in,
-        ROWS=tile.rows, OUTS=tile.outs, INS=tile.ins, GROUP=8, EVEN=num_in % tile.ins == 0,
-        num_stages=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    _gemm[grid](x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **how)
     return out

@@ -1,0 +1,364 @@
+"""Every GPU kernel, and the engine on top, held against a reference on the GPU at hand, and bit for bit against itself in other
+company. Run by bench/gpu.py."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tidemill.config import EngineOptions
+from tidemill.engine.core import EngineCore
+from tidemill.kernels.cuda import attention, elementwise, sampling
+from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees
+from tidemill.kernels.norm import add_rms_norm_reference
+from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.kernels.swiglu import swiglu_reference
+from tidemill.runner.cuda_work import Work, make_work
+from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Abort, Submit
+
+# Tiles of the matrix product by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
+_PLAIN = {
+    16: [(16, 512, 3, 2), (16, 512, 4, 2), (16, 1024, 3, 4), (32, 128, 8, 4), (32, 256, 3, 2), (64, 128, 5, 4), (64, 256, 3, 4)],
+    32: [(16, 512, 3, 2), (32, 128, 6, 4), (32, 512, 3, 4), (64, 256, 3, 4), (128, 64, 5, 4)],
+}
+_BULK = {
+    64: [(32, 128, 5, 4), (64, 128, 4, 4), (128, 64, 5, 4), (256, 64, 4, 8)],
+    128: [(32, 128, 5, 4), (64, 64, 6, 4), (128, 64, 4, 4), (256, 64, 4, 8)],
+    256: [(64, 64, 4, 8), (128, 64, 4, 8)],
+}
+TILES = {
+    rows: [Tile(rows, *rest) for rest in _PLAIN.get(rows, [])] + [Tile(rows, *rest, bulk=1) for rest in _BULK.get(rows, [])]
+    for rows in (16, 32, 64, 128, 256)
+}
+
+
+def check_elementwise() -> None:
+    for width in (4096, 1024, 576):
+        x, residual = torch.randn(2, 300, width, device="cuda", dtype=torch.bfloat16).unbind()
+        weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
+        mine, other = residual.clone(), residual.clone()
+        out, expected = elementwise.add_rms_norm(x, mine, weight, 1e-5), add_rms_norm_reference(x, other, weight, 1e-5)
+        assert torch.equal(mine, other)
+        assert (out - expected).float().abs().max() <= 2**-7 * expected.float().abs().max()
+        alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
+        assert torch.equal(alone, out[7:8])
+    gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
+    out, expected = elementwise.swiglu(torch.stack([gate, up], 2).flatten(1)), swiglu_reference(torch.cat([gate, up], 1).float())
+    assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def check_gemm() -> None:
+    torch.manual_seed(0)
+    for num_out, num_in in ((4096, 4096), (1024, 3072), (1000, 1024), (512, 14336)):
+        weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) / num_in**0.5
+        x = torch.randn(2048, num_in, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(num_out, device="cuda", dtype=torch.bfloat16)
+        whole = gemm(x, weight)
+        exact = x.float() @ weight.float().t()
+        assert (whole.float() - exact).abs().max() < 0.05
+        gated = gemm(x, weight, bias_N=bias, gated=True)
+        both = exact + bias.float()
+        assert (gated.float() - swiglu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))).abs().max() < 0.1
+        for rows in (1, 2, 16, 17, 63, 64, 100, 128, 256, 1000, 2048):
+            assert torch.equal(gemm(x[:rows].contiguous(), weight), whole[:rows]), (num_out, num_in, rows)
+            assert library_agrees(rows, num_out, num_in, x.device) or rows < 64, (num_out, num_in, rows)
+        for tile in itertools.chain.from_iterable(TILES.values()):
+            part = x[:200].contiguous()
+            assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
+            assert torch.equal(gemm(part, weight, tile, bias_N=bias, gated=True), gated[:200]), tile
+
+
+class Scene:
+    """Rows of a paged cache with so many tokens each, and a query for every token. Rows of the family have the same pages of
+    the first `common` positions."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        family: tuple[int, ...] = (),
+        common: int = 0,
+        layers: int = 2,
+    ) -> None:
+        torch.manual_seed(0)
+        page = attention.BLOCK
+        self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
+        num_pages = sum(-(-length // page) for length in lengths) + 1
+        self.cache = torch.randn(num_pages, layers, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
+        order, used = np.random.default_rng(0).permutation(num_pages - 1) + 1, 0
+        self.pages = np.zeros((len(lengths), -(-max(lengths) // page)), np.int32)
+        for row, length in enumerate(lengths):
+            num = -(-length // page)
+            self.pages[row, :num] = order[used : used + num]
+            used += num
+        for row in family[1:]:
+            self.pages[row, : common // page] = self.pages[family[0], : common // page]
+        self.table = torch.from_numpy(self.pages).cuda()
+        self.qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+        self.first = np.cumsum([0, *lengths])
+
+    def expected(self, row: int, start: int, count: int) -> torch.Tensor:
+        pages, positions = self.table[row].long(), torch.arange(start, start + count, device="cuda")
+        k, v = (self.cache[pages, 1, i].transpose(1, 2).flatten(0, 1)[: start + count].float() for i in (0, 1))
+        first = self.first[row] + start
+        q = self.qkv[first : first + count].view(count, -1, self.dim)[:, : self.heads].float()
+        num_repeats = self.heads // self.kv_heads
+        scores = torch.einsum("tnd,lnd->ntl", q, k.repeat_interleave(num_repeats, 1)) * self.dim**-0.5
+        scores.masked_fill_(torch.arange(k.shape[0], device="cuda") > positions[:, None], float("-inf"))
+        return torch.einsum("ntl,lnd->tnd", scores.softmax(-1), v.repeat_interleave(num_repeats, 1)).flatten(1)
+
+    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0) -> tuple[Work, attention.Lists]:
+        """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
+        group = self.heads // self.kv_heads
+        tile, members = attention.prompt_rows(group) // group, attention.shared_rows(group) // group
+        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
+        lens = (len(work.singles), len(work.shared), len(work.prompts))
+        programs = tuple(-(-num // extra) if extra else num for num in lens)
+        words = np.zeros(2**22, np.int32)
+        size = work.rows.size
+        work.write(words, size, 0, programs)  # type: ignore[arg-type]
+        device = torch.from_numpy(words).cuda()
+        partial = torch.full((max(1, work.num_slots), self.heads, self.dim + 2), float("nan"), device="cuda")
+        done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
+        return work, attention.Lists(device, device[attention.HEADER + 2 * size :], *programs, partial, done)
+
+    def run(self, items: list[tuple[int, int, int]], extra: int = 0) -> torch.Tensor:
+        work, lists = self.prepare(items, extra)
+        where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
+        qkv = self.qkv[where]
+        out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
+        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.heads)
+        assert not lists.done.any()
+        return out
+
+
+def check_attention() -> None:
+    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (9, 3, 64)):
+        lengths = [1, 64, 65, 512, 513, 1301, 1700, 100, 630, 2070]
+        scene = Scene(lengths, heads, kv_heads, dim)
+        whole = [scene.run([(row, 0, length)]) for row, length in enumerate(lengths)]
+        for row, length in enumerate(lengths):
+            assert (whole[row].float() - scene.expected(row, 0, length)).abs().max() < 0.02, (heads, row)
+            cut = length // 3
+            if cut > 1:
+                parts = torch.cat([scene.run([(row, 0, cut)]), scene.run([(row, cut, length - cut)])])
+                assert torch.equal(parts, whole[row]), "in two chunks"
+        together = scene.run([(row, 0, length) for row, length in enumerate(lengths)], extra=3)
+        assert torch.equal(together, torch.cat(whole)), "all together"
+        every = scene.run([(row, at, 1) for row, length in enumerate(lengths) for at in range(length)], extra=7)
+        assert torch.equal(every, torch.cat(whole)), "token by token"
+        last = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+        assert torch.equal(scene.run(last), torch.stack([out[-1] for out in whole])), "last tokens"
+    lengths = [1100] * 40 + [700, 2000, 1500]
+    scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024)
+    items = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+    work, _ = scene.prepare(items)
+    assert len(work.members) == 2 * 41
+    alone = torch.cat([scene.run([item]) for item in items])
+    assert torch.equal(scene.run(items), alone), "a shared beginning"
+    assert torch.equal(scene.run(items, extra=5), alone), "a shared beginning, few programs"
+
+
+def check_heads() -> None:
+    heads, kv_heads, dim, page = 16, 8, 128, 16
+    qkv = torch.randn(40, (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
+    cache = torch.zeros(10, 3, 2, kv_heads, page, dim, device="cuda", dtype=torch.bfloat16)
+    cos, sin = (t.cuda() for t in rope_tables(*rope_frequencies(dim, 1e6, None), 100))
+    positions, slots = torch.arange(40, dtype=torch.int32, device="cuda"), torch.randperm(160, device="cuda")[:40]
+    q_norm, k_norm = torch.randn(2, dim, device="cuda", dtype=torch.bfloat16).unbind()
+    for norm in (None, (q_norm, k_norm, 1e-6)):
+        given = qkv.view(40, -1, dim).clone()
+        out = qkv.clone()
+        elementwise.enter_heads(out, cache, 2, positions, slots, cos, sin, heads, norm)
+        q, k, v = given.split([heads, kv_heads, kv_heads], 1)
+        if norm:
+            q, k = F.rms_norm(q, (dim,), q_norm, 1e-6), F.rms_norm(k, (dim,), k_norm, 1e-6)
+        q, k = (apply_rope(x.float(), cos[:40], sin[:40]) for x in (q, k))
+        assert (out.view(40, -1, dim)[:, :heads] - q).abs().max() < 0.05
+        entered = cache[slots // page, 2, :, :, slots % page]
+        assert (entered[:, 0] - k).abs().max() < 0.05
+        assert torch.equal(entered[:, 1], v)
+
+
+def check_sampling() -> None:
+    """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any company."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 128256, device="cuda") * 3
+    for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (100, 0.95, 0.01)):
+        mine, theirs = logits.clone(), logits / 0.8
+        sampling.restrict(mine, torch.tensor([[0.8, top_k, top_p, min_p]] * 8, device="cuda"))
+        restrict_top_k(theirs, [top_k] * 8)
+        restrict_top_p(theirs, [top_p] * 8)
+        restrict_min_p(theirs, [min_p] * 8)
+        assert (mine.isinf() != theirs.isinf()).sum() <= 8, "beyond a sum's last bits"
+    num, few = 20000, torch.randn(20, device="cuda")
+    draws = torch.zeros(num, 3, dtype=torch.int32, device="cuda")
+    draws[:, 0], draws[:, 1] = int(np.float32(1.0).view(np.int32)), torch.arange(num)
+    tokens = torch.zeros(num, 8, dtype=torch.int32, device="cuda")
+    rows, positions = torch.arange(num, dtype=torch.int32, device="cuda"), torch.full((num,), 3, dtype=torch.int32, device="cuda")
+    drawn = sampling.pick_tokens(few.expand(num, -1).contiguous(), rows, rows, positions, draws, tokens)
+    seen = torch.bincount(drawn, minlength=20) / num
+    assert (seen - few.softmax(-1)).abs().max() < 0.015
+    assert torch.equal(tokens[:, 4], drawn)
+    alone = sampling.pick_tokens(few[None].contiguous(), rows[77:78], rows, positions, draws, tokens)
+    assert alone[0] == drawn[77]
+
+
+def random_llama(folder: Path) -> Any:
+    """A small Llama with the head size of the large ones, as Transformers computes it in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2000, hidden_size=512, intermediate_size=1400, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=2048, initializer_range=0.05,
+    )  # fmt: skip
+    model = with_weights(LlamaForCausalLM(config), torch.bfloat16)
+    model.save_pretrained(folder)
+    return with_weights(model.cuda().eval(), torch.float32)
+
+
+def with_weights(model: Any, dtype: torch.dtype) -> Any:
+    """Not `model.to(dtype)`: that would round the rotation's frequencies, too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+Answers = dict[str, tuple[list[int], list[Any]]]
+
+
+def ask(core: Any, requests: dict[str, Any]) -> Answers:
+    """Tokens and logprobs of every request, submitted together."""
+    answers: Answers = {name: ([], []) for name in requests}
+    for name, (prompt, params) in requests.items():
+        core.submit(Submit(name, prompt, params))
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        for delta in output.deltas:
+            answers[delta.request_id][0].extend(delta.token_ids)
+            answers[delta.request_id][1].extend(delta.logprobs or [])
+            answers[delta.request_id][1].extend(delta.prompt_logprobs or [])
+    core.scheduler.check_integrity()
+    return answers
+
+
+def without_graphs(core: EngineCore) -> EngineCore:
+    """Every step launched kernel by kernel."""
+
+    class Eager:
+        def __init__(self, step: Any) -> None:
+            self.replay = step
+
+    runner: Any = core.runner
+    record = runner._record
+
+    def keep(step: Any, size: int, programs: Any) -> Any:
+        graph = record(step, size, programs)
+
+        def replay() -> None:
+            result = step()
+            if result.data_ptr() != graph.out.data_ptr():
+                graph.out.copy_(result)
+
+        graph.graph = Eager(replay)
+        return graph
+
+    runner._record = keep
+    with torch.inference_mode():
+        for size in runner._mixed_graphs:
+            runner._mixed_graphs[size] = runner._record_mixed(size)
+        for size, shares in runner._decode_graphs:
+            runner._decode_graphs[size, shares] = runner._record_decoding(size, shares)
+    return core
+
+
+def check_engine() -> None:
+    """Near Transformers; and the same bits alone, among 255 others, in chunks, cached, preempted, with and without graphs."""
+    folder = Path(tempfile.mkdtemp())
+    reference = random_llama(folder)
+    draw = random.Random(0)
+
+    def ids(num: int) -> list[int]:
+        return [draw.randrange(2000) for _ in range(num)]
+
+    def core(**options: Any) -> Any:
+        return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 256} | options)))
+
+    prompt = ids(700)
+    targets = torch.tensor(prompt[1:], device="cuda")[:, None]
+
+    def scores(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, targets).flatten()
+
+    exact = scores(reference)
+    theirs = (scores(with_weights(reference, torch.bfloat16)) - exact).pow(2).mean().sqrt().item()
+    scored = ask(core(), {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+    ours = torch.tensor([entry.logprob for entry in scored], device="cuda")
+    error = (ours - exact).pow(2).mean().sqrt().item()
+    print(f"  error of 699 log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}")
+    assert error < 1.3 * theirs
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3),
+    ):
+        x = {"x": (prompt, params)}
+        whole = core()
+        lone = ask(whole, x)["x"]
+        assert ask(whole, x)["x"] == lone, "cached"
+        others = {
+            f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
+            for i in range(255)
+        }
+        assert ask(core(), others | x)["x"] == lone, "among 255 others"
+        assert ask(core(token_budget=64, max_requests=32), x)["x"] == lone, "in chunks of 64"
+        tight = core(kv_memory_bytes=2**23, max_context=1024, max_requests=64)
+        crowd = dict(list(others.items())[:40])
+        assert ask(tight, crowd | x)["x"] == lone, "preempted"
+        family = {f"s{i}": (prompt[: 600 + i % 3] + ids(5), SamplingParams(temperature=0.0, max_tokens=30)) for i in range(60)}
+        assert ask(core(), family | x)["x"] == lone, "among 60 that begin like it"
+        assert ask(without_graphs(core()), x)["x"] == lone, "without graphs"
+
+
+def stress_engine(num_steps: int = 3000) -> None:
+    """Arrivals and aborts at random while steps are in flight; rows and pages agree all along, and at the end nothing is left."""
+    folder = Path(tempfile.mkdtemp())
+    random_llama(folder)
+    core = EngineCore.load(
+        EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=64, max_context=512, token_budget=256)
+    )
+    draw, live, made = random.Random(1), set[str](), 0
+    for step in range(num_steps):
+        for _ in range(draw.choice((0, 0, 1, 3))):
+            params = SamplingParams(temperature=float(made % 2), max_tokens=draw.randrange(1, 60), seed=made)
+            core.submit(Submit(str(made), [draw.randrange(2000) for _ in range(draw.randrange(1, 300))], params))
+            live.add(str(made))
+            made += 1
+        if live and draw.random() < 0.2:
+            name = draw.choice(sorted(live))
+            core.abort(Abort(name, "left"))
+            live.discard(name)
+        output, failed = core.step()
+        assert not failed
+        live -= {delta.request_id for delta in output.deltas if delta.finish_reason}
+        if step % 50 == 0:
+            core.scheduler.check_integrity()
+    while core.has_work:
+        core.step()
+    core.scheduler.check_integrity()
+    print(f"  {made} requests in {num_steps} steps, all pages free")

@@ -140,7 +140,7 @@ class Scene:
         out = torch.full((self.qkv.shape[0], self.heads * 16), float("nan"))
         partial = torch.full((max(1, work.num_slots), self.heads, 18), float("nan"))
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
-        singles = words[attention.HEADER + 2 * size :]
+        singles = words[attention.HEADER + 2 * cuda_work.padded(size) :]
         lists = attention.Lists(words, singles, *programs, partial, done)
         attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.heads)
         assert not done.any()
@@ -235,6 +235,7 @@ from triton.compiler import ASTSource
 from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
 
 def build(kernel, types, warps=4, **constants):
+    constants |= {"AHEAD": True}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     signature |= {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}

@@ -84,6 +84,18 @@ def test_prefix_hit_in_the_very_step_that_computes_it():
     assert reasons == ["prefix hit 0 of 20", "prefix hit 16 of 20"]
 
 
+def test_what_the_cache_holds_does_not_count_against_the_budget():
+    scheduler, _ = make(page_size=4, budget=16)
+    common = list(range(24))
+    add(scheduler, "first", [*common, 90])
+    step(scheduler)
+    step(scheduler)
+    for i in range(3):
+        add(scheduler, f"later{i}", [*common, 91 + i])
+    plan, _ = step(scheduler)
+    assert counts(plan) == [(25, 1, True), *[(24, 1, True)] * 3]
+
+
 def test_prompt_logprobs_skip_the_prefix_cache():
     scheduler, _ = make(budget=64)
     prompt = list(range(20))

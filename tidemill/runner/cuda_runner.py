@@ -25,14 +25,13 @@ from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, prompt_logprobs
 from tidemill.runner.cuda_sampler import AskedLogprobs, CudaSampler
-from tidemill.runner.cuda_work import Work, make_work
+from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
-_SHARED_PROGRAMS = 64
-_LEAST_SINGLES = 256  # programs for requests with one token: enough for a long context's splits, too
+_SHARED_PROGRAMS = 128
 
 
 @dataclass(slots=True)
@@ -214,7 +213,7 @@ class CudaRunner:
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
     def _record_decoding(self, size: int, shares: bool) -> Graph:
-        programs = (max(2 * size, _LEAST_SINGLES), _SHARED_PROGRAMS if shares else 0, 0)
+        programs = (_num_singles(size), _SHARED_PROGRAMS if shares else 0, 0)
 
         def step() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
@@ -240,8 +239,7 @@ class CudaRunner:
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
     def _record_mixed(self, size: int) -> Graph:
-        singles = max(_LEAST_SINGLES, 2 * min(size, self._max_requests))
-        programs = (singles, _SHARED_PROGRAMS, -(-size // self._prompt_tile) + 16)
+        programs = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS, -(-size // self._prompt_tile) + 16)
 
         def step() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs))
@@ -263,11 +261,12 @@ class CudaRunner:
 
     def _tokens_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions of the step's tokens."""
-        return self._words[HEADER : HEADER + size], self._words[HEADER + size : HEADER + 2 * size]
+        second = HEADER + padded(size)
+        return self._words[HEADER : HEADER + size], self._words[second : second + size]
 
     def _forward(self, rows_T: torch.Tensor, positions_T: torch.Tensor, programs: tuple[int, int, int]) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.pages, self.state.page_size)
-        singles = self._words[HEADER + 2 * rows_T.numel() :]
+        singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
         step = CudaStep(self._kv, Lists(self._words, singles, *programs, self._partial, self._done), positions_T, slots)
         return self.model(self.model.embed_tokens(ids), step)
 
@@ -285,6 +284,11 @@ def _sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
             size = min(size + step, most)
             sizes.append(size)
     return sizes if sizes[-1] == most else [*sizes, most]
+
+
+def _num_singles(num_requests: int) -> int:
+    """Programs for requests with one token each: for all their splits in a usual context, and for long ones of a few."""
+    return max(2 * num_requests, min(64 * num_requests, 512))
 
 
 def _pinned(num: int, dtype: torch.dtype) -> torch.Tensor:

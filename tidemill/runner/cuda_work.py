@@ -20,6 +20,11 @@ _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
 
 
+def padded(size: int) -> int:
+    """Room for so many tokens' words: what follows begins at a multiple of 16 bytes, whatever the size."""
+    return -(-size // 4) * 4
+
+
 @dataclass(slots=True)
 class Work:
     """Of one step. A single is a request with one token, a prompt one with more."""
@@ -36,11 +41,10 @@ class Work:
     def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, int, int]) -> int:
         """All of it into the beginning of `target`, tokens padded to `size` and each list followed by as many zeros as its
         kernel has programs. Returns where `last` begins; its end is the end."""
-        num = self.rows.size
-        target[HEADER : HEADER + num], target[HEADER + num : HEADER + size] = self.rows, padding_row
-        at = HEADER + size
-        target[at : at + num], target[at + num : at + size] = self.positions, 0
-        at += size
+        num, at = self.rows.size, HEADER
+        for values, rest in ((self.rows, padding_row), (self.positions, 0)):
+            target[at : at + num], target[at + num : at + padded(size)] = values, rest
+            at += padded(size)
         places = []
         for values, num_programs in zip(
             (self.singles, self.shared, self.members, self.prompts), (programs[0], programs[1], 0, programs[2]), strict=True

@@ -266,9 +266,15 @@ class Scheduler:
             return f"all {self.num_rows} rows are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
-        if state.num_left > 0 and self.policy.chunk(request.num_needed, state) == 0:
+        if state.num_left > 0 and self.policy.chunk(self._num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""
+
+    def _num_to_compute(self, request: Request) -> int:
+        """Of a waiting request: what the prefix cache does not hold."""
+        if self.kv.holds(request.seq):
+            return request.num_needed
+        return request.num_known - len(self.kv.find(self._keys(request))) * self.kv.page_size
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
+from tidemill.kernels.cuda.launch import HOW, begin
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
@@ -67,7 +67,7 @@ def _attend_prompts(
     WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     per_split: tl.constexpr = SPLIT // BLOCK
@@ -126,7 +126,7 @@ def _attend_shared(
     WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)
@@ -166,7 +166,7 @@ def _attend_single(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -249,10 +249,7 @@ def attend(
     desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
     where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.shape[1], dim**-0.5 * _LOG2_E)
     group = num_heads // num_kv_heads
-    common = {
-        "NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK,
-        "AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0,
-    }  # fmt: skip
+    common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
     if lists.num_shared:
         _attend_shared[(num_kv_heads, lists.num_shared)](
             qkv_TC, desc, table, lists.partial, lists.words, *where, WORD=SHARED, ROWS=shared_rows(group),

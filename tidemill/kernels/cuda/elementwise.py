@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
-
-_HOW = {"AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0}
+from tidemill.kernels.cuda.launch import HOW, begin
 
 
 @triton.jit
@@ -16,7 +14,7 @@ def _look_up(
     rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num
     row = tl.load(rows_ptr + i, mask=there, other=0).to(tl.int64)
@@ -34,7 +32,7 @@ def look_up(
     ids, slots = torch.empty_like(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
     num = rows_T.numel()
     _look_up[(triton.cdiv(num, 256),)](
-        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **_HOW
+        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW
     )
     return ids, slots
 
@@ -43,7 +41,7 @@ def look_up(
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
-    begin_after(AHEAD)
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -65,7 +63,7 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
     x = residual_TH if x_TH is None else x_TH
     block = triton.next_power_of_2(width)
     _add_rms_norm[(num_rows,)](
-        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **_HOW,
+        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **HOW,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return out
@@ -73,7 +71,7 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
 
 @triton.jit
 def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    begin_after(AHEAD)
+    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
@@ -87,7 +85,7 @@ def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     """Of columns that hold gate and up in turn. (Our own product has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
-    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **_HOW)
+    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)
     return out
 
 
@@ -98,7 +96,7 @@ def _enter_heads(
     HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
-    begin_after(AHEAD)
+    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = DIM // 2
@@ -149,5 +147,5 @@ def enter_heads(
     _enter_heads[(qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads,
-        num_warps=4, **_HOW,
+        num_warps=4, **HOW,
     )  # fmt: skip

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import swiglu
-from tidemill.kernels.cuda.launch import LAUNCH_AHEAD, begin_after
+from tidemill.kernels.cuda.launch import HOW, begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def _gemm(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, INS)
     x = x_ptr + rows[:, None].to(tl.int64) * num_in + ins[None, :]
@@ -94,7 +94,7 @@ def _gemm_bulk(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin_after(AHEAD)
+    begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
@@ -198,8 +198,7 @@ def gemm(
     bias = weight_NK if bias_N is None else bias_N
     how = {
         "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "GATED": gated,
-        "AHEAD": LAUNCH_AHEAD, "launch_pdl": LAUNCH_AHEAD > 0,
-        "num_stages": tile.stages, "num_warps": tile.warps,
+        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
     }  # fmt: skip
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2

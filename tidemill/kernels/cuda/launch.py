@@ -1,8 +1,9 @@
-"""Kernels that start before the one before them has ended.
+"""Kernels that are set up before the one before them has ended.
 
-Every kernel is launched as a programmatic dependent of its predecessor: it may be set up while that one still runs, and waits
-inside, before it reads anything a kernel wrote. Every program of every kernel waits, so that what was true of ordinary launches
-(all earlier kernels are done) holds past that point.
+Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
+waits inside, before it reads anything a kernel wrote. Every program of every kernel waits, so that what is true of ordinary
+launches (all earlier kernels are done) holds from there on. (Letting the next kernel in any earlier, when all programs of this
+one have begun, made a decoding step slower: those that wait take room from those that work.)
 """
 
 from __future__ import annotations
@@ -11,15 +12,14 @@ import os
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-LAUNCH_AHEAD = 0 if os.environ.get("TRITON_INTERPRET") == "1" else int(os.environ.get("AHEAD", "0"))
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HOW = {"AHEAD": not IS_INTERPRETED, "launch_pdl": not IS_INTERPRETED}  # of every launch
 
 
 @triton.jit
-def begin_after(AHEAD: tl.constexpr):
-    """The next kernel may be set up; go on when the one before is done."""
-    if AHEAD == 2:
-        gdc_launch_dependents()
-    if AHEAD > 0:
+def begin(AHEAD: tl.constexpr):
+    """Go on when the kernel before is done."""
+    if AHEAD:
         gdc_wait()

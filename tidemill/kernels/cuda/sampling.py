@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.cuda.launch import HOW, begin
+
 _STRETCH = 4096
 _NEVER = tl.constexpr(float("-inf"))
 _BELOW_ALL = tl.constexpr(-2139095041)  # its place in the order of floats
@@ -35,8 +37,9 @@ def _gumbel(key, token):
 @triton.jit
 def _pick(
     logits_ptr, index_ptr, rows_ptr, positions_ptr, draws_ptr, best_ptr, best_at_ptr, num_tokens, num_stretches,
-    STRETCH: tl.constexpr, SCALED: tl.constexpr,
+    STRETCH: tl.constexpr, SCALED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.load(index_ptr + s)
     row = tl.load(rows_ptr + i)
@@ -57,8 +60,10 @@ def _pick(
 
 @triton.jit
 def _settle(
-    best_ptr, best_at_ptr, index_ptr, rows_ptr, positions_ptr, tokens_ptr, out_ptr, width, num_stretches, BLOCK: tl.constexpr
-):
+    best_ptr, best_at_ptr, index_ptr, rows_ptr, positions_ptr, tokens_ptr, out_ptr, width, num_stretches,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin(AHEAD)
     s = tl.program_id(0)
     stretch = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + s * num_stretches + stretch, mask=stretch < num_stretches, other=_NEVER)
@@ -86,11 +91,12 @@ def pick_tokens(
     best = logits_SV.new_empty(num, num_stretches)
     best_at, out = best.new_empty(best.shape, dtype=torch.int32), best.new_empty(num, dtype=torch.int32)
     _pick[(num, num_stretches)](
-        logits_SV, index_S, rows_T, positions_T, draws, best, best_at, num_tokens, num_stretches, STRETCH=_STRETCH, SCALED=scaled
-    )
+        logits_SV, index_S, rows_T, positions_T, draws, best, best_at, num_tokens, num_stretches,
+        STRETCH=_STRETCH, SCALED=scaled, **HOW,
+    )  # fmt: skip
     _settle[(num,)](
         best, best_at, index_S, rows_T, positions_T, tokens, out, tokens.shape[1], num_stretches,
-        BLOCK=triton.next_power_of_2(num_stretches), num_warps=1,
+        BLOCK=triton.next_power_of_2(num_stretches), num_warps=1, **HOW,
     )  # fmt: skip
     return out
 
@@ -103,9 +109,10 @@ def _order(x):
 
 
 @triton.jit
-def _restrict(logits_ptr, settings_ptr, num_tokens, BLOCK: tl.constexpr):
+def _restrict(logits_ptr, settings_ptr, num_tokens, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     """Of one row: divide by the temperature, then leave out what top-k, top-p and min-p leave out. Thresholds are found by
     bisection over the values themselves: of equal ones, all stay or all go."""
+    begin(AHEAD)
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * num_tokens
     settings_ptr += tl.program_id(0) * 4
     temperature, top_k = tl.load(settings_ptr), tl.load(settings_ptr + 1)
@@ -165,4 +172,4 @@ def restrict(logits_SV: torch.Tensor, settings_S4: torch.Tensor) -> None:
     """In place. `settings_S4`: temperature (0: greedy, left as it is), top-k (0: all), top-p, min-p (0: none)."""
     num, num_tokens = logits_SV.shape
     block = min(8192, triton.next_power_of_2(num_tokens))
-    _restrict[(num,)](logits_SV, settings_S4, num_tokens, BLOCK=block, num_warps=8)
+    _restrict[(num,)](logits_SV, settings_S4, num_tokens, BLOCK=block, num_warps=8, **HOW)

@@ -122,7 +122,7 @@ class Scene:
     def prepare(self, items: list[tuple[int, int, int]], extra: int = 0) -> tuple[Work, attention.Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
-        tile, members = attention.prompt_rows(group) // group, attention.shared_rows(group) // group
+        tile, members = attention.prompt_rows(group, self.dim) // group, attention.shared_rows(group) // group
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)

@@ -150,7 +150,7 @@ class Scene:
         items = np.array([(row, *request) for row, request in enumerate(self.requests)], np.int32)
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
-        tile = attention.prompt_rows(group) // group
+        tile = attention.prompt_rows(group, 16) // group
         return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
 
 

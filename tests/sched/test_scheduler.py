@@ -91,9 +91,9 @@ def test_what_the_cache_holds_does_not_count_against_the_budget():
     step(scheduler)
     step(scheduler)
     for i in range(3):
-        add(scheduler, f"later{i}", [*common, 91 + i])
+        add(scheduler, f"later{i}", [*common, 91 + i, 7])
     plan, _ = step(scheduler)
-    assert counts(plan) == [(25, 1, True), *[(24, 1, True)] * 3]
+    assert counts(plan) == [(25, 1, True), *[(24, 2, True)] * 3]
 
 
 def test_prompt_logprobs_skip_the_prefix_cache():

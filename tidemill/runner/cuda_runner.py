@@ -97,7 +97,7 @@ class CudaRunner:
         model.rope.build(config.max_context, self._device)
         self._kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
         group = shape.num_heads // shape.num_kv_heads
-        self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group) // group
+        self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, shape.head_dim) // group
         self._decode_sizes = _sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
         self._mixed_sizes = _sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         num_slots = config.max_requests * -(-config.max_context // SPLIT)

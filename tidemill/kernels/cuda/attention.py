@@ -16,13 +16,14 @@ being the number of programs, until one that is zero: so a recorded graph serves
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.launch import HOW, begin
+from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
@@ -260,16 +261,28 @@ def attend(
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
             ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_SINGLE_HOW[qkv_TC.shape[0] > 4], **common,
         )  # fmt: skip
-    if lists.num_prompts:
+    if lists.num_prompts and by_roles(dim):
+        from tidemill.kernels.cuda import hopper_attention
+
+        hopper_attention.attend_prompts(
+            qkv_TC, cache, table, out_TC, lists.words, where, lists.num_prompts, PROMPTS, num_heads, SPLIT
+        )
+    elif lists.num_prompts:
         _attend_prompts[(num_kv_heads, lists.num_prompts)](
-            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS, ROWS=prompt_rows(group),
+            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS, ROWS=prompt_rows(group, dim),
             num_warps=4, num_stages=2, **common,
         )  # fmt: skip
+
+
+@cache
+def by_roles(dim: int) -> bool:
+    """Whether prompts go through the kernel made for this GPU."""
+    return not IS_INTERPRETED and 64 <= dim <= 128 and torch.cuda.get_device_capability()[0] == 9
 
 
 def shared_rows(group: int) -> int:
     return max(SHARED_ROWS, triton.next_power_of_2(group))
 
 
-def prompt_rows(group: int) -> int:
-    return max(PROMPT_ROWS, triton.next_power_of_2(group))
+def prompt_rows(group: int, dim: int) -> int:
+    return max(128 if by_roles(dim) else PROMPT_ROWS, triton.next_power_of_2(group))

@@ -1,0 +1,255 @@
+"""Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of four warps compute.
+
+The same sums in the same order as `_attend_prompts` of attention.py, so the same bits; faster because the fetched blocks serve
+twice as many rows, and because one group's softmax runs while the other's products do, and its own: the scores of a block are
+multiplied out while the block before is still being weighted. Written in Gluon, Triton's language for one kind of chip.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Names that have changed with Triton's versions.
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of this group of warps
+fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+ROWS = 128
+_HALF = gl.constexpr(64)
+_BUFFERS = 3
+
+
+@gluon.jit
+def _fetch(
+    cache_desc, table_ptr, lists_ptr, layer_run, runs_per_page, table_width, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+    WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    kv_head = gl.program_id(0)
+    num_buffers: gl.constexpr = k_bufs.type.shape[0]
+    tile = lists_ptr + gl.load(lists_ptr + WORD) + gl.program_id(1) * 4
+    num = gl.load(tile + 1)
+    count = 0
+    while num > 0:
+        table = table_ptr + gl.load(tile + 3).to(gl.int64) * table_width
+        for block in range(gl.cdiv(gl.load(tile + 2) + num, BLOCK)):
+            run = (gl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(k_free.index(i), phase ^ 1)
+            mbarrier.expect(k_full.index(i), cache_desc.block_type.nbytes)
+            fetch(cache_desc, [run, 0], k_full.index(i), k_bufs.index(i))
+            mbarrier.wait(v_free.index(i), phase ^ 1)
+            mbarrier.expect(v_full.index(i), cache_desc.block_type.nbytes)
+            fetch(cache_desc, [run + NUM_KV_HEADS * BLOCK, 0], v_full.index(i), v_bufs.index(i))
+            count += 1
+        tile += gl.num_programs(1) * 4
+        num = gl.load(tile + 1)
+
+
+@gluon.jit
+def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexpr):
+    keys = first_key + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
+    return gl.where(keys[None, :] <= positions[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _weigh(scores, top, scale, dtype: gl.constexpr):
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+    shift = gl.zeros_like(scores) - (safe_top * scale)[:, None]
+    weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, shift))
+    return weights.to(dtype), new_top, gl.exp2((top - safe_top) * scale)
+
+
+@gluon.jit
+def _merge(all_acc, all_top, all_total, acc, top, total, scale, acc_rows: gl.constexpr):
+    new_top = gl.maximum(all_top, top)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = gl.exp2((all_top - shift) * scale), gl.exp2((top - shift) * scale)
+    old_rows, new_rows = gl.convert_layout(old, acc_rows), gl.convert_layout(new, acc_rows)
+    all_acc = gl.fma(all_acc, gl.zeros_like(all_acc) + old_rows[:, None], acc * new_rows[:, None])
+    return all_acc, new_top, gl.fma(all_total, old, total * new)
+
+
+@gluon.jit
+def _done_with(buffer_free):
+    """All warps of this group have read it."""
+    barrier()
+    mbarrier.arrive(buffer_free, count=1)
+
+
+@gluon.jit
+def _compute(
+    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+    PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    num_buffers: gl.constexpr = k_bufs.type.shape[0]
+    dtype: gl.constexpr = q_bufs.dtype
+    group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    per_split: gl.constexpr = SPLIT // BLOCK
+    by_score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    by_value: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    by_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    for_value: gl.constexpr = gl.DotOperandLayout(0, by_value, 2)
+    for_total: gl.constexpr = gl.DotOperandLayout(0, by_total, 2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, by_score)
+    value_rows: gl.constexpr = gl.SliceLayout(1, by_value)
+    total_rows: gl.constexpr = gl.SliceLayout(1, by_total)
+    by_line: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+
+    kv_head = gl.program_id(0)
+    line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
+    tile = lists_ptr + gl.load(lists_ptr + WORD) + gl.program_id(1) * 4
+    num = gl.load(tile + 1)
+    count = 0
+    while num > 0:
+        token0, start = gl.load(tile).to(gl.int64), gl.load(tile + 2)
+        end = start + num
+        valid = (line_rows // group < num)[:, None]
+        token, head = token0 + line_rows // group, kv_head * group + line_rows % group
+        q_at = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM + columns[None, :]
+        q_buf = q_bufs.index(PART)
+        barrier()  # the tile before is done with it
+        q_buf.store(gl.load(qkv_ptr + q_at, mask=valid, other=0.0))
+        fence_async_shared()
+        barrier()
+
+        positions = start + (PART * _HALF + gl.arange(0, _HALF, layout=score_rows)) // group
+        acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
+        total = gl.zeros((_HALF, 16), gl.float32, by_total)
+        top = gl.full((_HALF,), float("-inf"), gl.float32, score_rows)
+        all_acc = acc
+        all_total = gl.zeros((_HALF,), gl.float32, score_rows)
+        all_top = top
+        nothing = gl.zeros((_HALF, BLOCK), gl.float32, by_score)
+
+        num_blocks = gl.cdiv(end, BLOCK)
+        i, phase = count % num_buffers, (count // num_buffers) & 1
+        mbarrier.wait(k_full.index(i), phase)
+        scores = warpgroup_mma(q_buf, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False)
+        _done_with(k_free.index(i))
+        if BLOCK > start + 1:
+            scores = _mask(scores, 0, positions, BLOCK, by_score)
+        weights, top, _ = _weigh(scores, top, scale, dtype)
+        for block in range(1, num_blocks):
+            before, before_phase = count % num_buffers, (count // num_buffers) & 1
+            count += 1
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(k_full.index(i), phase)
+            scores_soon = warpgroup_mma(q_buf, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), before_phase)
+            operand = gl.convert_layout(weights, for_value)
+            acc_soon = warpgroup_mma(operand, v_bufs.index(before), acc, is_async=True)
+            narrow = gl.convert_layout(weights, for_total)
+            total_soon = warpgroup_mma(narrow, ones, total, is_async=True)
+            scores = warpgroup_mma_wait(2, (scores_soon,))
+            _done_with(k_free.index(i))
+            if (block + 1) * BLOCK > start + 1:
+                scores = _mask(scores, block * BLOCK, positions, BLOCK, by_score)
+            begins = block % per_split == 0
+            old_top = top
+            weights, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale, dtype)
+            acc, total, operand, narrow = warpgroup_mma_wait(0, (acc_soon, total_soon, operand, narrow))
+            _done_with(v_free.index(before))
+            if begins:
+                weight = gl.convert_layout(gl.max(total, 1), score_rows)
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, old_top, weight, scale, value_rows)
+                acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
+                total = gl.zeros((_HALF, 16), gl.float32, by_total)
+            else:
+                acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
+                total = total * gl.convert_layout(shrink, total_rows)[:, None]
+        i, phase = count % num_buffers, (count // num_buffers) & 1
+        count += 1
+        mbarrier.wait(v_full.index(i), phase)
+        v_buf = v_bufs.index(i)
+        if end % BLOCK != 0:  # past the end may lie anything: a weight of zero is not enough
+            keys = (num_blocks - 1) * BLOCK + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, by_line))
+            values = v_buf.load(by_line)
+            v_buf.store(gl.where((keys < end)[:, None], values, gl.zeros_like(values)))
+            fence_async_shared()
+            barrier()
+        acc = warpgroup_mma(gl.convert_layout(weights, for_value), v_buf, acc)
+        total = warpgroup_mma(gl.convert_layout(weights, for_total), ones, total)
+        _done_with(v_free.index(i))
+        weight = gl.convert_layout(gl.max(total, 1), score_rows)
+        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, weight, scale, value_rows)
+        result = all_acc / gl.convert_layout(all_total, value_rows)[:, None]
+        out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
+        gl.store(out_ptr + out_at, gl.convert_layout(result.to(dtype), by_line), mask=valid)
+        tile += gl.num_programs(1) * 4
+        num = gl.load(tile + 1)
+
+
+@gluon.jit
+def _attend_prompts_by_roles(
+    qkv_ptr, cache_desc, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
+    WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = cache_desc.dtype
+    q_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, DIM], cache_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, 16], dtype)
+    ones = gl.allocate_shared_memory(dtype, [BLOCK, 16], narrow)
+    ones.store(gl.full((BLOCK, 16), 1.0, dtype, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])))
+    fence_async_shared()
+    k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    gl.warp_specialize(
+        [
+            (
+                _compute,
+                (
+                    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+                    gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
+                ),
+            ),
+            (
+                _compute,
+                (
+                    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+                    gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    cache_desc, table_ptr, lists_ptr, layer_run, runs_per_page, table_width,
+                    k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD, NUM_KV_HEADS, BLOCK,
+                ),
+            ),
+        ],
+        [4, 4],  # a fourth of these would do to fetch, but registers are handed out to groups of four
+        [240, 24],
+    )  # fmt: skip
+
+
+def attend_prompts(
+    qkv_TC: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, out_TC: torch.Tensor, words: torch.Tensor,
+    where: tuple[int, int, int, float], num_programs: int, word: int, num_heads: int, split: int,
+) -> None:  # fmt: skip
+    num_kv_heads, block, dim = cache.shape[3:]
+    layout = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
+    _attend_prompts_by_roles[(num_kv_heads, num_programs)](
+        qkv_TC, TensorDescriptor.from_tensor(cache.view(-1, dim), [block, dim], layout), table, out_TC, words, *where,
+        WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip

@@ -154,16 +154,36 @@ def time_attention() -> list[dict[str, Any]]:
 # ---- where a decoding step's time goes
 
 
-def timeline(core: EngineCore, model: str, batch: int, length: int) -> dict[str, Any]:
-    """Of one decoding step of `batch` requests with about `length` tokens each: microseconds by kernel, products by layer."""
-    from torch.profiler import ProfilerActivity, profile
-
+def timeline(core: EngineCore, model: str, mode: str, batch: int, length: int) -> dict[str, Any]:
+    """Of one decoding step of `batch` requests with about `length` tokens each."""
     for i in range(batch):
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         core.submit(Submit(f"t{batch}.{i}", [(7 * i + j) % 1000 + 10 for j in range(length)], params))
     while len(core.scheduler.waiting) or any(request.num_output < 3 for request in core.scheduler.running):
         core.step()
-    num_steps = 8
+    line = profile_steps(core, 8, f"{model} {mode}: a decoding step of {batch} x {length} tokens")
+    while core.has_work:
+        core.step()
+    return line | {"model": model, "mode": mode, "batch": batch, "length": length}
+
+
+def prompt_timeline(core: EngineCore, model: str, mode: str) -> dict[str, Any]:
+    """Of one step of a prompt's tokens, as many as the budget allows: the average over prompts of 4096."""
+    core.scheduler.kv.clear_prefixes()
+    for i in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        core.submit(Submit(f"p{i}", [(7 * i + j) % 1000 + 10 for j in range(4096)], params))
+    core.step()
+    line = profile_steps(core, 6, f"{model} {mode}: a step of {core.config.token_budget} prompt tokens")
+    while core.has_work:
+        core.step()
+    return line | {"model": model, "mode": mode, "prompt_tokens": core.config.token_budget}
+
+
+def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any]:
+    """Microseconds a step by kernel, products by layer."""
+    from torch.profiler import ProfilerActivity, profile
+
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         begin = time.perf_counter()
@@ -171,28 +191,24 @@ def timeline(core: EngineCore, model: str, batch: int, length: int) -> dict[str,
             core.step()
         torch.cuda.synchronize()
         wall = (time.perf_counter() - begin) / num_steps * 1e6
-    while core.has_work:
-        core.step()
-    kernels = sorted(
-        (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA),
-        key=lambda e: e.time_range.start,
-    )
-    products, spent, num_products = ("qkv", "out", "gate_up", "down"), defaultdict(float), 0
-    per_step = 4 * core.model_config.num_layers + 1
-    for event in kernels:
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    products, spent, num_products = ("qkv", "out", "gate_up", "down"), defaultdict[str, float](float), 0
+    is_decoding = any(event.name == "_pick" for event in events)
+    per_step = 4 * core.model_config.num_layers + is_decoding
+    for event in sorted(events, key=lambda event: event.time_range.start):
         name = event.name
         if name.startswith("_gemm") or "nvjet" in name or "gemm" in name.lower():
             place = num_products % per_step
-            name = "product: " + ("head" if place == per_step - 1 else products[place % 4])
+            name = "product: " + ("head" if is_decoding and place == per_step - 1 else products[place % 4])
             num_products += 1
         spent[name] += event.time_range.elapsed_us() / num_steps
     busy = sum(spent.values())
     ranked = dict(sorted(spent.items(), key=lambda item: -item[1]))
-    print(f"{model}: a decoding step of {batch} x {length} tokens: {wall:,.0f} us, kernels {busy:,.0f}", flush=True)
+    print(f"{label}: {wall:,.0f} us, kernels {busy:,.0f}", flush=True)
     for name, us in ranked.items():
-        if us >= 0.5:
-            print(f"  {us:9.1f} us {us / busy:6.1%}  {name[:80]}")
-    return {"model": model, "batch": batch, "length": length, "wall_us": wall, "kernels_us": ranked}
+        if us >= 2:
+            print(f"  {us:9.1f} us {us / busy:6.1%}  {name[:60]}")
+    return {"wall_us": wall, "kernels_us": ranked}
 
 
 # ---- whole workloads, beside vLLM's figures
@@ -230,7 +246,7 @@ def time_workloads(model: str, mode: str, only: str | None) -> tuple[list[dict[s
         flush=True,
     )
     run_workload(core, [([5] * 600, 8)] * 4)
-    timelines = [timeline(core, model, batch, 384) for batch in (1, 256)]
+    timelines = [timeline(core, model, mode, batch, 384) for batch in (1, 256)] + [prompt_timeline(core, model, mode)]
     lines = [{"model": model, "mode": mode, "workload": "start", "s": started}]
     for name, requests in workloads(min(MODELS[model]["vocab_size"], 120_000)).items():
         if only and name not in only.split(","):

@@ -279,10 +279,10 @@ def without_graphs(core: EngineCore) -> EngineCore:
 
     runner._record = keep
     with torch.inference_mode():
-        for size in runner._mixed_graphs:
-            runner._mixed_graphs[size] = runner._record_mixed(size)
-        for size, shares in runner._decode_graphs:
-            runner._decode_graphs[size, shares] = runner._record_decoding(size, shares)
+        for key in runner._mixed_graphs:
+            runner._mixed_graphs[key] = runner._record_mixed(*key)
+        for key in runner._decode_graphs:
+            runner._decode_graphs[key] = runner._record_decoding(*key)
     return core
 
 

@@ -18,7 +18,7 @@ PACKED_TYPES = {
 }  # fmt: skip
 _OTHER_PACKED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
-_GPU_SPARE = 2 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
+_GPU_SPARE = 3 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
 GIB = 2**30
 MIB = 2**20
 

@@ -7,8 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
 from tidemill.kernels import machine
@@ -235,5 +237,14 @@ def make_runner(model: CausalLM, config: EngineConfig) -> Runner:
     if config.device == "cuda":
         from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
 
-        return CudaRunner(model, config)
+        try:
+            return CudaRunner(model, config)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            raise ConfigError(
+                f"The GPU's memory ran out at start: weights {fmt_bytes(config.weight_bytes)}, KV cache "
+                f"{fmt_bytes(config.kv_bytes)}, activations {fmt_bytes(config.activation_bytes)}; "
+                f"{fmt_bytes(free)} of {fmt_bytes(total)} are left.",
+                fix=f"Give less than {fmt_bytes(config.kv_bytes)} with --kv-memory, or stop what else uses the GPU.",
+            ) from error
     return CpuRunner(model, config)

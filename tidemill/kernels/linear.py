@@ -11,6 +11,7 @@ machine for this shape is taken:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from functools import cache
 from typing import Final
 
@@ -36,6 +37,10 @@ class Weight(ABC):
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The product in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        """Find out how to multiply by so many rows, where that is not known: later it would keep a request waiting."""
+        return
 
     @abstractmethod
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,8 @@ from tidemill.config import ModelConfig
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
+from tidemill.layers.embedding import Embedding, Head
+from tidemill.layers.linear import Linear
 from tidemill.layers.rope import Rope
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor
 
@@ -48,6 +50,12 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        """Before the first step: products will have these numbers of rows. A head's or an embedding's are not among them."""
+        for module in self.modules():
+            if isinstance(module, Linear) and not isinstance(module, Embedding | Head):
+                module.weight.prepare(nums_rows)
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...

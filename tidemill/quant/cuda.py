@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from tidemill.kernels.linear import Weight
@@ -28,6 +30,14 @@ class CudaWeight(Weight):
         if out is None:
             out = torch.empty(x_TK.shape[0], self._weight_NK.shape[0], dtype=torch.float32, device=x_TK.device)
         return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile, library_agrees
+
+        num_out, num_in = self._weight_NK.shape
+        for num_rows in nums_rows:
+            if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
+                library_agrees(num_rows, num_out, num_in, self._weight_NK.device)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._weight_NK[ids_T]

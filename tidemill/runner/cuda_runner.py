@@ -83,6 +83,10 @@ class CudaRunner:
                 f"The model has heads of {shape.head_dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu."
             )
         self._device = torch.device("cuda")
+        self._decode_sizes = _sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
+        self._mixed_sizes = _sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
+        model.prepare({*self._decode_sizes, *self._mixed_sizes})  # while there is room to try things
+        torch.cuda.empty_cache()
         self._padding_row = config.max_requests  # its page table stays empty: the null page
         self._max_requests = config.max_requests
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device)
@@ -98,8 +102,6 @@ class CudaRunner:
         self._kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
         group = shape.num_heads // shape.num_kv_heads
         self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, shape.head_dim) // group
-        self._decode_sizes = _sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
-        self._mixed_sizes = _sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         num_slots = config.max_requests * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
@@ -113,7 +115,11 @@ class CudaRunner:
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._tokens = [_pinned(config.max_requests, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._pool = torch.cuda.graph_pool_handle()
-        self._mixed_graphs = {size: self._record_mixed(size) for size in reversed(self._mixed_sizes)}
+        self._mixed_graphs = {
+            (size, has_singles): self._record_mixed(size, has_singles)
+            for size in reversed(self._mixed_sizes)
+            for has_singles in (False, True)
+        }
         self._decode_graphs = {
             (size, shares): self._record_decoding(size, shares)
             for size in reversed(self._decode_sizes)
@@ -224,7 +230,7 @@ class CudaRunner:
     # ---- prompts among them: a replay up to the hidden states
 
     def _mixed(self, items: list[StepItem], work: Work, result: StepResult) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        graph = self._mixed_graphs[self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]]
+        graph = self._mixed_graphs[self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)], work.singles.size > 0]
         begin, end = self._replay(graph, work)
         first = 0
         for item in items:
@@ -238,8 +244,9 @@ class CudaRunner:
         last = self._words[begin:end]
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
-    def _record_mixed(self, size: int) -> Graph:
-        programs = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS, -(-size // self._prompt_tile) + 16)
+    def _record_mixed(self, size: int, has_singles: bool) -> Graph:
+        singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
+        programs = (*singles, -(-size // self._prompt_tile) + 16)
 
         def step() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs))

@@ -162,6 +162,29 @@ def _attend_shared(
 
 
 @triton.jit
+def _merge_parts(
+    partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """In order. Read past the first-level cache, which may hold what was there before."""
+    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    num_rows: tl.constexpr = triton.next_power_of_2(group)
+    rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
+    head, there = kv_head * group + rows, rows < group
+    part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
+    acc, weight = tl.zeros((num_rows, DIM), tl.float32), tl.zeros((num_rows,), tl.float32)
+    top = tl.full((num_rows,), float("-inf"), tl.float32)
+    for _ in range(num_splits):
+        more = tl.load(part[:, None] + columns[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+        more_top = tl.load(part + DIM, mask=there, other=0.0, cache_modifier=".cg")
+        more_weight = tl.load(part + DIM + 1, mask=there, other=1.0, cache_modifier=".cg")
+        acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
+        part += NUM_HEADS * (DIM + 2)
+    out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
+    tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
+
+
+@triton.jit
 def _attend_single(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -200,29 +223,19 @@ def _attend_single(
             acc = tl.dot(weights, v, acc * shrink[:, None])
             total = tl.dot(weights, ones, total * shrink[:, None])
         weight = tl.max(total, 1)  # its 16 columns are equal
-        is_last = num_splits == 1
-        if num_splits > 1:
+        if num_splits == 1:
+            out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
+            tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+        else:
             part = partial_ptr + ((slot0 + split) * NUM_HEADS + head) * (DIM + 2)
             tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
             tl.store(part + DIM, top, mask=valid)
             tl.store(part + DIM + 1, weight, mask=valid)
             tl.debug_barrier()
-            is_last = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu") == num_here - 1
-            if is_last:
+            done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+            if done == num_here - 1:  # the last of them merges all
                 tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
-                part = partial_ptr + (slot0 * NUM_HEADS + head) * (DIM + 2)
-                acc = tl.load(part[:, None] + columns[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
-                top = tl.load(part + DIM, mask=valid, other=0.0, cache_modifier=".cg")
-                weight = tl.load(part + DIM + 1, mask=valid, other=1.0, cache_modifier=".cg")
-                for _ in range(1, num_splits):
-                    part += NUM_HEADS * (DIM + 2)
-                    more = tl.load(part[:, None] + columns[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg")
-                    more_top = tl.load(part + DIM, mask=valid, other=0.0, cache_modifier=".cg")
-                    more_weight = tl.load(part + DIM + 1, mask=valid, other=1.0, cache_modifier=".cg")
-                    acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
-        if is_last:
-            out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
-            tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+                _merge_parts(partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM)
         tile += tl.num_programs(1) * 8
         num_splits = num_next
 

@@ -158,7 +158,9 @@ def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.devic
     """Whether the library's product has our bits: of random values, so that another order of summation would show."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
-    x, weight = (torch.randn(num, num_in, generator=generator, device=device).to(torch.bfloat16) for num in (num_rows, num_out))
+    x, weight = (
+        torch.randn(num, num_in, generator=generator, device=device, dtype=torch.bfloat16) for num in (num_rows, num_out)
+    )
     return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
 
 

@@ -137,7 +137,7 @@ def _compute(
         mbarrier.wait(k_full.index(i), phase)
         scores = warpgroup_mma(q_buf, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False)
         _done_with(k_free.index(i))
-        if BLOCK > start + 1:
+        if start + 1 < BLOCK:
             scores = _mask(scores, 0, positions, BLOCK, by_score)
         weights, top, _ = _weigh(scores, top, scale, dtype)
         for block in range(1, num_blocks):

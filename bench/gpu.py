@@ -193,13 +193,13 @@ def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any
         wall = (time.perf_counter() - begin) / num_steps * 1e6
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     products, spent, num_products = ("qkv", "out", "gate_up", "down"), defaultdict[str, float](float), 0
-    is_decoding = any(event.name == "_pick" for event in events)
-    per_step = 4 * core.model_config.num_layers + is_decoding
     for event in sorted(events, key=lambda event: event.time_range.start):
         name = event.name
+        if name == "_look_up":  # a step begins
+            num_products = 0
         if name.startswith("_gemm") or "nvjet" in name or "gemm" in name.lower():
-            place = num_products % per_step
-            name = "product: " + ("head" if is_decoding and place == per_step - 1 else products[place % 4])
+            is_head = num_products == 4 * core.model_config.num_layers
+            name = "product: " + ("head" if is_head else products[num_products % 4])
             num_products += 1
         spent[name] += event.time_range.elapsed_us() / num_steps
     busy = sum(spent.values())
@@ -274,12 +274,11 @@ def main() -> None:
     parser.add_argument("--models", default="llama8b,qwen06b", help="whose workloads to run")
     parser.add_argument("--workloads", help="only these, separated by commas")
     parser.add_argument("--modes", default="invariant", help="invariant, fast, or both, separated by a comma")
-    parser.add_argument("--skip-checks", action="store_true")
+    parser.add_argument("--checks", default=",".join(CHECKS), help="which to make, separated by commas; empty for none")
     parser.add_argument("--skip-kernels", action="store_true", help="do not time them one by one")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    checks = [getattr(gpu_checks, name) for name in CHECKS]
-    for check in () if arguments.skip_checks else checks:
+    for check in [getattr(gpu_checks, name) for name in filter(None, arguments.checks.split(","))]:
         begin = time.perf_counter()
         try:
             check()

@@ -46,6 +46,27 @@ class QueueFull(TidemillError):
     status = 429
 
 
+class Draining(TidemillError):
+    """The server is about to stop and takes nothing new."""
+
+    kind = "server_stopping"
+    status = 503
+
+
+class DeadlineExceeded(TidemillError):
+    """The request's own time limit passed before it was done."""
+
+    kind = "deadline_exceeded"
+    status = 408
+
+
+class Cancelled(TidemillError):
+    """Somebody with the right to it ended the request."""
+
+    kind = "request_cancelled"
+    status = 499
+
+
 class ConfigError(TidemillError):
     """An option that cannot be honoured on this machine or with this model."""
 

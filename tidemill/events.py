@@ -21,6 +21,19 @@ class Submitted(_Event, frozen=True):
     priority: int = 0
 
 
+class Resumed(_Event, frozen=True):
+    """A sample goes on that an engine before this one had begun."""
+
+    request_id: str
+    num_prompt: int
+    num_output: int
+
+
+class EngineRestarted(_Event, frozen=True):
+    reason: str
+    num_requests: int  # under way, and submitted again
+
+
 class Deferred(_Event, frozen=True):
     """The first in the queue could not start, and why. Said once per reason, not once per step."""
 
@@ -116,6 +129,8 @@ class Aborted(_Event, frozen=True):
 
 Event: TypeAlias = (
     Submitted
+    | Resumed
+    | EngineRestarted
     | Deferred
     | Admitted
     | Preempted

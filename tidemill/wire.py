@@ -47,6 +47,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of a request that another engine had begun, and what it had said."""
+
+    index: int
+    output_ids: list[int]
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     prompt_ids: list[int]
@@ -54,6 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     salt: str = ""
+    resumed: list[Resumed] | None = None  # only these samples, from where they were
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

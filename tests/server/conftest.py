@@ -50,9 +50,11 @@ class Server:
                 return float(line.split()[1])
         raise KeyError(name)
 
-    def engine_pid(self) -> int:
+    def engine_pid(self, missing: int = 0) -> int:
+        """`missing`: what to say if there is none at the moment."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return next(int(pid) for path in children for pid in path.read_text().split())
+        found = [int(pid) for path in children for pid in path.read_text().split()]
+        return found[0] if found else missing
 
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:

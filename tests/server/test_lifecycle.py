@@ -1,6 +1,7 @@
 """The server begins and ends cleanly, whatever happens."""
 
 import glob
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -119,16 +121,44 @@ def test_the_engine_does_not_outlive_a_killed_server(tiny_folder):
     assert len(sockets()) == len(before) - 1
 
 
-def test_a_dead_engine_is_told_not_hidden(tiny_folder):
+def ask(server: Server, number: int, length: int) -> tuple[list[str], str]:
+    """A streamed answer, greedy or seeded by turns: its pieces, and its end."""
+    body = {"prompt": f"number {number}", "max_tokens": length, "ignore_eos": True, "stream": True, "seed": number}
+    pieces, end = [], ""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"temperature": number % 2}, timeout=120) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            end = line or end
+            if line.startswith("data: {"):
+                told = json.loads(line[6:])
+                assert "error" not in told, told
+                pieces.append(told["choices"][0]["text"])
+    return pieces, end
+
+
+def test_a_killed_engine_is_replaced_and_nobody_notices_more_than_a_pause(tiny_folder):
     server = Server(tiny_folder).wait()
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    end = time.monotonic() + 5
-    while httpx.get(f"{server.url}/health").status_code == 200 and time.monotonic() < end:
-        time.sleep(0.05)
-    assert httpx.get(f"{server.url}/health").status_code == 503
-    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
-    assert reply.status_code == 503
-    assert reply.json()["error"]["type"] == "engine_unavailable"
+    undisturbed = [ask(server, i, 120) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(ask, server, i, 120) for i in range(4)]
+        for _ in range(2):
+            time.sleep(0.15)
+            engine = server.engine_pid()
+            os.kill(engine, signal.SIGKILL)
+            end = time.monotonic() + 20
+            while (server.engine_pid(missing=engine) == engine or server.gauge("requests_running") == 0) and any(
+                not answer.done() for answer in answers
+            ):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        for i, answer in enumerate(answers):
+            pieces, last = answer.result(60)
+            assert last == "data: [DONE]"
+            assert "".join(pieces) == "".join(undisturbed[i][0])
+    assert server.gauge("engine_restarts_total") >= 1
+    assert server.gauge("requests_submitted_total") == 8
+    assert server.gauge("requests_running") == server.gauge("requests_waiting") == 0
+    assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.stop() == 0
 
 
@@ -146,3 +176,52 @@ def test_a_taken_port_and_a_wrong_model_are_told_at_once(tiny_folder):
     text = narrow.process.stdout.read()
     assert "--max-context 512" in text
     assert "Traceback" not in text
+
+
+def test_told_to_stop_it_refuses_new_requests_and_finishes_old_ones(tiny_folder):
+    server = Server(tiny_folder).wait()
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "y"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["type"] == "server_stopping"
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert "[DONE]" in "".join(lines)
+    assert server.stop(signal.SIGTERM) == 0
+
+
+def test_what_does_not_end_in_time_is_ended(tiny_folder):
+    server = Server(tiny_folder, "--drain-seconds", "0.2").wait()
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+        begin = time.monotonic()
+        assert server.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - begin < 10
+
+
+def test_cancel_by_id_and_deadline(tiny_folder):
+    server = Server(tiny_folder).wait()
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        name = json.loads(next(lines)[6:])["id"]
+        assert httpx.delete(f"{server.url}/v1/requests/{name}").json() == {"id": name, "object": "request", "cancelled": True}
+        assert any('"request_cancelled"' in line for line in lines)
+    assert httpx.delete(f"{server.url}/v1/requests/{name}").status_code == 404
+    late = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": False, "timeout": 0.02})
+    assert late.status_code == 408
+    assert late.json()["error"]["type"] == "deadline_exceeded"
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "timeout": 0}).status_code == 400
+    end = time.monotonic() + 5
+    while server.gauge("requests_running") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server.gauge("requests_running") == 0
+    assert server.stop() == 0

@@ -37,6 +37,7 @@ def serve(
     threads: opt.Threads = None,
     fast_math: opt.FastMath = False,
     load_format: opt.LoadFormat = "auto",
+    drain_seconds: Annotated[float, typer.Option(help="How long answers under way may take to end when told to stop.")] = 30.0,
 ) -> None:
     """Serve a model over the OpenAI API."""
     from tidemill.server.run import serve as run_server
@@ -81,7 +82,7 @@ def serve(
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-            _run(run_server(options, host, port, on_loading, on_ready))
+            _run(run_server(options, host, port, on_loading, on_ready, drain_seconds))
     finally:
         bar.stop()
 

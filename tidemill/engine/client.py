@@ -1,217 +1,279 @@
-"""EngineClient: starts the engine process and talks to it from an event loop. Loads no torch."""
+"""EngineClient: requests to an engine process that is watched over. Loads no torch.
+
+If the process dies, or makes no progress though it has work, it is started anew and every request under way is submitted
+again: with its seed, and with the tokens that were already delivered as the beginning of its answer. Noise is a function of
+(seed, position) and rows are independent of their batch, so the continuation is the one that would have come.
+
+A request that had not got a token out of the engine that died may be what killed it. Such suspects are tried one at a time,
+beside those that are beyond doubt, so that the guilty one is given up alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
-import sys
-import tempfile
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from dataclasses import dataclass, field
 
-import zmq
-import zmq.asyncio
+import msgspec
 
+from tidemill import events
 from tidemill.config import EngineOptions
-from tidemill.errors import ERRORS_BY_NAME, EngineDead, TidemillError
+from tidemill.engine.link import EngineLink, error_from
+from tidemill.errors import DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
-from tidemill.wire import (
-    Abort,
-    Delta,
-    Finish,
-    FromEngine,
-    Loading,
-    Ready,
-    Refused,
-    Shutdown,
-    Start,
-    StepOutput,
-    Submit,
-    ToEngine,
-    decode_from_engine,
-    encode,
-)
+from tidemill.wire import Abort, Delta, Finish, FromEngine, Loading, Ready, Refused, Resumed, StepOutput, Submit, ToEngine
 
-_STOP_S = 5.0
-_LAST_WORDS_S = 0.5
+MAX_DEATHS = 3  # of engines under a request without a token from it, before it is given up
+_MAX_RESTARTS = 3  # in a row that do not get to work
+_WATCH_EVERY_S = 0.5
 _log = logging.getLogger("tidemill.engine")
 
 
-class EngineClient:
-    """One engine process. `submit` returns a stream of deltas; leaving the stream early aborts the request."""
+@dataclass(slots=True)
+class _Pending:
+    """A request under way: what it would take to ask for the rest of it."""
 
-    def __init__(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
+    request: Submit
+    queue: asyncio.Queue[Delta | TidemillError]
+    outputs: list[list[int]]  # delivered, by sample
+    over: set[int] = field(default_factory=set)  # samples that have ended
+    is_submitted: bool = True  # to the engine there is now
+    has_told: bool = False  # it got a token out of it
+    num_deaths: int = 0  # of engines that did not give it a token
+
+    def again(self) -> Submit:
+        if not any(self.outputs) and not self.over:
+            return self.request
+        left = [Resumed(i, tokens) for i, tokens in enumerate(self.outputs) if i not in self.over]
+        return msgspec.structs.replace(self.request, resumed=left)
+
+
+class EngineClient:
+    """`submit` returns a stream of deltas; leaving the stream early aborts the request."""
+
+    def __init__(self, on_events: Callable[[list[Event]], None] | None = None, stall_s: float = 60.0) -> None:
         self._on_events = on_events
-        self._streams: dict[str, asyncio.Queue[Delta | TidemillError]] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder: str | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._death = ""  # what became of the engine, if it is gone
+        self._stall_s = stall_s
+        self._pending: dict[str, _Pending] = {}
+        self._link: EngineLink | None = None  # None: there is none at the moment
+        self._supervisor: asyncio.Task[None] | None = None
+        self._death = ""  # why there will be none any more
+        self._last_sign_s = 0.0  # of progress
+        self._suspects: deque[str] = deque()
+        self._on_trial: str | None = None
+        self.num_restarts = 0
         self.ready: Ready | None = None
 
     @property
     def alive(self) -> bool:
+        """An engine is there, or on its way back."""
         return not self._death and self.ready is not None
 
+    @property
+    def working(self) -> bool:
+        return self.alive and self._link is not None
+
+    @property
+    def last_step_s(self) -> float:
+        """Since when no step has been heard of, in seconds."""
+        return time.monotonic() - self._last_sign_s
+
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
-        """Spawn the process and wait until the model is loaded; raises what went wrong."""
-        self._folder = tempfile.mkdtemp(prefix="tidemill-")  # mode 0700
-        endpoint = f"ipc://{self._folder}/engine.sock"
-        context = zmq.asyncio.Context()
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        umask = os.umask(0o177)  # the socket file gets mode 0600
+        """Raises what went wrong, if anything does."""
+        link = EngineLink()
         try:
-            self._socket.bind(endpoint)
-        finally:
-            os.umask(umask)
-        try:
-            self.ready = await self._spawn(endpoint, options, on_loading)
+            self.ready = await link.start(options, on_loading)
         except BaseException:
-            await self.close()
+            await link.close()
             raise
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._link = link
+        self._last_sign_s = time.monotonic()
+        self._supervisor = asyncio.create_task(self._supervise(options))
         return self.ready
 
-    async def _spawn(self, endpoint: str, options: EngineOptions, on_loading: Callable[[Loading], None] | None) -> Ready:
-        # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
-        command = [sys.executable, "-P", "-m", "tidemill.engine.process", endpoint]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
-        self._process = process
-        assert self._socket is not None
-        died = asyncio.create_task(process.wait())
-        starting = asyncio.ensure_future(self._socket.send(encode(Start(options))))  # waits until the process connects
-        receiving = None
-        try:
-            while True:
-                receiving = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait([receiving, died], return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():  # its last message may still be on the way
-                    await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
-                if not receiving.done():
-                    raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
-                message = decode_from_engine(receiving.result())
-                if isinstance(message, Loading) and on_loading:
-                    on_loading(message)
-                elif isinstance(message, Refused):
-                    raise error_from(message)
-                elif isinstance(message, Ready):
-                    return message
-        finally:
-            for task in (died, starting, receiving):
-                if task is not None:
-                    task.cancel()
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
 
-    async def submit(self, request: Submit) -> AsyncGenerator[Delta, None]:
-        """Deltas of all samples, until each has finished."""
-        if request.request_id in self._streams:
+    async def submit(self, request: Submit, timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
+        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last."""
+        if request.request_id in self._pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
-        queue: asyncio.Queue[Delta | TidemillError] = asyncio.Queue()
-        self._streams[request.request_id] = queue
+        if self._death or self.ready is None:
+            raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
+        request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
+        pending = _Pending(request, asyncio.Queue(), [[] for _ in range(request.params.n)])
+        if not self._pending:
+            self._last_sign_s = time.monotonic()  # it had nothing to do until now
+        self._pending[request.request_id] = pending
         num_left = request.params.n
+        too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.") if timeout_s is not None else None
+        loop = asyncio.get_running_loop()
+        alarm = None if too_late is None else loop.call_later(timeout_s or 0, pending.queue.put_nowait, too_late)
         try:
             self._send(request)
             while num_left:
-                item = await queue.get()
+                item = await pending.queue.get()
                 if isinstance(item, TidemillError):
                     num_left = 0
                     raise item
                 num_left -= item.finish_reason is not None
                 yield item
+        except TidemillError as error:
+            if request.request_id in self._pending:
+                self._send(Abort(request.request_id, error.kind))
+            raise
         finally:
-            self._streams.pop(request.request_id, None)
+            if alarm is not None:
+                alarm.cancel()
+            self._pending.pop(request.request_id, None)
             if num_left:
-                self.abort(request.request_id, "client left")
+                self._send(Abort(request.request_id, "client left"))
+            if self._on_trial == request.request_id:
+                self._try_next()
 
-    def abort(self, request_id: str, reason: str, index: int | None = None) -> None:
-        """End one sample, or all; the stream sees nothing more of it."""
-        with contextlib.suppress(EngineDead):
-            self._send(Abort(request_id, reason, index))
+    def cancel(self, request_id: str, why: TidemillError) -> bool:
+        """End a request; its stream raises `why`. False: there is none of that name."""
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            pending.queue.put_nowait(why)
+        return pending is not None
 
     def finish(self, request_id: str, index: int) -> None:
         """A sample's text reached a stop string."""
-        with contextlib.suppress(EngineDead):
-            self._send(Finish(request_id, index))
-
-    async def close(self) -> None:
-        """End the process and remove the socket, whatever state they are in. Safe to call twice."""
-        for task in self._tasks:
-            task.cancel()
-        self._tasks.clear()
-        process, self._process = self._process, None
-        try:
-            if process is not None and process.returncode is None and self.ready is not None:
-                with contextlib.suppress(EngineDead, TimeoutError):
-                    self._send(Shutdown())
-                    await asyncio.wait_for(process.wait(), _STOP_S)
-        finally:
-            if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            self._fail_all("The engine has been shut down.")
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._folder = None
-        if process is not None:
-            await process.wait()
+        if request_id in self._pending:
+            self._pending[request_id].over.add(index)
+        self._send(Finish(request_id, index))
 
     def _send(self, message: ToEngine) -> None:
-        """Never waits: the queue has no limit of its own, and without a peer there is nobody to wait for."""
-        if self._death or self._socket is None:
-            raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
-        sent: Any = self._socket.send(encode(message), flags=zmq.NOBLOCK)  # done by the time it returns
-        if not sent.done() or sent.exception() is not None:
-            raise EngineDead("The engine process does not listen.", fix="Restart the server.")
+        """While there is no engine, nothing is lost: the next one is told what is pending."""
+        if self._link is not None:
+            with contextlib.suppress(EngineDead):  # the supervisor will notice, too
+                self._link.send(message)
 
-    async def _read(self) -> None:
-        assert self._socket is not None
+    async def close(self) -> None:
+        """Safe to call twice."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+            self._supervisor = None
+        self._give_up("The engine has been shut down.")
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+
+    # ---- watching over it
+
+    async def _supervise(self, options: EngineOptions) -> None:
+        num_failed = 0
+        try:
+            while num_failed < _MAX_RESTARTS:
+                if self._link is not None:
+                    began = time.monotonic()
+                    why = await self._until_it_ends(self._link)
+                    num_failed = num_failed + 1 if self._last_sign_s <= began else 0
+                    _log.error("the engine is gone: %s", why)
+                    link, self._link = self._link, None
+                    await link.close()
+                link = EngineLink()
+                try:
+                    self.ready = await link.start(options)
+                except TidemillError as error:
+                    num_failed, why = num_failed + 1, str(error)
+                    _log.error("the engine could not be started again: %s", why)
+                    await link.close()
+                    await asyncio.sleep(num_failed)
+                    continue
+                except BaseException:
+                    await link.close()
+                    raise
+                self._resume(link, why)
+            self._give_up(f"The engine failed {num_failed} times in a row: {why}")
+        except Exception as error:
+            _log.exception("the supervisor failed")
+            self._give_up(f"The engine cannot be watched any more: {type(error).__name__}.")
+
+    async def _until_it_ends(self, link: EngineLink) -> str:
+        reading = asyncio.create_task(link.read(self._take))
         try:
             while True:
-                self._take(decode_from_engine(await self._socket.recv()))
-        except Exception as error:
-            _log.exception("the engine's messages cannot be read any more")
-            self._fail_all(f"The engine's messages cannot be read: {type(error).__name__}.")
+                done, _ = await asyncio.wait([reading], timeout=_WATCH_EVERY_S)
+                if done:
+                    if reading.exception() is not None:
+                        return f"its messages cannot be read: {type(reading.exception()).__name__}"
+                    return link.last_words
+                if self._pending and self.last_step_s > self._stall_s:
+                    link.kill()
+                    return f"no step in {self._stall_s:.0f} s though requests are under way"
+        finally:
+            reading.cancel()
+
+    def _resume(self, link: EngineLink, why: str) -> None:
+        """What was under way goes on in the new engine."""
+        self._link, self._last_sign_s = link, time.monotonic()
+        self.num_restarts += 1
+        self._suspects.clear()
+        for request_id, pending in list(self._pending.items()):
+            if pending.is_submitted:
+                pending.num_deaths = 0 if pending.has_told else pending.num_deaths + 1
+            pending.is_submitted = pending.has_told = False
+            if pending.num_deaths >= MAX_DEATHS:
+                what = f"The engine failed {MAX_DEATHS} times at this request."
+                pending.queue.put_nowait(EngineDead(what, fix="Try again, perhaps with a smaller request."))
+                del self._pending[request_id]
+            elif pending.num_deaths:
+                self._suspects.append(request_id)
+            else:
+                self._submit_again(pending)
+        self._suspects = deque(sorted(self._suspects, key=lambda name: self._pending[name].num_deaths))
+        self._tell([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
+        self._try_next()
+
+    def _try_next(self) -> None:
+        self._on_trial = None
+        while self._suspects and self._on_trial is None:
+            request_id = self._suspects.popleft()
+            if request_id in self._pending:
+                self._on_trial = request_id
+                self._submit_again(self._pending[request_id])
+
+    def _submit_again(self, pending: _Pending) -> None:
+        pending.is_submitted = True
+        if len(pending.over) < len(pending.outputs):
+            self._send(pending.again())
+
+    def _give_up(self, why: str) -> None:
+        self._death = self._death or why
+        for pending in self._pending.values():
+            pending.queue.put_nowait(EngineDead(self._death, fix="Restart the server."))
+
+    # ---- what it says
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
+            self._last_sign_s = time.monotonic()
             for delta in message.deltas:
-                queue = self._streams.get(delta.request_id)
-                if queue is not None:
-                    queue.put_nowait(delta)
-            if self._on_events and message.events:
-                try:
-                    self._on_events(message.events)
-                except Exception:
-                    _log.exception("a reader of events failed")
-        elif isinstance(message, Refused):
-            if message.request_id is None:
-                self._last_words = message.message
-            elif message.request_id in self._streams:
-                self._streams[message.request_id].put_nowait(error_from(message))
+                pending = self._pending.get(delta.request_id)
+                if pending is not None:
+                    pending.outputs[delta.index] += delta.token_ids
+                    pending.has_told = True
+                    if self._on_trial == delta.request_id:
+                        self._try_next()
+                    if delta.finish_reason:
+                        pending.over.add(delta.index)
+                    pending.queue.put_nowait(delta)
+            if message.events:
+                self._tell(message.events)
+        elif isinstance(message, Refused) and message.request_id in self._pending:
+            self._pending[message.request_id].queue.put_nowait(error_from(message))
 
-    _last_words = ""  # of the engine process, before it ended
-
-    async def _watch(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
-        await asyncio.sleep(_LAST_WORDS_S / 2)  # what it said last is read first
-        self._fail_all(self._last_words or f"The engine process ended with code {code}.")
-
-    def _fail_all(self, why: str) -> None:
-        self._death = self._death or why
-        for queue in self._streams.values():
-            queue.put_nowait(EngineDead(why, fix="Restart the server."))
-
-
-def error_from(message: Refused) -> TidemillError:
-    cls = ERRORS_BY_NAME.get(message.error, TidemillError)
-    return cls(message.message, fix=message.fix, param=message.param)
+    def _tell(self, batch: list[Event]) -> None:
+        if self._on_events:
+            try:
+                self._on_events(batch)
+            except Exception:
+                _log.exception("a reader of events failed")

@@ -86,10 +86,11 @@ class EngineCore:
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         num_waiting = len(self.scheduler.waiting)
-        if num_waiting + request.params.n > self.config.max_waiting:
+        if num_waiting + request.params.n > self.config.max_waiting and request.resumed is None:
             raise QueueFull(f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may.", fix="Try again later.")
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
         request.params.check_vocabulary(self.model_config.vocab_size)
+        resumed = request.resumed
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -97,9 +98,11 @@ class EngineCore:
             eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
             salt=request.salt,
+            resumed=None if resumed is None else {sample.index: sample.output_ids for sample in resumed},
         )
         live = _Live()
-        for index, sample in enumerate(made):
+        indexes = range(len(made)) if resumed is None else [sample.index for sample in resumed]
+        for index, sample in zip(indexes, made, strict=True):
             live.samples[sample.seq] = index
             live.requests[index] = sample
             self._id_of[sample.seq] = request.request_id

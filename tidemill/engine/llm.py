@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tidemill.config import EngineOptions
-from tidemill.engine.client import error_from
 from tidemill.engine.core import EngineCore
+from tidemill.engine.link import error_from
 from tidemill.errors import InvalidRequest
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream

@@ -73,13 +73,15 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         arrival_s: float | None = None,
+        resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
-        """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages."""
+        """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
+        `resumed`: only these samples, each from the output it has; they are computed like preempted ones."""
         now = self._clock.now()
         assert 0 < len(prompt_ids) < self.max_context, "checked before it came here"
         room = self.max_context - len(prompt_ids)
         made: list[Request] = []
-        for index in range(params.n):
+        for index in range(params.n) if resumed is None else resumed:
             request = Request(
                 request_id=request_id if params.n == 1 else f"{request_id}:{index}",
                 seq=self._next_seq,
@@ -90,15 +92,20 @@ class Scheduler:
                 eos_token_ids=eos_token_ids,
                 priority=priority,
                 salt=salt,
-                parent=made[0] if made else None,
+                parent=made[0] if made and resumed is None else None,
             )
             self._next_seq += 1
             self._requests[request.seq] = request
-            if made:
+            if made and resumed is None:
                 made[0].children.append(request)
+            if resumed is None:
+                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority))
+            else:
+                request.tokens += resumed[index]
+                request.first_token_s = now if resumed[index] else None
+                self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
             made.append(request)
             insort(self.waiting, request, key=_rank)
-            self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority))
         return made
 
     def abort(self, request: Request, reason: str) -> None:

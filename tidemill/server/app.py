@@ -7,9 +7,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from tidemill.errors import TidemillError
 from tidemill.server import errors, openai
 from tidemill.server.service import Service
 from tidemill.version import __version__
+
+_READY_WITHIN_S = 10.0
 
 
 def create_app(service: Service) -> FastAPI:
@@ -19,9 +22,18 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        """Is the engine process there?"""
+        """Can this process still serve? An engine that is being started again does not make it ill."""
         alive = service.client.alive
         return JSONResponse({"status": "ok" if alive else "engine is down"}, 200 if alive else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Is it worth sending requests here? A step was made lately, or is made now."""
+        try:
+            await service.prove(_READY_WITHIN_S)
+        except TidemillError as error:
+            return JSONResponse({"status": error.message}, 503)
+        return JSONResponse({"status": "ready"})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -22,6 +22,7 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Requests that lost their pages and started over")
         self.evicted_pages = self._counter("evicted_pages", "Cached pages overwritten")
+        self.restarts = self._counter("engine_restarts", "Times the engine process was started anew")
         self.running = self._gauge("requests_running", "Requests that hold a row")
         self.waiting = self._gauge("requests_waiting", "Requests in the queue")
         self.free_pages = self._gauge("kv_pages_free", "KV pages that can be taken")
@@ -49,6 +50,12 @@ class Metrics:
             case events.Submitted():
                 self.submitted.inc()
                 self.waiting.inc()
+            case events.Resumed():
+                self.waiting.inc()
+            case events.EngineRestarted():
+                self.restarts.inc()
+                self.running.set(0)
+                self.waiting.set(0)
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
             case events.StepPlanned():

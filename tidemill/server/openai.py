@@ -93,7 +93,17 @@ def make_router(service: Service) -> APIRouter:
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         return await _answer(service, request, body.stream, _chat_job(service, body))
 
+    @router.delete("/v1/requests/{request_id}")
+    async def cancel(request_id: str) -> dict[str, Any]:
+        if not service.cancel(request_id):
+            raise RequestUnknown(f"There is no request {request_id[:100]!r} under way.", param="request_id")
+        return {"id": request_id, "object": "request", "cancelled": True}
+
     return router
+
+
+class RequestUnknown(InvalidRequest):
+    status = 404
 
 
 def _model_card(service: Service) -> dict[str, Any]:
@@ -122,16 +132,22 @@ async def _answer(service: Service, request: Request, stream: bool | None, makin
 async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
+    parts = [f"{job.request_id}-{i}" for i in range(len(job.prompts))]
+    asked = job.asked
     streams = [
-        service.stream(f"{job.request_id}-{i}", prompt, job.params, job.asked.priority, job.asked.cache_salt or "")
-        for i, prompt in enumerate(job.prompts)
+        service.stream(part, prompt, job.params, asked.priority, asked.cache_salt or "", asked.timeout)
+        for part, prompt in zip(parts, job.prompts, strict=True)
     ]
-    async with aclosing(_merge(streams)) as merged:
-        async for i, (delta, text) in merged:
-            job.usage.num_output += text.num_tokens
-            if delta.index == 0 and text.finish_reason:
-                job.usage.num_cached += delta.num_cached
-            yield i * job.params.n + delta.index, delta, text
+    service.parts[job.request_id] = parts
+    try:
+        async with aclosing(_merge(streams)) as merged:
+            async for i, (delta, text) in merged:
+                job.usage.num_output += text.num_tokens
+                if delta.index == 0 and text.finish_reason:
+                    job.usage.num_cached += delta.num_cached
+                yield i * job.params.n + delta.index, delta, text
+    finally:
+        service.parts.pop(job.request_id, None)
 
 
 async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta], None]) -> bytes:

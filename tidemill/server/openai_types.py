@@ -49,6 +49,7 @@ class SamplingRequest(BaseModel):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""

@@ -20,7 +20,7 @@ from tidemill.server.service import Service
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
-_GRACE_S = 5  # for answers under way when the server is told to stop
+_GRACE_S = 5  # for connections to close when nothing is under way any more
 
 
 class _Server(uvicorn.Server):
@@ -37,22 +37,28 @@ async def serve(
     port: int,
     on_loading: Callable[[Loading], None] | None = None,
     on_ready: Callable[[Ready], None] | None = None,
+    drain_s: float = 30.0,
 ) -> None:
-    """Runs until SIGINT or SIGTERM."""
+    """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
+    not wait."""
     path = locate(options.model)
     listening = _listen(host, port)  # before gigabytes are read
     metrics = Metrics()
     client = EngineClient(on_events=metrics.take)
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
+    service: Service | None = None
+    draining: asyncio.Task[None] | None = None
 
     def stop() -> None:
-        if server is None or not server.started:
+        nonlocal draining
+        if server is None or service is None or not server.started:
             assert me is not None
             me.cancel()  # still loading
+        elif draining is None:
+            draining = asyncio.create_task(_drain(service, server, drain_s))
         else:
-            server.force_exit = server.should_exit  # a second signal does not wait
-            server.should_exit = True
+            server.force_exit = server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -65,7 +71,8 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        app = create_app(Service(client, tokenizer, name, metrics))
+        service = Service(client, tokenizer, name, metrics)
+        app = create_app(service)
         server = _Server(
             uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S)
         )
@@ -80,6 +87,15 @@ async def serve(
         listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+async def _drain(service: Service, server: _Server, seconds: float) -> None:
+    """Whoever comes now is told to come again; whoever is here may finish."""
+    service.is_draining = True
+    end = asyncio.get_running_loop().time() + seconds
+    while service.client.num_pending and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.05)
+    server.should_exit = True
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from tidemill.engine.client import EngineClient
-from tidemill.errors import EngineDead, InvalidRequest
+from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest
 from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
@@ -27,6 +27,8 @@ class Service:
         self.model_name = model_name
         self.metrics = metrics
         self.created_s = int(time.time())
+        self.is_draining = False
+        self.parts: dict[str, list[str]] = {}  # requests under way by the id that clients know, and their parts in the engine
 
     @property
     def ready(self) -> Ready:
@@ -50,14 +52,41 @@ class Service:
         if name is not None and name != self.model_name:
             raise ModelUnknown(f"There is no model {name!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
 
+    async def prove(self, within_s: float) -> None:
+        """Raise unless the engine has made a step lately, or makes one now."""
+        if self.is_draining:
+            raise Draining("The server is stopping.")
+        if not self.client.working:
+            raise EngineDead("The engine is being started again.")
+        if self.client.last_step_s < within_s:
+            return
+        token = min(self.tokenizer.eos_token_ids, default=0)
+        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=-(2**31))
+        async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
+            async for _ in deltas:
+                return
+
+    def cancel(self, request_id: str) -> int:
+        """End a request by its id, whatever it consists of; how many parts were under way."""
+        why = Cancelled("The request was cancelled.")
+        return sum(self.client.cancel(part, why) for part in self.parts.get(request_id, ()))
+
     async def stream(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, priority: int = 0, salt: str = ""
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        salt: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """Each sample's text as it comes. Leaving early ends the request in the engine."""
+        if self.is_draining:
+            raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt)
-        async with aclosing(self.client.submit(request)) as deltas:
+        async with aclosing(self.client.submit(request, timeout_s)) as deltas:
             async for delta in deltas:
                 if delta.index in ended:
                     continue

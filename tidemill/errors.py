@@ -67,6 +67,12 @@ class Cancelled(TidemillError):
     status = 499
 
 
+class ModelFailed(TidemillError):
+    """The model's own numbers broke down on this request."""
+
+    kind = "model_error"
+
+
 class ConfigError(TidemillError):
     """An option that cannot be honoured on this machine or with this model."""
 
@@ -102,6 +108,10 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         ContextTooLong,
         RequestTooLarge,
         QueueFull,
+        Draining,
+        DeadlineExceeded,
+        Cancelled,
+        ModelFailed,
         ConfigError,
         ModelNotFound,
         CheckpointError,

@@ -1,6 +1,7 @@
 """EngineCore: refusals, aborts, failures. Nothing one request does reaches another."""
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tidemill.config import EngineOptions
@@ -195,3 +196,30 @@ def test_random_weights_from_a_configuration_alone(tmp_path):
         EngineCore.load(EngineOptions(model=str(folder), device="cpu"))
     with pytest.raises(ConfigError, match="load_format"):
         EngineCore.load(EngineOptions(model=str(folder), load_format="magic", device="cpu"))
+
+
+@pytest.mark.parametrize("params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)])
+def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
+    """One token's embedding is broken. Who uses it is told; the others' tokens, and those of who comes after, are as ever."""
+    make_llama(tmp_path, vocab_size=320, max_position_embeddings=512, tie_word_embeddings=False)
+    broken = load_file(tmp_path / "model.safetensors")
+    broken["model.embed_tokens.weight"][7] = float("nan")
+    save_file(broken, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(tmp_path)
+    good = {f"good{i}": ([20 + i] * 40, greedy(6)) for i in range(3)}
+    alone = {name: run(make_core(model), {name: ask})[name].tokens for name, ask in good.items()}
+    core = make_core(model)
+    for name, (prompt, asked) in good.items():
+        core.submit(Submit(name, prompt, asked))
+    core.submit(Submit("bad", [7] * 40, params))
+    answers, told = {name: Answer() for name in good}, []
+    while core.has_work:
+        output, failed = core.step()
+        told += [(refused.request_id, refused.error) for refused in failed]
+        for delta in output.deltas:
+            answers[delta.request_id].tokens.extend(delta.token_ids)
+    assert told == [("bad", "ModelFailed")]
+    assert {name: answer.tokens for name, answer in answers.items()} == alone
+    core.scheduler.check_integrity()
+    assert run(core, dict(good))["good1"].tokens == alone["good1"]  # in pages that were the broken one's, too
+    assert not any(page.isnan().any() for page in core.runner.cache)

@@ -207,6 +207,11 @@ def test_a_draw_is_a_function_of_seed_and_position():
             scores = scores / temperatures[row] - exponential_noise(key, 9000)[0].log()
         assert tokens[s] == scores.argmax()
         assert state[row, position + 1] == tokens[s]
+    logits[0], logits[1, 5:] = float("nan"), float("nan")
+    tokens = sampling.pick_tokens(logits, index, rows, positions, draws, state)
+    assert tokens[0] == -1
+    assert 0 <= tokens[1] < 5
+    assert state.min() >= 0
 
 
 @pytest.mark.parametrize(

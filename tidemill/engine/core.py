@@ -11,7 +11,7 @@ import torch
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
-from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, QueueFull, TidemillError
+from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
@@ -171,10 +171,25 @@ class EngineCore:
                 raise
             traceback.print_exc()
             return StepOutput([], self._events.take()), failed
+        failed = self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
-        return StepOutput(self._deltas(done, result, progress, now), self._events.take()), []
+        return StepOutput(self._deltas(done, result, progress, now), self._events.take()), failed
+
+    def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
+        """Requests whose logits are not numbers fail alone."""
+        failed: dict[str, Refused] = {}
+        for item in plan.items if min(result.tokens.values(), default=0) < 0 else ():
+            request_id = self._id_of.get(item.seq)
+            if request_id is None or result.tokens.get(item.row, 0) >= 0:
+                continue
+            error = ModelFailed("The model's logits are not numbers on this request.", fix="Change the prompt or the parameters.")
+            failed[request_id] = refusal(request_id, error)
+            for request in list(self._live[request_id].requests.values()):
+                self.scheduler.discard(request, "logits are not numbers")
+                self._forget(request.seq)
+        return list(failed.values())
 
     def _deltas(self, plan: StepPlan, result: StepResult, progress: list[Progress], now: float) -> list[Delta]:
         for item in plan.items if result.prompt_logprobs else ():

@@ -167,6 +167,14 @@ class KVManager:
         for page in reversed(self._tables.pop(seq).pages):
             self._pool.drop(page)
 
+    def discard(self, seq: int) -> list[int]:
+        """The sequence is done, and what it computed is worthless: nobody may find it. Returns pages to be cleared."""
+        own = [page for page in self._tables[seq].pages if self._pool.references(page) == 1]
+        for page in own:
+            self._index.forget(page)
+        self.release(seq)
+        return own
+
     def clear_prefixes(self) -> int:
         """Forget all findable content. Returns how many pages that was."""
         for table in self._tables.values():

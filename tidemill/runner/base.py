@@ -19,7 +19,7 @@ _PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
 
 @dataclass(slots=True)
 class StepResult:
-    """By row: the token sampled, and what was asked about it."""
+    """By row: the token sampled (negative: the logits were not numbers), and what was asked about it."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

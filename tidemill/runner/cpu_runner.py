@@ -36,6 +36,8 @@ class CpuRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         self.state.stage(plan)
         self.state.apply()
+        if plan.page_zeroes:
+            self.cache[plan.page_zeroes] = 0
         if plan.page_copies:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))

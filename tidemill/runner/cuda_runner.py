@@ -170,6 +170,8 @@ class CudaRunner:
             self._pages[new.row, : len(new.page_ids)] = new.page_ids
         for update in plan.page_updates:
             self._pages[update.row, update.first_index : update.first_index + len(update.page_ids)] = update.page_ids
+        if plan.page_zeroes:
+            self.cache[torch.tensor(plan.page_zeroes, device=self._device)] = 0
         if plan.page_copies:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))

@@ -22,7 +22,7 @@ _LIKELIEST = 512
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids: torch.Tensor  # [S]
+    token_ids: torch.Tensor  # [S]; -1: not even the best of the logits is a number
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
 
 
@@ -50,10 +50,12 @@ class Sampler:
                 [seeds[i] for i in drawn],
                 [positions[i] for i in drawn],
             )
-        out = Sampled(tokens)
+        chosen = logits_SV.gather(1, tokens.unsqueeze(1)).flatten()
+        out = Sampled(torch.where(chosen.isfinite(), tokens, -1))
         if raw is not None:
             for k, i in enumerate(wanted):
-                out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), params[i].logprobs or 0)
+                if out.token_ids[i] >= 0:
+                    out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), params[i].logprobs or 0)
         return out
 
     def _params(self, row: int) -> SamplingParams:

@@ -49,6 +49,8 @@ class StepPlan:
         default_factory=list
     )  # (source, target): all read, then all written, then the step
 
+    page_zeroes: list[int] = field(default_factory=list)  # whose content must not reach the next owner, even masked
+
     @property
     def num_tokens(self) -> int:
         return sum(item.count for item in self.items)

@@ -54,6 +54,7 @@ class Scheduler:
         self._emit = emit
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._page_zeroes: list[int] = []
         self._next_seq = 0
         self._step = 0
 
@@ -117,6 +118,12 @@ class Scheduler:
         self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
         self._say_what_is_left(now)
 
+    def discard(self, request: Request, reason: str) -> None:
+        """Abort a request whose KV is not numbers: before others use its pages, they are cleared."""
+        if request.status is not Status.FINISHED and self.kv.holds(request.seq):
+            self._page_zeroes += self.kv.discard(request.seq)
+        self.abort(request, reason)
+
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
         now = self._clock.now()
@@ -146,6 +153,7 @@ class Scheduler:
         if not plan.items:
             return None
         self._step += 1
+        plan.page_zeroes, self._page_zeroes = self._page_zeroes, []
         num_prefilling = sum(1 for item in plan.items if item.count > 1 or not item.samples)
         self._emit(
             events.StepPlanned(

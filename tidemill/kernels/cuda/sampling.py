@@ -53,6 +53,7 @@ def _pick(
         if not SCALED:
             value = value / temperature
         value += tl.where(token < num_tokens, _gumbel(key, token), 0.0)
+    value = tl.where(value == value, value, _NEVER)  # what is not a number is never the best
     best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + s * num_stretches + stretch, best)
     tl.store(best_at_ptr + s * num_stretches + stretch, stretch * STRETCH + at)
@@ -67,12 +68,13 @@ def _settle(
     s = tl.program_id(0)
     stretch = tl.arange(0, BLOCK)
     best = tl.load(best_ptr + s * num_stretches + stretch, mask=stretch < num_stretches, other=_NEVER)
-    _, at = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
+    top, at = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
     token = tl.load(best_at_ptr + s * num_stretches + at)
+    is_number = (top > _NEVER) & (top < -_NEVER)
     i = tl.load(index_ptr + s)
     row, position = tl.load(rows_ptr + i).to(tl.int64), tl.load(positions_ptr + i)
     tl.store(tokens_ptr + row * width + position + 1, token)
-    tl.store(out_ptr + s, token)
+    tl.store(out_ptr + s, tl.where(is_number, token, -1))
 
 
 def pick_tokens(
@@ -84,8 +86,9 @@ def pick_tokens(
     tokens: torch.Tensor,
     scaled: bool = False,
 ) -> torch.Tensor:
-    """One token for each row of logits, int32; also entered into `tokens` after the last one. Row s of the logits belongs to
-    token index_S[s] of the step, whose row and position are given. `scaled`: logits are divided by the temperature already."""
+    """One token for each row of logits, int32 (-1: none of them is a number); also entered into `tokens` after the last one.
+    Row s of the logits belongs to token index_S[s] of the step, whose row and position are given. `scaled`: logits are divided by
+    the temperature already."""
     num, num_tokens = logits_SV.shape
     num_stretches = triton.cdiv(num_tokens, _STRETCH)
     best = logits_SV.new_empty(num, num_stretches)

@@ -194,6 +194,21 @@ def test_a_forked_sample_pushes_nobody_out_for_pages_it_has():
     run(scheduler)
 
 
+def test_owners_share_what_there_is():
+    """One owner floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
+    scheduler, _ = make(rows=1, budget=16)
+    for i in range(6):
+        scheduler.add(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), owner="a")
+    step(scheduler)
+    for i in range(2):
+        scheduler.add(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), owner="b")
+    order = []
+    while scheduler.has_work:
+        _, done = step(scheduler)
+        order += [progress.request.request_id for progress in done if progress.finish_reason]
+    assert order == ["flood0", "few0", "flood1", "few1", "flood2", "flood3", "flood4", "flood5"]
+
+
 def test_first_come_first_served_within_a_priority():
     scheduler, _ = make(rows=1)
     for name, priority in (("b1", 1), ("a1", 0), ("b2", 1), ("a2", 0)):

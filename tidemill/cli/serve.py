@@ -37,11 +37,19 @@ def serve(
     threads: opt.Threads = None,
     fast_math: opt.FastMath = False,
     load_format: opt.LoadFormat = "auto",
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="A file of keys, or of sha256:HEX of them, one a line.")] = None,
+    admin_key: Annotated[list[str] | None, typer.Option(help="A key for metrics and for other people's requests.")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="A name under which this server may be asked.")] = None,
+    allowed_origin: Annotated[list[str] | None, typer.Option(help="A web page's origin that may ask, like https://a.b")] = None,
     drain_seconds: Annotated[float, typer.Option(help="How long answers under way may take to end when told to stop.")] = 30.0,
 ) -> None:
     """Serve a model over the OpenAI API."""
+    from tidemill.server.guard import Access
     from tidemill.server.run import serve as run_server
 
+    access = Access.of(api_key or [], api_key_file, admin_key or [], allowed_host or [], allowed_origin or [])
+    access.check_host_is_safe(host)
     locate(model, fetch=True)
     options = EngineOptions(
         model=model,
@@ -82,7 +90,7 @@ def serve(
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-            _run(run_server(options, host, port, on_loading, on_ready, drain_seconds))
+            _run(run_server(options, host, port, on_loading, on_ready, drain_seconds, access))
     finally:
         bar.stop()
 

@@ -98,6 +98,7 @@ class EngineCore:
             eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
             salt=request.salt,
+            owner=request.owner,
             resumed=None if resumed is None else {sample.index: sample.output_ids for sample in resumed},
         )
         live = _Live()

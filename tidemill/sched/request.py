@@ -32,6 +32,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0  # lower runs first
     salt: str = ""
+    owner: str = ""  # owners share the engine fairly
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
 

@@ -7,6 +7,7 @@ Chunked prefill, prefix hits, preemption and (later) speculative tokens are all 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -55,6 +56,8 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._page_zeroes: list[int] = []
+        self._served: dict[str, int] = {}  # tokens computed for each owner
+        self._present: Counter[str] = Counter()  # their requests, running or waiting
         self._next_seq = 0
         self._step = 0
 
@@ -74,6 +77,7 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         arrival_s: float | None = None,
+        owner: str = "",
         resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
@@ -93,6 +97,7 @@ class Scheduler:
                 eos_token_ids=eos_token_ids,
                 priority=priority,
                 salt=salt,
+                owner=owner,
                 parent=made[0] if made and resumed is None else None,
             )
             self._next_seq += 1
@@ -107,6 +112,10 @@ class Scheduler:
                 self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
             made.append(request)
             insort(self.waiting, request, key=_rank)
+        if not self._present[owner]:  # who was away starts level with the least served of those here: idling saves up no claim
+            least = min((self._served[other] for other in self._present), default=0)
+            self._served[owner] = max(self._served.get(owner, 0), least)
+        self._present[owner] += len(made)
         return made
 
     def abort(self, request: Request, reason: str) -> None:
@@ -270,11 +279,19 @@ class Scheduler:
                 self._schedule(request, count, plan, state)
 
     def _next_waiting(self) -> Request | None:
-        """The first that is not waiting for its parent's prompt. Waiting for it would be pointless once the parent is gone."""
+        """The first that is not waiting for its parent's prompt. Where several owners wait at the same priority, that of the one
+        who has been given the fewest tokens."""
+        if len(self._present) <= 1:
+            return next((request for request in self.waiting if request.parent is None), None)
+        first: dict[str, Request] = {}  # of each owner
         for request in self.waiting:
-            if request.parent is None:
-                return request
-        return None
+            if first and request.priority != self.waiting[0].priority:
+                break
+            if request.parent is None and request.owner not in first:
+                first[request.owner] = request
+                if len(first) == len(self._present):
+                    break
+        return min(first.values(), key=lambda request: (self._served[request.owner], request.seq), default=None)
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:
@@ -341,6 +358,7 @@ class Scheduler:
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
     def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
+        self._served[request.owner] += count
         samples = count == request.num_needed
         plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch))
         if request.num_needed > 1:
@@ -453,6 +471,9 @@ class Scheduler:
             request.children[0].children = request.children[1:]
         request.children = []
         request.status = Status.FINISHED
+        self._present[request.owner] -= 1
+        if not self._present[request.owner]:
+            del self._present[request.owner]
         del self._requests[request.seq]
 
     def _say_what_is_left(self, now: float) -> None:

@@ -9,14 +9,16 @@ from starlette.responses import Response
 
 from tidemill.errors import TidemillError
 from tidemill.server import errors, openai
+from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
 from tidemill.version import __version__
 
 _READY_WITHIN_S = 10.0
 
 
-def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None)
+def create_app(service: Service, access: Access | None = None) -> FastAPI:
+    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Guard, access=access or Access())
     errors.install(app)
     app.include_router(openai.make_router(service))
 

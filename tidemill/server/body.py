@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -12,12 +13,19 @@ from tidemill.errors import InvalidRequest, RequestTooLarge
 
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
+_NEXT_PART_WITHIN_S = 20.0
 
 
 class NotJSON(InvalidRequest):
     """Only JSON is read. A web page of another origin cannot send that type without asking first."""
 
     status = 415
+
+
+class TooSlow(InvalidRequest):
+    """The body does not come."""
+
+    status = 408
 
 
 def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
@@ -41,7 +49,14 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 async def _read(request: Request) -> bytes:
     """The body, given up as soon as it is too large, whatever its header said."""
     parts, num_bytes = [], 0
-    async for part in request.stream():
+    stream = request.stream()
+    while True:
+        try:
+            part = await asyncio.wait_for(anext(stream), _NEXT_PART_WITHIN_S)
+        except StopAsyncIteration:
+            break
+        except TimeoutError:
+            raise TooSlow(f"Nothing more of the body came within {_NEXT_PART_WITHIN_S:.0f} s.") from None
         num_bytes += len(part)
         if num_bytes > MAX_BODY_BYTES:
             raise RequestTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")

@@ -65,6 +65,7 @@ class _Job:
     whole: Callable[[int, _Choice], dict[str, Any]]
     piece: Callable[[int, str, list[TokenLogprobs], str | None], dict[str, Any]]
     opening: Callable[[int], dict[str, Any]] | None = None
+    owner: str = ""
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
@@ -94,8 +95,9 @@ def make_router(service: Service) -> APIRouter:
         return await _answer(service, request, body.stream, _chat_job(service, body))
 
     @router.delete("/v1/requests/{request_id}")
-    async def cancel(request_id: str) -> dict[str, Any]:
-        if not service.cancel(request_id):
+    async def cancel(request: Request, request_id: str) -> dict[str, Any]:
+        caller = request.state.caller
+        if not service.cancel(request_id, None if caller.is_admin else caller.owner):
             raise RequestUnknown(f"There is no request {request_id[:100]!r} under way.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
@@ -121,6 +123,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 async def _answer(service: Service, request: Request, stream: bool | None, making: Awaitable[_Job]) -> Response:
     job = await making
+    job.owner = request.state.caller.owner
     outputs = _outputs(service, job)
     if not stream:
         return Response(await until_disconnect(request, _whole(job, outputs)), media_type="application/json")
@@ -135,10 +138,10 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Del
     parts = [f"{job.request_id}-{i}" for i in range(len(job.prompts))]
     asked = job.asked
     streams = [
-        service.stream(part, prompt, job.params, asked.priority, asked.cache_salt or "", asked.timeout)
+        service.stream(part, prompt, job.params, asked.priority, asked.cache_salt or "", job.owner, asked.timeout)
         for part, prompt in zip(parts, job.prompts, strict=True)
     ]
-    service.parts[job.request_id] = parts
+    service.under_way[job.request_id] = (job.owner, parts)
     try:
         async with aclosing(_merge(streams)) as merged:
             async for i, (delta, text) in merged:
@@ -147,7 +150,7 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Del
                     job.usage.num_cached += delta.num_cached
                 yield i * job.params.n + delta.index, delta, text
     finally:
-        service.parts.pop(job.request_id, None)
+        service.under_way.pop(job.request_id, None)
 
 
 async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta], None]) -> bytes:

@@ -15,7 +15,9 @@ from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
+from tidemill.server.guard import Access
 from tidemill.server.metrics import Metrics
+from tidemill.server.protocol import BoundedProtocol
 from tidemill.server.service import Service
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
@@ -38,9 +40,11 @@ async def serve(
     on_loading: Callable[[Loading], None] | None = None,
     on_ready: Callable[[Ready], None] | None = None,
     drain_s: float = 30.0,
+    access: Access | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait."""
+    (access or Access()).check_host_is_safe(host)
     path = locate(options.model)
     listening = _listen(host, port)  # before gigabytes are read
     metrics = Metrics()
@@ -72,9 +76,17 @@ async def serve(
             await asyncio.wait([starting])
         name = options.served_name or options.model
         service = Service(client, tokenizer, name, metrics)
-        app = create_app(service)
+        app = create_app(service, access)
         server = _Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S)
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=_GRACE_S,
+            )
         )
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():

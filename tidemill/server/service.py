@@ -28,7 +28,8 @@ class Service:
         self.metrics = metrics
         self.created_s = int(time.time())
         self.is_draining = False
-        self.parts: dict[str, list[str]] = {}  # requests under way by the id that clients know, and their parts in the engine
+        # By the id that clients know: whose it is, and its parts in the engine.
+        self.under_way: dict[str, tuple[str, list[str]]] = {}
 
     @property
     def ready(self) -> Ready:
@@ -66,10 +67,13 @@ class Service:
             async for _ in deltas:
                 return
 
-    def cancel(self, request_id: str) -> int:
-        """End a request by its id, whatever it consists of; how many parts were under way."""
+    def cancel(self, request_id: str, owner: str | None) -> int:
+        """End a request by its id, whatever it consists of; how many parts were under way. `owner`: only if it is theirs."""
+        theirs, parts = self.under_way.get(request_id, ("", ()))
+        if owner is not None and owner != theirs:
+            return 0
         why = Cancelled("The request was cancelled.")
-        return sum(self.client.cancel(part, why) for part in self.parts.get(request_id, ()))
+        return sum(self.client.cancel(part, why) for part in parts)
 
     async def stream(
         self,
@@ -78,6 +82,7 @@ class Service:
         params: SamplingParams,
         priority: int = 0,
         salt: str = "",
+        owner: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """Each sample's text as it comes. Leaving early ends the request in the engine."""
@@ -85,7 +90,9 @@ class Service:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
-        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt)
+        # Prompts of another key are never found: how long an answer takes must not tell what others asked.
+        salt = f"{owner}\0{salt}" if owner else salt
+        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, owner)
         async with aclosing(self.client.submit(request, timeout_s)) as deltas:
             async for delta in deltas:
                 if delta.index in ended:

@@ -1,0 +1,205 @@
+"""Who may ask what. Against a real server with keys."""
+
+import hashlib
+import json
+import socket
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import Server
+from tidemill.errors import ConfigError
+from tidemill.server.guard import Access
+
+KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()}\n")
+    options = ("--api-key", KEY, "--api-key-file", str(keys), "--admin-key", ADMIN, "--allowed-host", "mill.example")
+    running = Server(tiny_folder, *options, "--allowed-origin", "https://chat.example").wait()
+    yield running
+    assert running.stop() == 0
+
+
+def ask(server, key=KEY, path="/v1/models", method="GET", **headers):
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    if key:
+        sent["authorization"] = f"Bearer {key}"
+    return httpx.request(method, f"{server.url}{path}", headers=sent)
+
+
+def test_every_route_but_health_needs_a_key(server):
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    routes = httpx.get(f"{server.url}/openapi.json", headers={"x-api-key": KEY}).json()["paths"]
+    assert len(routes) > 5
+    for path, methods in routes.items():
+        for method in methods:
+            if path != "/health":
+                reply = httpx.request(method, f"{server.url}{path}")
+                assert reply.status_code == 401, path
+                assert reply.json()["error"]["code"] == "invalid_api_key"
+    for key in (KEY, OTHER, ADMIN):
+        assert ask(server, key).status_code == 200
+    for key in ("x", KEY + "x", KEY[:-1], "é" * 20):
+        assert httpx.get(f"{server.url}/v1/models", headers={"authorization": f"Bearer {key}".encode()}).status_code == 401
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_metrics_need_the_admin_key(server):
+    assert ask(server, KEY, "/metrics").status_code == 403
+    assert ask(server, ADMIN, "/metrics").status_code == 200
+
+
+def test_a_request_is_cancelled_by_its_owner_or_the_admin_only(server):
+    body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
+    for key, status in ((OTHER, 404), (ADMIN, 200)):
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}) as reply:
+            lines = reply.iter_lines()  # kept: when it goes, so does the connection
+            name = json.loads(next(lines)[6:])["id"]
+            assert ask(server, key, f"/v1/requests/{name}", "DELETE").status_code == status
+
+
+def test_prompts_of_another_key_are_not_found_in_the_cache(server):
+    def cached(key):
+        body = {"prompt": "the same long beginning " * 8, "max_tokens": 1}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}).json()
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(KEY) == 0
+    assert cached(KEY) > 0
+    assert cached(OTHER) == 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "mill.example"}, 200),
+        ({"host": "localhost:99999999999"}, 200),
+        ({"host": "["}, 403),
+        ({"host": "10.1.2.3:8000"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://chat.example"}, 200),
+    ],
+)
+def test_hosts_and_origins(server, headers, status):
+    assert ask(server, **headers).status_code == status
+
+
+def test_a_page_of_an_allowed_origin_may_ask(server):
+    asked = ask(server, "", method="OPTIONS", origin="https://chat.example", access_control_request_method="POST")
+    assert asked.status_code == 204
+    assert asked.headers["access-control-allow-origin"] == "https://chat.example"
+    assert ask(server, origin="https://chat.example").headers["access-control-allow-origin"] == "https://chat.example"
+    assert "access-control-allow-origin" not in ask(server).headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//v1/models", "/v1//models", "/v1%2fmodels", "/v1/models/", "/v1/models/..%2f..", "/v1/%00", "/V1/models", "/v1\\models"],
+)
+def test_tricks_with_paths_lead_nowhere(server, path):
+    assert plainly(server, f"GET {path} HTTP/1.1") in (404, 400)
+
+
+@pytest.mark.parametrize("length", ["1000000000", "99999999999999999999999999", "-1", "x"])
+def test_a_body_of_too_many_bytes_is_not_waited_for(server, length):
+    begin = time.monotonic()
+    assert plainly(server, "POST /v1/completions HTTP/1.1", f"Content-Length: {length}") in (413, 400)
+    assert time.monotonic() - begin < 2
+
+
+def plainly(server, *lines):
+    """The status of a request as it is written."""
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall("\r\n".join([*lines, "Host: localhost", f"x-api-key: {KEY}", "Connection: close", "", ""]).encode())
+        return int(b"".join(iter(lambda: raw.recv(65536), b"")).split()[1])
+
+
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 405), ("PUT", 405), ("DELETE", 405), ("OPTIONS", 204)])
+def test_other_methods(server, method, status):
+    assert ask(server, method=method).status_code == status
+
+
+def test_headers_without_end_are_cut_off(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+        sent = 0
+        try:
+            while sent < 100 * 2**20:
+                sent += raw.send(b"x" * 65536)
+            reply = raw.recv(1000)
+        except OSError:
+            reply = b""
+        assert sent < 10 * 2**20
+        assert not reply or b" 431 " in reply
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_many_headers_are_cut_off(server):
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        try:
+            for i in range(10**6):
+                raw.sendall(b"X-%d: y\r\n" % i)
+        except OSError:
+            pass
+        assert i < 10**6 - 1
+
+
+def test_a_connection_that_says_nothing_is_closed(tiny_folder, monkeypatch):
+    import asyncio
+
+    import uvicorn
+
+    from tidemill.server import protocol
+
+    monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 0.3)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def test():
+        config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
+        running = uvicorn.Server(config)
+        task = asyncio.create_task(running.serve())
+        while not running.started:
+            await asyncio.sleep(0.01)
+        port = running.servers[0].sockets[0].getsockname()[1]
+        for start in (b"", b"GET / HTTP/1.1\r\nHo"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(start)
+            begin = time.monotonic()
+            assert await asyncio.wait_for(reader.read(), 3) == b""
+            assert 0.2 < time.monotonic() - begin < 2
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):  # one that speaks is served, again and again
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" in await asyncio.wait_for(reader.readline(), 3)
+            await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.15)
+        running.should_exit = True
+        await task
+
+    asyncio.run(test())
+
+
+def test_what_keys_may_be_and_where_they_are_needed(tmp_path):
+    with pytest.raises(ConfigError, match="16 or more"):
+        Access.of(["short"], None, [], [], [])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Access.of([], str(tmp_path / "none"), [], [], [])
+    with pytest.raises(ConfigError, match="without an API key"):
+        Access.of([], None, [], [], []).check_host_is_safe("0.0.0.0")
+    Access.of([KEY], None, [], [], []).check_host_is_safe("0.0.0.0")
+    for host in ("127.0.0.1", "localhost", "::1"):
+        Access().check_host_is_safe(host)

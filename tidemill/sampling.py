@@ -18,6 +18,13 @@ MAX_LOGIT_BIASES = 1024
 GREEDY_BELOW = 1e-5
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """The form an answer must have."""
+
+    kind: str  # json_schema, regex, grammar (Lark or GBNF) or choice (a JSON list of texts)
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
@@ -44,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
@@ -103,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_plain(self) -> bool:
         """The likeliest token or a draw from all of them."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-        return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens)
+        return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
 
     @property
     def has_penalties(self) -> bool:

@@ -272,3 +272,64 @@ def test_the_description_lists_the_parameters(server):
     spec = httpx.get(f"{server.url}/openapi.json").json()
     body = spec["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "temperature" in json.dumps(body)
+
+
+SHAPE = {
+    "type": "object",
+    "properties": {"mill": {"enum": ["tide", "wind"]}, "wheels": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["mill", "wheels"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_response_format(client, stream, n):
+    form = {"type": "json_schema", "json_schema": {"name": "mill", "schema": SHAPE, "strict": True}}
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 100, "seed": 3, "n": n, "response_format": form}
+    if stream:
+        texts = [""] * n
+        for chunk in client.chat.completions.create(**settings, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    else:
+        texts = [choice.message.content for choice in client.chat.completions.create(**settings).choices]
+    for text in texts:
+        told = json.loads(text)
+        assert told["mill"] in ("tide", "wind")
+        assert 0 <= told["wheels"] <= 99
+
+
+@pytest.mark.parametrize(
+    ("form", "fits"),
+    [
+        ({"regex": "[a-c]{4}"}, lambda text: len(text) == 4 and set(text) <= set("abc")),
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"grammar": 'start: "<" ("a" | "b") ">"'}, lambda text: text in ("<a>", "<b>")),
+        ({"json": SHAPE}, lambda text: set(json.loads(text)) == {"mill", "wheels"}),
+    ],
+)
+def test_structured_outputs(client, form, fits):
+    body = {"structured_outputs": form}
+    reply = client.completions.create(model="tiny", prompt="x", max_tokens=100, logprobs=1, extra_body=body)
+    assert fits(reply.choices[0].text)
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"nonsense": "a"}},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+    ],
+)
+def test_forms_that_cannot_be_kept_to(client, body):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt="x", extra_body=body)

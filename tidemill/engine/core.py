@@ -5,20 +5,25 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
+from tidemill.frontend.structured import Grammars, Matcher
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import Runner, StepResult
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.sampling import Grammar
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
@@ -57,6 +62,9 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, _Live] = {}
         self._id_of: dict[int, str] = {}  # seq to request id
+        self._matchers: dict[int, Matcher] = {}  # of requests whose answer must have a form, by seq
+        self.tokenizer_path: Path | None = None  # where such requests find words for tokens
+        self._grammars: Grammars | None = None
 
     @classmethod
     def load(
@@ -75,7 +83,9 @@ class EngineCore:
             raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
         random = options.load_format == "dummy"
         method = f"{config.dtype}-fast" if config.fast_math else config.dtype
-        return cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
+        core = cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
+        core.tokenizer_path = checkpoint.path
+        return core
 
     @property
     def has_work(self) -> bool:
@@ -91,6 +101,7 @@ class EngineCore:
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
         request.params.check_vocabulary(self.model_config.vocab_size)
         resumed = request.resumed
+        matcher = None if request.params.grammar is None else self._matcher(request.params.grammar)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -107,7 +118,17 @@ class EngineCore:
             live.samples[sample.seq] = index
             live.requests[index] = sample
             self._id_of[sample.seq] = request.request_id
+            if matcher is not None:
+                self._matchers[sample.seq] = mine = matcher.copy()
+                mine.take(sample.tokens[sample.num_prompt :])
         self._live[request.request_id] = live
+
+    def _matcher(self, grammar: Grammar) -> Matcher:
+        if self._grammars is None:
+            if self.tokenizer_path is None:
+                raise InvalidRequest("Without a tokenizer there is no form to keep to.", param="grammar")
+            self._grammars = Grammars(Tokenizer.load(self.tokenizer_path), self.model_config.vocab_size)
+        return self._grammars.matcher(grammar)
 
     def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
         vocab_size, context = self.model_config.vocab_size, self.config.max_context
@@ -161,6 +182,7 @@ class EngineCore:
             started = self._clock.now()
             plan = self.scheduler.plan()
             if plan is not None:
+                self._show_forms(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
                 return StepOutput([], self._events.take()), []
@@ -174,9 +196,28 @@ class EngineCore:
             return StepOutput([], self._events.take()), failed
         failed = self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
+        if self._matchers:
+            progress = [self._follow_form(one) for one in progress]
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
         return StepOutput(self._deltas(done, result, progress, now), self._events.take()), failed
+
+    def _show_forms(self, plan: StepPlan) -> None:
+        """The sampler is told which tokens may come."""
+        self.runner.state.masks = {
+            item.row: self._matchers[item.seq].mask() for item in plan.items if item.samples and item.seq in self._matchers
+        }
+
+    def _follow_form(self, progress: Progress) -> Progress:
+        """A token has come; where the form allows nothing more, the answer is complete."""
+        matcher = self._matchers.get(progress.request.seq)
+        if matcher is None or progress.finish_reason:
+            return progress
+        matcher.take([progress.token_id])
+        if not matcher.is_over:
+            return progress
+        self.scheduler.finish(progress.request, "stop")
+        return msgspec.structs.replace(progress, finish_reason="stop")
 
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
         """Requests whose logits are not numbers fail alone."""
@@ -242,6 +283,7 @@ class EngineCore:
 
     def _forget(self, seq: int) -> None:
         request_id = self._id_of.pop(seq)
+        self._matchers.pop(seq, None)
         live = self._live[request_id]
         del live.requests[live.samples[seq]]
         if not live.requests:

@@ -91,6 +91,13 @@ class CudaSampler:
 
     def _adjust(self, logits: torch.Tensor, rows: list[int], params: list[SamplingParams], positions: list[int]) -> None:
         """What needs a request's own history or lists."""
+        formed = [(i, self._state.masks[row]) for i, row in enumerate(rows) if row in self._state.masks]
+        if formed:
+            words = upload(np.stack([mask for _, mask in formed]), self._device)
+            bits = (words.unsqueeze(-1) >> torch.arange(32, device=self._device)) & 1
+            fits = bits.flatten(1)[:, : logits.shape[1]] == 1
+            at = self._ints([i for i, _ in formed])
+            logits[at] = logits[at].masked_fill(~fits, _NEVER)
         biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
         if biases:
             where, tokens, values = zip(*biases, strict=True)

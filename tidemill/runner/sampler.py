@@ -1,6 +1,7 @@
 """Logits to tokens. Rows are independent: what one request asks never changes another's bits.
 
-Order: logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, draw. Logprobs are of the untouched logits.
+Order: the form's mask, logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, draw. Logprobs are of the
+untouched logits.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tidemill.kernels.argmax import argmax
@@ -36,7 +38,7 @@ class Sampler:
         wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = logits_SV[wanted].log_softmax(-1) if wanted else None
         for i, (row, p, position) in enumerate(zip(rows, params, positions, strict=True)):
-            if p.logit_bias or p.min_tokens or p.has_penalties:
+            if p.logit_bias or p.min_tokens or p.has_penalties or row in self._state.masks:
                 self._adjust(logits_SV[i], row, p, position)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits_SV.device)
@@ -66,6 +68,10 @@ class Sampler:
     def _adjust(self, logits_V: torch.Tensor, row: int, p: SamplingParams, position: int) -> None:
         """What needs this request's own history or lists."""
         num_output = position - self._state.num_prompt[row]
+        mask = self._state.masks.get(row)
+        if mask is not None:
+            fits = np.unpackbits(mask.view(np.uint8), count=logits_V.numel(), bitorder="little")
+            logits_V[torch.from_numpy(fits == 0).to(logits_V.device)] = _NEVER
         if p.logit_bias:
             ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=logits_V.device)
             logits_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=logits_V.device)

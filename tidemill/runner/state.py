@@ -60,6 +60,7 @@ class RowState:
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
+        self.masks: dict[int, np.ndarray] = {}  # of rows whose next token must fit a form: a bit for each that does
         self.num_prompt = [0] * num_rows
         self._num_pages = [0] * num_rows
 

@@ -218,6 +218,8 @@ class Scheduler:
                 continue
             if request.num_output + request.num_in_flight >= request.max_tokens:
                 continue  # its last token is under way
+            if request.num_in_flight and request.params.grammar is not None:
+                continue  # which tokens may come depends on the one under way
             if request.num_computed >= request.writable_end:
                 # A victim of preemption ranks after everybody scheduled so far, so it is not in the plan yet.
                 if not self._make_writable(request, plan, 1):

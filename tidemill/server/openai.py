@@ -123,6 +123,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 async def _answer(service: Service, request: Request, stream: bool | None, making: Awaitable[_Job]) -> Response:
     job = await making
+    await service.check_form(job.params)
     job.owner = request.state.caller.owner
     outputs = _outputs(service, job)
     if not stream:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from json import dumps
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Grammar, SamplingParams
 
 MAX_CHOICES = 256  # prompts times samples of one request
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -19,6 +20,52 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = False
+
+
+class StructuredOutputs(BaseModel):
+    """One of these."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+    def form(self) -> Grammar:
+        given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                "structured_outputs asks for one of json, regex, grammar and choice.", param="structured_outputs"
+            )
+        ((kind, value),) = given
+        text = value if isinstance(value, str) else dumps(value)
+        return Grammar("json_schema" if kind == "json_" else kind, text)
+
+
+class JSONSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(default="answer", max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+    def form(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar("json_schema", '{"type": "object"}')
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
+        return Grammar("json_schema", dumps(self.json_schema.schema_))
 
 
 class SamplingRequest(BaseModel):
@@ -48,6 +95,8 @@ class SamplingRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
 
@@ -66,7 +115,15 @@ class SamplingRequest(BaseModel):
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream.", param="stream_options")
-        return SamplingParams(**given, **more)
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise InvalidRequest(
+                "structured_outputs and response_format are both given.", fix="Give one.", param="response_format"
+            )
+        if self.structured_outputs is not None:
+            given["grammar"] = self.structured_outputs.form()
+        elif self.response_format is not None:
+            given["grammar"] = self.response_format.form()
+        return SamplingParams(**given | more)
 
 
 def _token_id(text: str) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest
 from tidemill.frontend.output import TextDelta, TextStream
+from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
@@ -28,6 +29,8 @@ class Service:
         self.metrics = metrics
         self.created_s = int(time.time())
         self.is_draining = False
+        self._grammars: Grammars | None = None
+        self._compiling = asyncio.Semaphore(1)  # one form at a time: a flood of them leaves the other core alone
         # By the id that clients know: whose it is, and its parts in the engine.
         self.under_way: dict[str, tuple[str, list[str]]] = {}
 
@@ -48,6 +51,18 @@ class Service:
 
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return await asyncio.to_thread(self.tokenizer.encode_chat, messages, max_tokens=self.max_context)
+
+    async def check_form(self, params: SamplingParams) -> None:
+        """Raise what is wrong with the form an answer is to have, before the engine hears of it. Not on the event loop."""
+        if params.grammar is None:
+            return
+        async with self._compiling:
+            await asyncio.to_thread(self._check_form, params.grammar)
+
+    def _check_form(self, grammar: Grammar) -> None:
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.ready.model.vocab_size)
+        self._grammars.matcher(grammar)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:

@@ -1,0 +1,175 @@
+"""Answers keep to their form, whatever the model would rather say. The model's weights are random."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+
+from tests.helpers import load_model, make_core, run
+from tidemill.errors import InvalidRequest
+from tidemill.frontend.structured import MAX_CHARS, Grammars
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import Grammar, SamplingParams
+from tidemill.wire import Resumed, Submit
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder):
+    return Tokenizer.load(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return load_model(tiny_folder)
+
+
+@pytest.fixture
+def core(model, tiny_folder):
+    core = make_core(model)
+    core.tokenizer_path = tiny_folder
+    return core
+
+
+def schema(**fields):
+    return Grammar("json_schema", json.dumps(fields))
+
+
+def ask(grammar, seed=0, **more):
+    return [1, 2, 3], SamplingParams(**{"max_tokens": 300, "seed": seed, "grammar": grammar} | more)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_form(core, tokenizer, temperature):
+    asks = {
+        "choice": Grammar("choice", json.dumps(["tide", "mill", "water wheel"])),
+        "regex": Grammar("regex", "[0-9]{3}-[a-f]+ok"),
+        "grammar": Grammar("grammar", 'start: "a" ("b" | "c")+ "." '),
+        "gbnf": Grammar("grammar", 'root ::= "x" [0-9] [0-9]'),
+        "schema": schema(
+            type="object",
+            properties={"n": {"type": "integer", "maximum": 9, "minimum": 0}},
+            required=["n"],
+            additionalProperties=False,
+        ),
+    }
+    requests = {name: ask(grammar, seed, temperature=temperature) for seed, (name, grammar) in enumerate(asks.items())}
+    requests["free"] = ([1, 2, 3], SamplingParams(max_tokens=20, temperature=temperature, seed=9, ignore_eos=True))
+    answers = run(core, requests, eos=tokenizer.eos_token_ids)
+    texts = {name: tokenizer.decode(answer.tokens) for name, answer in answers.items()}
+    assert texts["choice"] in ("tide", "mill", "water wheel")
+    assert re.fullmatch("x[0-9]{2}", texts["gbnf"])
+    assert 0 <= json.loads(texts["schema"])["n"] <= 9
+    for name, form in (("regex", "[0-9]{3}-[a-f]+ok"), ("grammar", r"a[bc]+\.")):
+        assert re.fullmatch(form, texts[name]) or answers[name].finish_reason == "length"
+    assert answers["choice"].finish_reason == "stop"
+    assert not core._matchers
+    alone = run(core, {"free": requests["free"]})["free"]
+    assert alone.tokens == answers["free"].tokens  # others' forms are no business of its
+
+
+def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, tokenizer):
+    grammar = schema(type="array", items={"enum": ["ebb", "flow"]}, minItems=3, maxItems=3)
+
+    def answers(asks, **options):
+        core = make_core(model, **options)
+        core.tokenizer_path = tiny_folder
+        return {name: answer.tokens for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()}
+
+    mine = ask(grammar, 5, n=3, logprobs=1, max_tokens=60)
+    alone = answers({"x": mine})
+    assert len(set(map(tuple, alone.values()))) > 1
+    for tokens in alone.values():
+        assert len(json.loads(tokenizer.decode(tokens))) == 3
+    crowd = {f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(6)}
+    crowded = answers(crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=128, token_budget=64)
+    assert {name: crowded[name] for name in alone} == alone
+
+
+def test_another_engine_goes_on_in_the_middle(core, tokenizer):
+    fields = {"a": {"type": "boolean"}, "b": {"type": "null"}}
+    grammar = schema(type="object", properties=fields, required=["a", "b"], additionalProperties=False)
+    whole = run(core, {"x": ask(grammar, 3)}, eos=tokenizer.eos_token_ids)["x"].tokens
+    request = Submit("y", *ask(grammar, 3), list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:5])])
+    core.submit(request)
+    rest = []
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        rest += [token for delta in output.deltas for token in delta.token_ids]
+    assert whole[:5] + rest == whole
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("regex", "("), "cannot be used"),
+        (Grammar("json_schema", "{"), "cannot be read"),
+        (Grammar("json_schema", "3"), "is an object"),
+        (Grammar("json_schema", '{"type": "nonsense"}'), "cannot be used"),
+        (Grammar("grammar", "start: nothing_like_this"), "cannot be used"),
+        (Grammar("choice", "[]"), "cannot be"),
+        (Grammar("json_schema", json.dumps({"enum": ["x" * 1000] * 1000})), f"at most {MAX_CHARS}"),
+        (Grammar("json_schema", '{"items":' * 100 + "{}" + "}" * 100), "64 deep"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused(core, grammar, words):
+    with pytest.raises(InvalidRequest, match=words):
+        core.submit(Submit("x", *ask(grammar)))
+    assert not core.has_work
+
+
+def test_bad_expressions_cost_no_time(tokenizer):
+    """What sends other matchers into exponential time is ordinary here."""
+    grammars = Grammars(tokenizer, 320)
+    for text in ("(a+)+$", "(a|a)*b", "(a|aa)+", "([a-z]+)*x", "(a{1,1000}){1,1000}"):
+        matcher = grammars.matcher(Grammar("regex", text))
+        for _ in range(30):
+            matcher.mask()
+            matcher.take(tokenizer.encode("a", add_special=False))
+
+
+def random_schema(draw, depth=0):
+    """Of the kinds that people write."""
+    kind = draw.choice(
+        ["object", "array", "string", "integer", "number", "boolean", "enum", "null", "anyOf"][: 9 if depth < 3 else 6]
+    )
+    if depth < 3 and kind == "object":
+        names = [f"k{i}" for i in range(draw.randrange(4))]
+        fields = {name: random_schema(draw, depth + 1) for name in names}
+        required = [name for name in names if draw.random() < 0.7]
+        return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+    if depth < 3 and kind == "array":
+        low = draw.randrange(3)
+        return {"type": "array", "items": random_schema(draw, depth + 1), "minItems": low, "maxItems": low + draw.randrange(3)}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(draw, depth + 1) for _ in range(2)]}
+    if kind == "enum":
+        return {"enum": draw.sample(["a", "tide", 3, None, True, "ü"], draw.randrange(1, 4))}
+    if kind == "string":
+        low = draw.randrange(4)
+        return draw.choice(
+            [{"type": "string", "minLength": low, "maxLength": low + 5}, {"type": "string", "pattern": "^[a-c]{2}x?$"}]
+        )
+    if kind in ("integer", "number"):
+        low = draw.randrange(-50, 50)
+        return {"type": "integer", "minimum": low, "maximum": low + draw.randrange(100)}
+    return {"type": kind if kind in ("boolean", "null") else "boolean"}
+
+
+def check_random_schemas(core, tokenizer, num, first=0):
+    draw = random.Random(first)
+    schemas = {f"s{i}": random_schema(draw) for i in range(num)}
+    asks = {
+        name: ask(Grammar("json_schema", json.dumps(one)), i, max_tokens=400) for i, (name, one) in enumerate(schemas.items())
+    }
+    answers = run(core, asks, eos=tokenizer.eos_token_ids)
+    for name, one in schemas.items():
+        assert answers[name].finish_reason == "stop", (one, tokenizer.decode(answers[name].tokens))
+        jsonschema.validate(json.loads(tokenizer.decode(answers[name].tokens)), one)
+
+
+def test_a_thousand_random_schemas(core, tokenizer):
+    for first in range(0, 1000, 100):
+        check_random_schemas(core, tokenizer, 100, first)

@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 
+from tests.helpers import byte_tokenizer, make_llama
+from tests.server.conftest import Server
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
 
@@ -228,7 +230,10 @@ def test_bad_chats(server, client):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"messages": MESSAGES, "tools": []}, "tools"),
+        ({"messages": MESSAGES, "functions": []}, "functions"),
+        ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
     ]:
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body)
@@ -333,3 +338,108 @@ def test_structured_outputs(client, form, fits):
 def test_forms_that_cannot_be_kept_to(client, body):
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", prompt="x", extra_body=body)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "says when",
+            "parameters": {
+                "type": "object",
+                "properties": {"port": {"enum": ["Brest", "Hull"]}, "day": {"type": "integer", "minimum": 1, "maximum": 31}},
+                "required": ["port", "day"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("high_water", "low_water")
+]
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory):
+    """A server whose context has room for tools, of which each character is a token."""
+    path = tmp_path_factory.mktemp("roomy")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    byte_tokenizer(path)
+    running = Server(path).wait()
+    yield running
+    assert running.stop() == 0
+
+
+def client_of(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def check_call(call, names=("high_water", "low_water")):
+    assert call.type == "function"
+    assert call.function.name in names
+    told = json.loads(call.function.arguments)
+    assert told["port"] in ("Brest", "Hull")
+    assert 1 <= told["day"] <= 31
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "low_water"}}])
+@pytest.mark.parametrize("several", [True, False])
+def test_a_tool_that_must_be_called(roomy, choice, several):
+    client = client_of(roomy)
+    settings = {
+        "model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 400, "seed": 4,
+        "parallel_tool_calls": several,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**settings).choices[0]
+    names = ("high_water", "low_water") if choice == "required" else ("low_water",)
+    streamed, reason = [], None
+    for chunk in client.chat.completions.create(**settings, stream=True):
+        reason = chunk.choices[0].finish_reason or reason
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            if piece.index == len(streamed):
+                assert piece.id
+                streamed.append([piece.function.name, ""])
+            streamed[piece.index][1] += piece.function.arguments
+    assert reason == whole.finish_reason
+    assert streamed == [[call.function.name, call.function.arguments] for call in whole.message.tool_calls]
+    if reason == "tool_calls":
+        for call in whole.message.tool_calls:
+            check_call(call, names)
+        assert several or len(streamed) == 1
+    assert whole.message.content is None
+
+
+def test_tools_go_into_the_prompt_and_back(roomy):
+    """A conversation with calls and their results is a prompt; `none` leaves the tools out."""
+    client = client_of(roomy)
+    call = {"id": "call_1", "type": "function", "function": {"name": "high_water", "arguments": '{"port": "Brest"}'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "call_1", "content": "at noon"})
+    render = f"{roomy.url}/v1/chat/completions/render"
+    told = httpx.post(render, json={"messages": messages, "tools": TOOLS}).json()
+    assert "low_water" in told["prompt"]
+    assert "at noon" in told["prompt"]
+    assert '"port": "Brest"' in told["prompt"]
+    assert (
+        "low_water" not in httpx.post(render, json={"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).json()["prompt"]
+    )
+    reply = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=5)
+    assert reply.choices[0].message.content is not None
+    assert reply.usage.prompt_tokens == len(told["prompt_token_ids"])
+
+
+def test_continue_the_last_message(server):
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "The tide"}], "continue_final_message": True}
+    assert httpx.post(f"{server.url}/v1/chat/completions/render", json=body).json()["prompt"].endswith("The tide")
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "max_tokens": 3})
+    assert reply.status_code == 200
+
+
+def test_tokenize_and_back(server):
+    told = httpx.post(f"{server.url}/tokenize", json={"prompt": "Ebbe und Flüt"}).json()
+    assert told["count"] == len(told["tokens"])
+    assert "Ebbe und Flüt" in httpx.post(f"{server.url}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+    assert httpx.post(f"{server.url}/tokenize", json={"messages": MESSAGES}).json()["count"] > 3
+    for wrong in ({}, {"prompt": "x", "messages": MESSAGES}, {"prompt": 3}):
+        assert httpx.post(f"{server.url}/tokenize", json=wrong).status_code == 400
+    for tokens in ([-1], [10**9], ["x"], None):
+        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).status_code == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -34,16 +35,19 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._knows_tools = "tools" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"The model's chat template cannot be compiled: {error}.") from error
 
-    def render(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **variables: Any) -> str:
+        """A template that knows nothing of tools finds them described in the system's message."""
+        plain = [_plain(message) for message in messages]
+        if tools and not self._knows_tools:
+            plain = _with_tools(plain, tools)
         try:
-            return self._template.render(
-                messages=[_plain(message) for message in messages], tools=None, documents=None, **variables
-            )
+            return self._template.render(messages=plain, tools=tools or None, documents=None, **variables)
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -63,7 +67,39 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
                 raise InvalidRequest(f"A content part of type {kind!r} is not supported.", fix="Send text.", param="messages")
             texts.append(part["text"])
         content = "".join(texts)
-    return {**message, "content": content if content is not None else ""}
+    calls = message.get("tool_calls")
+    made = {**message, "content": content if content is not None else ""}
+    return made if not calls else made | {"tool_calls": [_read_arguments(call) for call in calls]}
+
+
+def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Templates write arguments as JSON themselves: they are given the value, not its text."""
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+def _with_tools(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = (
+        f"You may call these functions:\n{described}\n"
+        'To call one, answer with <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.'
+    )
+    made = []
+    for message in messages:  # as plain turns, which every template knows
+        if message.get("tool_calls"):
+            calls = "\n".join(
+                f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in message["tool_calls"]
+            )
+            message = {"role": "assistant", "content": f"{message['content']}{calls}"}
+        elif message.get("role") == "tool":
+            message = {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+        made.append(message)
+    if made and made[0].get("role") == "system":
+        return [{**made[0], "content": f"{made[0]['content']}\n\n{text}"}, *made[1:]]
+    return [{"role": "system", "content": text}, *made]
 
 
 def _raise(message: str) -> NoReturn:

@@ -72,20 +72,41 @@ class Tokenizer:
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
         return [*self._before, *ids, *self._after] if add_special else ids
 
-    def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, add_generation_prompt: bool = True
-    ) -> list[int]:
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
+        """`how`: as of `render_chat`."""
+        text = self.render_chat(messages, **how)
         ids = self.encode(text, add_special=False, max_tokens=max_tokens)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt that a conversation becomes."""
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt that a conversation becomes. `continue_final_message`: it ends within the last message, not after it."""
         if self.chat_template is None:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
-        return self.chat_template.render(
-            messages, bos_token=self._bos_text, eos_token=self._eos_text, add_generation_prompt=add_generation_prompt
+        text = self.chat_template.render(
+            messages,
+            tools,
+            **{
+                **(variables or {}),
+                "bos_token": self._bos_text,
+                "eos_token": self._eos_text,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            },
         )
+        if not continue_final_message:
+            return text
+        last = messages[-1].get("content")
+        at = text.rfind(last) if isinstance(last, str) and last else -1
+        if at < 0:
+            raise InvalidRequest("The last message cannot be continued: it is not in the prompt as it is.", param="messages")
+        return text[: at + len(last or "")]
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")

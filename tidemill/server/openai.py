@@ -16,10 +16,19 @@ from starlette.responses import Response
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.frontend.tools import AnswerParser, CallBegins, Words
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
-from tidemill.server.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, SamplingRequest
+from tidemill.server.openai_types import (
+    MAX_CHOICES,
+    ChatMessages,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingRequest,
+    TokenizeRequest,
+)
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, TokenLogprobs
@@ -63,7 +72,7 @@ class _Job:
     params: SamplingParams
     asked: SamplingRequest
     whole: Callable[[int, _Choice], dict[str, Any]]
-    piece: Callable[[int, str, list[TokenLogprobs], str | None], dict[str, Any]]
+    pieces: Callable[[int, str, list[TokenLogprobs], str | None], list[dict[str, Any]]]
     opening: Callable[[int], dict[str, Any]] | None = None
     owner: str = ""
     usage: _Usage = field(default_factory=_Usage)
@@ -93,6 +102,32 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         return await _answer(service, request, body.stream, _chat_job(service, body))
+
+    @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
+    async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, Any]:
+        """The prompt, without an answer."""
+        service.check_model(body.model)
+        text = await service.render_chat(body.conversation(), **body.how())
+        return {"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())}
+
+    @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+    async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> dict[str, Any]:
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        if body.messages is not None:
+            ids = await service.encode_chat(body.messages)
+        else:
+            ids = await service.encode(body.prompt or "", body.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+
+    @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+    async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> dict[str, Any]:
+        service.check_model(body.model)
+        wrong = next((token for token in body.tokens if not 0 <= token < service.ready.model.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"The model has no token {wrong}.", param="tokens")
+        return {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)}
 
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
@@ -190,7 +225,9 @@ def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
-    return [_json(job.body(job.chunk_name, [job.piece(number, text.text, logprobs, text.finish_reason)], False))]
+    return [
+        _json(job.body(job.chunk_name, [piece], False)) for piece in job.pieces(number, text.text, logprobs, text.finish_reason)
+    ]
 
 
 async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
@@ -247,11 +284,11 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         logprobs = _completion_logprobs(tokenizer, choice.logprobs, 0) if body.logprobs is not None else None
         return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def piece(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> dict[str, Any]:
+    def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
         offset = lengths.get(number, 0)
         lengths[number] = offset + len(text)
         written = _completion_logprobs(tokenizer, logprobs, offset) if body.logprobs is not None else None
-        return {"index": number, "text": text, "logprobs": written, "finish_reason": reason}
+        return [{"index": number, "text": text, "logprobs": written, "finish_reason": reason}]
 
     return _Job(
         request_id=new_id("cmpl"),
@@ -262,7 +299,7 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         params=params,
         asked=body,
         whole=whole,
-        piece=piece,
+        pieces=pieces,
     )
 
 
@@ -300,25 +337,35 @@ def _completion_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], off
 async def _chat_job(service: Service, body: ChatRequest) -> _Job:
     service.check_model(body.model)
     params = body.params()
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    prompt = await service.encode_chat(messages)
+    prompt = await service.encode_chat(body.conversation(), **body.how())
     tokenizer = service.tokenizer
+    looks_for_calls = bool(body.tools) and body.tool_choice != "none"
+    readers = [_ChatReader(looks_for_calls, body.must_call, body.parallel_tool_calls is False) for _ in range(params.n)]
 
     def written(logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
         return {"content": [_chat_logprob(tokenizer, entry) for entry in logprobs]} if body.logprobs else None
 
     def whole(number: int, choice: _Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
-        return {
-            "index": number,
-            "message": message,
-            "logprobs": written(choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": None}
+        for delta in readers[number].read(choice.text, True):
+            _add(message, delta)
+        reason = readers[number].reason(choice.finish_reason)
+        if message["content"] is None and not message.get("tool_calls"):
+            message["content"] = ""
+        return {"index": number, "message": message, "logprobs": written(choice.logprobs), "finish_reason": reason}
 
-    def piece(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> dict[str, Any]:
-        delta = {"content": text} if text or logprobs else {}
-        return {"index": number, "delta": delta, "logprobs": written(logprobs), "finish_reason": reason}
+    def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
+        deltas = readers[number].read(text, reason is not None)
+        if not deltas and (logprobs or reason):
+            deltas = [{}]
+        told = written(logprobs)
+        made: list[dict[str, Any]] = [
+            {"index": number, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if made:
+            made[0]["logprobs"] = told
+            made[-1]["finish_reason"] = readers[number].reason(reason)
+        return made
 
     def opening(number: int) -> dict[str, Any]:
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -332,9 +379,56 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         params=params,
         asked=body,
         whole=whole,
-        piece=piece,
+        pieces=pieces,
         opening=opening,
     )
+
+
+class _ChatReader:
+    """One sample's text as deltas of a message: content, reasoning, tool calls."""
+
+    def __init__(self, tools: bool, only_calls: bool, one_call: bool) -> None:
+        self._parser = AnswerParser(tools, only_calls)
+        self._one_call = one_call
+        self._has_calls = False
+
+    def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        pieces = self._parser.push(text)
+        if is_last:
+            pieces += self._parser.finish()
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, Words):
+                names = ("reasoning_content", "reasoning") if piece.is_reasoning else ("content",)  # clients know either name
+                deltas.append(dict.fromkeys(names, piece.text))
+            elif self._one_call and piece.index > 0:
+                continue
+            elif isinstance(piece, CallBegins):
+                self._has_calls = True
+                function = {"name": piece.name, "arguments": ""}
+                deltas.append(
+                    {"tool_calls": [{"index": piece.index, "id": piece.call_id, "type": "function", "function": function}]}
+                )
+            else:
+                deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
+        return deltas
+
+    def reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._has_calls else reason
+
+
+def _add(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """What a client does with streamed deltas."""
+    for name, value in delta.items():
+        if name != "tool_calls":
+            message[name] = (message.get(name) or "") + value
+            continue
+        for call in value:
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                calls.append({name: call[name] for name in ("id", "type")} | {"function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
 
 def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:

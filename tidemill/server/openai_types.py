@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
+from tidemill.frontend.tools import call_schema
 from tidemill.sampling import Grammar, SamplingParams
 
 MAX_CHOICES = 256  # prompts times samples of one request
@@ -158,26 +159,134 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and -(2**63) <= token < 2**63 for token in value)
 
 
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: str = Field(min_length=1, max_length=64)
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=256)
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    reasoning_content: str | None = None
+    refusal: None = None
 
 
-class ChatRequest(SamplingRequest):
+class Function(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatMessages(BaseModel):
+    """What becomes a prompt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(default=None, max_length=256)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def how(self) -> dict[str, Any]:
+        """For the template."""
+        given = [tool.model_dump(exclude_none=True) for tool in self.tools or []] if self.tool_choice != "none" else []
+        return {
+            "tools": given or None,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "variables": self.chat_template_kwargs,
+        }
+
+
+class ChatRequest(SamplingRequest, ChatMessages):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ.", fix="Give one.", param="max_tokens")
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(max_tokens=max_tokens, logprobs=logprobs)
+        more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        more["max_tokens"] = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.must_call:
+            more["grammar"] = self._call_form()
+        return self.sampling(**more)
+
+    def _call_form(self) -> Grammar:
+        tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if not any(name in (None, tool["name"]) for tool in tools):
+            what = f"names {name!r}, which is" if name else "is required, but there are"
+            raise InvalidRequest(f"tool_choice {what} not among the tools.", param="tool_choice")
+        if self.response_format is not None or self.structured_outputs is not None:
+            raise InvalidRequest("tool_choice leaves no room for another form.", param="tool_choice")
+        several = name is None and self.parallel_tool_calls is not False
+        return Grammar("json_schema", dumps(call_schema(tools, name, several)))
+
+
+class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: list[int] = Field(max_length=2**20)

@@ -44,13 +44,16 @@ class Service:
     def max_context(self) -> int:
         return self.ready.config.max_context
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, add_special: bool = True) -> list[int]:
         if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, max_tokens=self.max_context)
-        return await asyncio.to_thread(self.tokenizer.encode, text, max_tokens=self.max_context)
+            return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, max_tokens=self.max_context)
+    async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
+        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+
+    async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
+        return await asyncio.to_thread(self.tokenizer.render_chat, messages, **how)
 
     async def check_form(self, params: SamplingParams) -> None:
         """Raise what is wrong with the form an answer is to have, before the engine hears of it. Not on the event loop."""

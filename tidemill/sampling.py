@@ -29,7 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to turn logits into tokens, and when to stop.
 
     Logits are changed in this order: logit bias and min_tokens mask, repetition / presence / frequency penalties,
-    temperature, top-k, top-p (the token that crosses p is kept), min-p. Reported logprobs are the model's own, before any of it.
+    temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the model's own, before
+    any of it.
     """
 
     n: int = 1
@@ -37,6 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _integer(self, "top_k", 0, 2**31 - 1)
         _real(self, "top_p", 0.0, 1.0, above=True)
         _real(self, "min_p", 0.0, 1.0)
+        _real(self, "typical_p", 0.0, 1.0, above=True)
         _real(self, "repetition_penalty", 0.0, 100.0, above=True)
         _real(self, "presence_penalty", -2.0, 2.0)
         _real(self, "frequency_penalty", -2.0, 2.0)
@@ -110,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_plain(self) -> bool:
         """The likeliest token or a draw from all of them."""
-        is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
         return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
 
     @property

@@ -7,7 +7,7 @@ import torch
 
 from tidemill.errors import InvalidRequest
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.runner.sampler import Sampler, draw, penalize, restrict_top_k, restrict_top_p
+from tidemill.runner.sampler import Sampler, draw, penalize, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams, sample_seed
 
@@ -212,3 +212,22 @@ def test_common_spellings_are_accepted():
     assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+
+
+def test_typical_keeps_what_is_least_surprising():
+    """By hand: sorted by distance of -log p from the entropy, until p is crossed."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50) * 2
+    kept = logits.clone()
+    restrict_typical(kept, [0.5, 1.0, 0.9])
+    assert torch.equal(kept[1], logits[1])
+    for row, p in ((0, 0.5), (2, 0.9)):
+        logprobs = logits[row].log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum()
+        mass, expected = 0.0, set()
+        for token in sorted(range(50), key=lambda token: abs(-logprobs[token] - entropy)):
+            if mass >= p:
+                break
+            expected.add(token)
+            mass += float(logprobs[token].exp())
+        assert set(kept[row].isfinite().nonzero().flatten().tolist()) == expected

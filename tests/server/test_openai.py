@@ -443,3 +443,63 @@ def test_tokenize_and_back(server):
         assert httpx.post(f"{server.url}/tokenize", json=wrong).status_code == 400
     for tokens in ([-1], [10**9], ["x"], None):
         assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_echo_scores_the_prompt(client, llm):
+    ids = llm.generate([[5, 6, 7, 8]], SamplingParams(temperature=0, max_tokens=3, logprobs=1, prompt_logprobs=1))[0]
+    settings = {"model": "tiny", "prompt": [5, 6, 7, 8], "temperature": 0, "echo": True, "logprobs": 1}
+    whole = client.completions.create(**settings, max_tokens=3).choices[0]
+    only = client.completions.create(**settings, max_tokens=0).choices[0]
+    assert whole.text == only.text + ids.text
+    assert whole.logprobs.token_logprobs[0] is None
+    expected = [entry.logprob for entry in ids.prompt_logprobs] + [entry.logprob for entry in ids.outputs[0].logprobs]
+    assert whole.logprobs.token_logprobs[1:] == pytest.approx(expected)
+    assert only.logprobs.token_logprobs[1:] == pytest.approx(expected[:3])
+    assert len(only.logprobs.tokens) == 4
+    streamed = list(client.completions.create(**settings, max_tokens=3, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.text
+    told = [value for chunk in streamed for value in chunk.choices[0].logprobs.token_logprobs]
+    assert told == whole.logprobs.token_logprobs
+
+
+def test_prompt_logprobs(client):
+    reply = client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 2})
+    first, *others = reply.choices[0].prompt_logprobs
+    assert first is None
+    assert [str(token) in told for token, told in zip((6, 7), others, strict=True)] == [True, True]
+    assert all(2 <= len(told) <= 3 for told in others)
+
+
+def test_best_of(client):
+    settings = {"model": "tiny", "prompt": "x", "max_tokens": 5, "seed": 3, "temperature": 1.5, "logprobs": 0}
+    every = client.completions.create(**settings, n=6).choices
+    best = client.completions.create(**settings, n=2, best_of=6)
+    means = sorted((sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every), reverse=True)
+    sent = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in best.choices]
+    assert sent == pytest.approx(means[:2])
+    assert best.usage.completion_tokens == sum(len(one.logprobs.tokens) for one in every)
+    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**settings | wrong)
+
+
+def test_timings(client):
+    settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "extra_body": {"timings": True}}
+    told = client.chat.completions.create(**settings).timings
+    assert 0 < told["first_token_ms"] <= told["total_ms"]
+    assert told["prefill_ms"] > 0
+    assert [chunk.timings for chunk in client.chat.completions.create(**settings, stream=True) if hasattr(chunk, "timings")]
+
+
+def test_every_sampling_parameter_is_taken(client):
+    extra = {
+        "top_k": 5, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [3],
+        "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False, "priority": 1, "timeout": 20,
+    }  # fmt: skip
+    reply = client.completions.create(
+        model="tiny", prompt="x", max_tokens=4, temperature=0.7, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5,
+        logit_bias={"5": 2}, seed=1, n=2, stop=["zzz"], logprobs=1, user="me", extra_body=extra,
+    )  # fmt: skip
+    assert len(reply.choices) == 2
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="x", suffix="y")

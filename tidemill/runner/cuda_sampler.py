@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.cuda.sampling import pick_tokens, restrict
+from tidemill.runner.sampler import restrict_typical
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.wire import TokenLogprobs
@@ -67,6 +68,7 @@ class CudaSampler:
         self._adjust(logits, rows, params, positions)
         settings = [(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p) for p in params]
         restrict(logits, upload(np.array(settings, np.float32), self._device))
+        restrict_typical(logits, [1.0 if p.greedy else p.typical_p for p in params])
         state = self._state
         tokens_S[place[0]] = pick_tokens(logits, place[1], place[2], place[3], state.draws, state.tokens, scaled=True)
 

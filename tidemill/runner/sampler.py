@@ -1,7 +1,7 @@
 """Logits to tokens. Rows are independent: what one request asks never changes another's bits.
 
-Order: the form's mask, logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, draw. Logprobs are of the
-untouched logits.
+Order: the form's mask, logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, typical-p,
+draw. Logprobs are of the untouched logits.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def draw(logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int]
     restrict_top_k(logits_SV, [p.top_k for p in params])
     restrict_top_p(logits_SV, [p.top_p for p in params])
     restrict_min_p(logits_SV, [p.min_p for p in params])
+    restrict_typical(logits_SV, [p.typical_p for p in params])
     return gumbel_argmax(logits_SV, *torch.tensor([seeds, positions], dtype=torch.int64, device=logits_SV.device))
 
 
@@ -146,6 +147,21 @@ def restrict_min_p(logits_SV: torch.Tensor, min_ps: list[float]) -> None:
     if rows:
         limits = logits_SV[rows].amax(-1, keepdim=True) + _floats([math.log(min_ps[i]) for i in rows], logits_SV)
         logits_SV[rows] = logits_SV[rows].masked_fill(logits_SV[rows] < limits, _NEVER)
+
+
+def restrict_typical(logits_SV: torch.Tensor, typical_ps: list[float]) -> None:
+    """Keeps the tokens whose surprise is nearest to what is to be expected, up to and including the one that crosses p."""
+    rows = [i for i, p in enumerate(typical_ps) if p < 1.0]
+    if rows:
+        logprobs = logits_SV[rows].log_softmax(-1)
+        probs = logprobs.exp()
+        expected = -torch.where(probs > 0, probs * logprobs, 0.0).sum(-1, keepdim=True)
+        order = torch.where(probs > 0, (-logprobs - expected).abs(), float("inf")).sort(dim=-1, stable=True).indices
+        before = probs.gather(1, order).cumsum(-1) - probs.gather(1, order)
+        leaves = torch.zeros_like(probs, dtype=torch.bool).scatter_(
+            1, order, before >= _floats([typical_ps[i] for i in rows], logits_SV)
+        )
+        logits_SV[rows] = logits_SV[rows].masked_fill(leaves, _NEVER)
 
 
 def token_logprobs(logprobs_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -70,11 +70,12 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """The first problem, by the parameter's name."""
-    first = error.errors(include_url=False, include_context=True, include_input=False)[0]
+    """The first problem, by the parameter's name; where something may be of several kinds, of the kind that fits best."""
+    problems = error.errors(include_url=False, include_context=True, include_input=False)
+    first = max((one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
         return InvalidRequest(f"The body is not JSON: {first['ctx'].get('error', 'malformed')}.")
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"] if "[" not in str(part)]
     if not path:
         return InvalidRequest("The body must be a JSON object.")
     if first["type"] == "extra_forbidden":

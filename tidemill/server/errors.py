@@ -26,9 +26,10 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
 
 def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
-    async def typed(_: Request, error: TidemillError) -> Response:
+    async def typed(request: Request, error: TidemillError) -> Response:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error_body(error), error.status, headers)
+        shape = {"type": "error"} if request.url.path.startswith("/v1/messages") else {}  # as Anthropic's clients know it
+        return JSONResponse(shape | error_body(error), error.status, headers)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

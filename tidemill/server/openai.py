@@ -31,7 +31,7 @@ from tidemill.server.openai_types import (
 )
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, until_disconnect
-from tidemill.wire import Delta, TokenLogprobs
+from tidemill.wire import Delta, Timings, TokenLogprobs
 
 _json = msgspec.json.Encoder().encode
 
@@ -59,6 +59,35 @@ class _Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
+    @property
+    def mean_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where a request's time went: as seen here, and as the engine tells."""
+
+    begun_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    engine: Timings | None = None
+
+    def body(self, num_output: int) -> dict[str, float]:
+        now = time.monotonic()
+        told = {
+            "total_ms": 1000 * (now - self.begun_s),
+            "first_token_ms": 1000 * (self.first_s - self.begun_s),
+            "tokens_per_second": (num_output - 1) / max(now - self.first_s, 1e-9) if num_output > 1 else 0.0,
+        }
+        if self.engine is not None:
+            engine = self.engine
+            told |= {
+                "queue_ms": 1000 * engine.queue_s,
+                "prefill_ms": 1000 * engine.prefill_s,
+                "decode_ms": 1000 * engine.decode_s,
+            }
+        return {name: round(value, 3) for name, value in told.items()}
+
 
 @dataclass(slots=True)
 class _Job:
@@ -74,13 +103,20 @@ class _Job:
     whole: Callable[[int, _Choice], dict[str, Any]]
     pieces: Callable[[int, str, list[TokenLogprobs], str | None], list[dict[str, Any]]]
     opening: Callable[[int], dict[str, Any]] | None = None
+    num_sent: int | None = None  # of each prompt's samples, the likeliest; None: all
     owner: str = ""
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    clock: _Clock = field(default_factory=_Clock)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by prompt
 
-    def body(self, name: str, choices: list[dict[str, Any]], usage: bool) -> dict[str, Any]:
+    def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         body = {"id": self.request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
-        return body | {"usage": self.usage.body()} if usage else body
+        if usage:
+            body["usage"] = self.usage.body()
+        if is_last and self.asked.timings:
+            body["timings"] = self.clock.body(self.usage.num_output)
+        return body
 
 
 def make_router(service: Service) -> APIRouter:
@@ -182,6 +218,10 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Del
         async with aclosing(_merge(streams)) as merged:
             async for i, (delta, text) in merged:
                 job.usage.num_output += text.num_tokens
+                job.clock.first_s = job.clock.first_s or time.monotonic()
+                job.clock.engine = delta.timings or job.clock.engine
+                if delta.prompt_logprobs:
+                    job.prompt_logprobs[i] = delta.prompt_logprobs
                 if delta.index == 0 and text.finish_reason:
                     job.usage.num_cached += delta.num_cached
                 yield i * job.params.n + delta.index, delta, text
@@ -197,7 +237,10 @@ async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta]
             choice.text += text.text
             choice.logprobs += (delta.logprobs or [])[: text.num_tokens]
             choice.finish_reason = text.finish_reason
-    return _json(job.body(job.object_name, [job.whole(i, choice) for i, choice in enumerate(choices)], True))
+    if job.num_sent is not None:
+        groups = [choices[i : i + job.params.n] for i in range(0, len(choices), job.params.n)]
+        choices = [one for group in groups for one in sorted(group, key=lambda one: -one.mean_logprob)[: job.num_sent]]
+    return _json(job.body(job.object_name, [job.whole(i, choice) for i, choice in enumerate(choices)], True, True))
 
 
 async def _stream(
@@ -225,9 +268,8 @@ def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
-    return [
-        _json(job.body(job.chunk_name, [piece], False)) for piece in job.pieces(number, text.text, logprobs, text.finish_reason)
-    ]
+    made = job.pieces(number, text.text, logprobs, text.finish_reason)
+    return [_json(job.body(job.chunk_name, [piece], False, piece["finish_reason"] is not None)) for piece in made]
 
 
 async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
@@ -279,18 +321,35 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     tokenizer = service.tokenizer
     lengths: dict[int, int] = {}
+    num_sent = params.n if body.best_of is None else body.n or 1
+    only_echo = bool(body.echo) and body.max_tokens == 0
+
+    def one(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None, is_first: bool) -> dict[str, Any]:
+        """All of an answer, or a piece of it."""
+        prompt, offset = number // num_sent, lengths.get(number, 0)
+        scores = job.prompt_logprobs.get(prompt, [])
+        if only_echo:
+            text, logprobs = "", []
+        said = tokenizer.decode(prompts[prompt]) if body.echo and is_first else ""
+        lengths[number] = offset + len(said + text)
+        written = None
+        if body.logprobs is not None:
+            entries = [TokenLogprobs(prompts[prompt][0], 0.0, []), *scores] if body.echo and is_first else []
+            written = _completion_logprobs(tokenizer, entries + logprobs, offset)
+            if entries:  # the first token follows nothing
+                written["token_logprobs"][0] = written["top_logprobs"][0] = None
+        made = {"index": number, "text": said + text, "logprobs": written, "finish_reason": reason}
+        if body.prompt_logprobs is not None and is_first:
+            made["prompt_logprobs"] = _prompt_logprobs(tokenizer, scores)
+        return made
 
     def whole(number: int, choice: _Choice) -> dict[str, Any]:
-        logprobs = _completion_logprobs(tokenizer, choice.logprobs, 0) if body.logprobs is not None else None
-        return {"index": number, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return one(number, choice.text, choice.logprobs, choice.finish_reason, True)
 
     def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
-        offset = lengths.get(number, 0)
-        lengths[number] = offset + len(text)
-        written = _completion_logprobs(tokenizer, logprobs, offset) if body.logprobs is not None else None
-        return [{"index": number, "text": text, "logprobs": written, "finish_reason": reason}]
+        return [one(number, text, logprobs, reason, number not in lengths)]
 
-    return _Job(
+    job = _Job(
         request_id=new_id("cmpl"),
         object_name="text_completion",
         chunk_name="text_completion",
@@ -300,7 +359,9 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         asked=body,
         whole=whole,
         pieces=pieces,
+        num_sent=None if body.best_of is None else num_sent,
     )
+    return job
 
 
 async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
@@ -331,6 +392,19 @@ def _completion_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], off
     }
 
 
+def _prompt_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """The first token follows nothing; of each other, its own and the likeliest in its place."""
+
+    def told(entry: TokenLogprobs) -> dict[str, Any]:
+        pairs = dict([*entry.top, (entry.token_id, entry.logprob)])
+        return {
+            str(token): {"logprob": _finite(value), "decoded_token": tokenizer.token_text(token)}
+            for token, value in pairs.items()
+        }
+
+    return [None, *(told(entry) for entry in entries)]
+
+
 # ---- chat
 
 
@@ -352,7 +426,10 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         reason = readers[number].reason(choice.finish_reason)
         if message["content"] is None and not message.get("tool_calls"):
             message["content"] = ""
-        return {"index": number, "message": message, "logprobs": written(choice.logprobs), "finish_reason": reason}
+        made = {"index": number, "message": message, "logprobs": written(choice.logprobs), "finish_reason": reason}
+        if body.prompt_logprobs is not None:
+            made["prompt_logprobs"] = _prompt_logprobs(tokenizer, job.prompt_logprobs.get(0, []))
+        return made
 
     def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
         deltas = readers[number].read(text, reason is not None)
@@ -370,7 +447,7 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
     def opening(number: int) -> dict[str, Any]:
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    return _Job(
+    job = _Job(
         request_id=new_id("chatcmpl"),
         object_name="chat.completion",
         chunk_name="chat.completion.chunk",
@@ -382,6 +459,7 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         pieces=pieces,
         opening=opening,
     )
+    return job
 
 
 class _ChatReader:

@@ -89,6 +89,7 @@ class SamplingRequest(BaseModel):
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
@@ -98,13 +99,15 @@ class SamplingRequest(BaseModel):
     cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = None
+    timings: bool = False  # tell where the time went
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""
         names = (
-            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p",
+            "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p", "typical_p",
             "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -114,6 +117,8 @@ class SamplingRequest(BaseModel):
             given["stop_token_ids"] = tuple(self.stop_token_ids)
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+        if self.prompt_logprobs is not None:
+            given["prompt_logprobs"] = self.prompt_logprobs
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream.", param="stream_options")
         if self.structured_outputs is not None and self.response_format is not None:
@@ -137,10 +142,23 @@ class CompletionRequest(SamplingRequest):
     prompt: PromptField  # checked below: a union would try every kind on every entry
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
     def params(self) -> SamplingParams:
-        return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        """Of the samples that are drawn; best_of of them, of which n are sent."""
+        more: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
+        if self.echo and self.logprobs is not None:
+            more["prompt_logprobs"] = self.logprobs
+        if self.echo and self.max_tokens == 0:
+            more["max_tokens"] = 1  # whose token is not sent
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            if self.best_of < (self.n or 1):
+                raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
+            if self.stream:
+                raise InvalidRequest("best_of cannot be streamed: which sample is best is known at the end.", param="best_of")
+            more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+        return self.sampling(**more)
 
     @field_validator("prompt")
     @classmethod

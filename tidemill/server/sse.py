@@ -45,12 +45,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any) -> None:
-        """`also_close`: what the chunks are made from; closed even if not one of them was asked for."""
+    def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any, is_framed: bool = False) -> None:
+        """`also_close`: what the chunks are made from; closed even if not one of them was asked for. `is_framed`: the chunks are
+        events as they go out, and they say themselves when it is over."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._source = also_close
+        self._is_framed = is_framed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -68,5 +70,6 @@ class EventStream(Response):
         async with aclosing(self._source), aclosing(self._chunks) as chunks:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in chunks:
-                await send({"type": "http.response.body", "body": b"data: " + chunk + b"\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                body = chunk if self._is_framed else b"data: " + chunk + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"" if self._is_framed else b"data: [DONE]\n\n", "more_body": False})

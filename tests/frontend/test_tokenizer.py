@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as Backend
 
 from tests.helpers import byte_tokenizer
 from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 
@@ -268,3 +269,10 @@ def test_a_template_that_does_not_compile_is_named():
 
     with pytest.raises(CheckpointError, match="cannot be compiled"):
         ChatTemplate("{% for %}")
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_CHARS", 10_000)
+    template = chat.ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="does not come to an end"):
+        template.render([{"role": "user", "content": "x"}])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +16,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.errors import CheckpointError, InvalidRequest
+
+MAX_CHARS = 16 * 2**20
+MAX_SECONDS = 5.0
 
 
 class _Generation(Extension):
@@ -47,13 +51,24 @@ class ChatTemplate:
         if tools and not self._knows_tools:
             plain = _with_tools(plain, tools)
         try:
-            return self._template.render(messages=plain, tools=tools or None, documents=None, **variables)
+            return _bounded(self._template.generate(messages=plain, tools=tools or None, documents=None, **variables))
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             raise InvalidRequest(
                 f"The model's chat template fails on these messages: {type(error).__name__}: {error}.", param="messages"
             ) from error
+
+
+def _bounded(parts: Iterator[str]) -> str:
+    """A template that writes and writes is stopped."""
+    written, num_chars, end = [], 0, time.monotonic() + MAX_SECONDS
+    for part in parts:
+        written.append(part)
+        num_chars += len(part)
+        if num_chars > MAX_CHARS or time.monotonic() > end:
+            raise InvalidRequest("The model's chat template does not come to an end with these messages.", param="messages")
+    return "".join(written)
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, errors, openai
+from tidemill.server import anthropic, errors, openai, responses
 from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
 from tidemill.version import __version__
@@ -21,6 +21,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.add_middleware(Guard, access=access or Access())
     errors.install(app)
     app.include_router(openai.make_router(service))
+    app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))
 
     @app.get("/health")

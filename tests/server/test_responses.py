@@ -1,0 +1,127 @@
+"""OpenAI's Responses API with the official client."""
+
+import json
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers import byte_tokenizer, make_llama
+from tests.server.conftest import Server
+
+TOOL = {
+    "type": "function",
+    "name": "high_water",
+    "parameters": {
+        "type": "object",
+        "properties": {"port": {"enum": ["Brest", "Hull"]}},
+        "required": ["port"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+ASK = {"model": "tiny", "input": "How high is the water?", "max_output_tokens": 20, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("roomy")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    byte_tokenizer(path)
+    running = Server(path).wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def without_ids(item):
+    return {name: value for name, value in item.model_dump().items() if name not in ("id", "call_id")}
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300, "parallel_tool_calls": False}]
+)
+def test_streamed_events_add_up_to_the_whole(client, more):
+    whole = client.responses.create(**ASK | more)
+    events = list(client.responses.create(**ASK | more, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+    last = events[-1].response
+    assert [without_ids(item) for item in last.output] == [without_ids(item) for item in whole.output]
+    assert last.usage.output_tokens == whole.usage.output_tokens
+    added = kinds.count("response.output_item.added")
+    assert added == kinds.count("response.output_item.done") == len(whole.output)
+    if more:
+        arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+        assert arguments == whole.output[0].arguments
+        assert json.loads(arguments)["port"] in ("Brest", "Hull")
+        assert whole.status == "completed"
+    else:
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+
+
+def test_a_form(client):
+    form = {"type": "json_schema", "name": "water", "schema": TOOL["parameters"], "strict": True}
+    reply = client.responses.create(**ASK | {"max_output_tokens": 100}, text={"format": form})
+    assert json.loads(reply.output_text)["port"] in ("Brest", "Hull")
+
+
+def test_answers_are_kept_and_gone_on_from(client, server):
+    first = client.responses.create(**ASK)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = client.responses.create(**ASK | {"input": "And now?"}, previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert second.previous_response_id == first.id
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**ASK, previous_response_id=first.id)
+    unkept = client.responses.create(**ASK, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_cancel_in_the_middle(client):
+    stream = client.responses.create(**ASK | {"max_output_tokens": 3000, "temperature": 1})
+    assert stream.status in ("completed", "incomplete")
+    events = client.responses.create(**ASK | {"max_output_tokens": 3500, "temperature": 1.5}, stream=True, extra_body={})
+    name = next(iter(events)).response.id
+    assert client.responses.cancel(name).status == "cancelled"
+    assert [event.type for event in events][-1] == "response.failed"
+
+
+def test_tool_results_and_conversations_as_input(client):
+    call = {"type": "function_call", "call_id": "c1", "name": "high_water", "arguments": '{"port": "Hull"}'}
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "When?"}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "at noon"},
+    ]
+    assert client.responses.create(**ASK | {"input": items}, tools=[TOOL], instructions="Say it.").output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"input": [{"type": "input_image"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tool_choice": "required"},
+        {"background": True},
+        {"text": {"format": {"type": "json_schema"}}},
+        {"max_output_tokens": 0},
+        {"truncation": "auto"},
+    ],
+)
+def test_what_is_not_supported_is_refused(server, wrong):
+    reply = httpx.post(f"{server.url}/v1/responses", json=ASK | wrong)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == next(iter(wrong))

@@ -1,0 +1,414 @@
+"""OpenAI's Responses API: create, streamed or whole; retrieve, cancel, delete; conversations that go on from an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.output import TextDelta
+from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
+from tidemill.sampling import Grammar, SamplingParams
+from tidemill.server.body import body_of, schema_of
+from tidemill.server.service import Service, new_id
+from tidemill.server.sse import EventStream, until_disconnect
+from tidemill.wire import Delta
+
+_json = msgspec.json.Encoder().encode
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_NUM_KEPT, _BYTES_KEPT = 1000, 64 * 2**20
+
+
+class TextFormat(BaseModel):
+    model_config = _STRICT
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextSettings(BaseModel):
+    model_config = _STRICT
+
+    format: TextFormat | None = None
+
+
+class FunctionTool(BaseModel):
+    model_config = _STRICT
+
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(BaseModel):
+    model_config = _STRICT
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponseRequest(BaseModel):
+    model_config = _STRICT
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = Field(default=None, max_length=128)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = False
+    store: bool | None = True
+    tools: list[FunctionTool] | None = Field(default=None, max_length=256)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    user: str | None = Field(default=None, max_length=1024)
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def looks_for_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def functions(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
+
+    def params(self) -> SamplingParams:
+        given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        for field in ("temperature", "top_p"):
+            if (value := getattr(self, field)) is not None:
+                given[field] = value
+        form = self.text.format if self.text else None
+        if self.must_call:
+            name = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
+            if not any(name in (None, one["name"]) for one in self.functions()):
+                raise InvalidRequest("tool_choice asks for a tool that is not among the tools.", param="tool_choice")
+            several = name is None and self.parallel_tool_calls is not False
+            given["grammar"] = Grammar("json_schema", json.dumps(call_schema(self.functions(), name, several)))
+        elif form is not None and form.type == "json_object":
+            given["grammar"] = Grammar("json_schema", '{"type": "object"}')
+        elif form is not None and form.type == "json_schema":
+            if form.schema_ is None:
+                raise InvalidRequest("A text format json_schema needs a schema.", param="text")
+            given["grammar"] = Grammar("json_schema", json.dumps(form.schema_))
+        return SamplingParams(**given)
+
+
+def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items of a conversation as templates know it."""
+    made: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message" and isinstance(item.get("role"), str):
+            role = "system" if item["role"] == "developer" else item["role"]
+            made.append({"role": role, "content": _text(item.get("content"))})
+        elif kind == "function_call" and isinstance(item.get("name"), str) and isinstance(item.get("arguments"), str):
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+            if made and made[-1].get("tool_calls"):
+                made[-1]["tool_calls"].append(call)
+            else:
+                made.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output" and isinstance(item.get("output"), str):
+            made.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": item["output"]})
+        elif kind != "reasoning":
+            raise InvalidRequest(f"An input item of type {str(kind)[:40]!r} is not supported, or lacks something.", param="input")
+    return made
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"A content part of type {str(kind)[:40]!r} is not supported.", fix="Send text.", param="input")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class _Store:
+    """Answers that may be asked for again: the latest, within bounds, each by its owner only."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[str, list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def put(self, owner: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
+        size = len(_json(items)) + len(_json(body))
+        self.drop(owner, body["id"])
+        self._kept[body["id"]] = (owner, items, body, size)
+        self._num_bytes += size
+        while len(self._kept) > _NUM_KEPT or self._num_bytes > _BYTES_KEPT:
+            self._num_bytes -= self._kept.popitem(last=False)[1][3]
+
+    def get(self, owner: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        theirs, items, body, _ = self._kept.get(response_id, ("", [], {}, 0))
+        if not body or theirs != owner:
+            raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
+        return items, body
+
+    def drop(self, owner: str, response_id: str) -> bool:
+        if response_id not in self._kept or self._kept[response_id][0] != owner:
+            return False
+        self._num_bytes -= self._kept.pop(response_id)[3]
+        return True
+
+
+class Unknown(InvalidRequest):
+    status = 404
+
+
+def make_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    store = _Store()
+
+    @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
+    async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
+        service.check_model(body.model)
+        owner = request.state.caller.owner
+        params = body.params()
+        await service.check_form(params)
+        items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+        if body.previous_response_id is not None:
+            before, earlier = store.get(owner, body.previous_response_id)
+            items = [*before, *earlier["output"], *items]
+        messages = _messages(items)
+        if body.instructions:
+            messages.insert(0, {"role": "system", "content": body.instructions})
+        tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
+        prompt = await service.encode_chat(messages, tools=tools)
+        answer = _Answer(service, body, params, len(prompt))
+        outputs = service.stream(answer.response_id, prompt, params, owner=owner)
+        service.under_way[answer.response_id] = (owner, [answer.response_id])
+
+        def keep() -> None:
+            service.under_way.pop(answer.response_id, None)
+            if body.store is not False:
+                store.put(owner, items, answer.body())
+
+        if not body.stream:
+            return Response(await until_disconnect(request, _whole(answer, outputs, keep)), media_type="application/json")
+        first = await until_disconnect(request, anext(outputs))
+        if body.store is not False:
+            store.put(owner, items, answer.body())
+        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
+        return store.get(request.state.caller.owner, response_id)[1]
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> dict[str, Any]:
+        store.get(request.state.caller.owner, response_id)
+        store.drop(request.state.caller.owner, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> dict[str, Any]:
+        caller = request.state.caller
+        if service.cancel(response_id, None if caller.is_admin else caller.owner):
+            items, body = store.get(caller.owner, response_id)
+            store.put(caller.owner, items, body | {"status": "cancelled"})
+        return store.get(caller.owner, response_id)[1]
+
+    return router
+
+
+Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
+
+
+class _Answer:
+    """Text as it comes to output items and the events that tell of them."""
+
+    def __init__(self, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
+        self.response_id = new_id("resp")
+        self._asked, self._params, self._model = asked, params, service.model_name
+        self._created_s = int(time.time())
+        self._parser = AnswerParser(asked.looks_for_calls, asked.must_call)
+        self._one_call = asked.parallel_tool_calls is False
+        self._num_events = 0
+        self.output: list[dict[str, Any]] = []
+        self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
+        self.status = "in_progress"
+        self._why: str | None = None
+        self._error: dict[str, str] | None = None
+
+    def body(self) -> dict[str, Any]:
+        asked = self._asked
+        usage = None
+        if self.status != "in_progress":
+            usage = {
+                "input_tokens": self._num_prompt,
+                "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
+                "output_tokens": self._num_output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._num_prompt + self._num_output,
+            }
+        form = (
+            asked.text.format.model_dump(by_alias=True, exclude_none=True)
+            if asked.text and asked.text.format
+            else {"type": "text"}
+        )
+        choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, NamedTool) else asked.tool_choice or "auto"
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created_s,
+            "status": self.status,
+            "error": self._error,
+            "incomplete_details": {"reason": self._why} if self._why else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self._model,
+            "output": [dict(item) for item in self.output],
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": asked.store is not False,
+            "temperature": self._params.temperature,
+            "text": {"format": form},
+            "tool_choice": choice,
+            "tools": [tool.model_dump() for tool in asked.tools or []],
+            "top_p": self._params.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": asked.user,
+            "metadata": asked.metadata or {},
+        }
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        made = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return made
+
+    def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
+        self._num_output += text.num_tokens
+        self._num_cached = delta.num_cached
+        pieces = self._parser.push(text.text)
+        if text.finish_reason:
+            pieces += self._parser.finish()
+        events = [event for piece in pieces for event in self._tell(piece)]
+        if text.finish_reason:
+            events += self._end_item("incomplete" if text.finish_reason == "length" else "completed")
+            self.status = "incomplete" if text.finish_reason == "length" else "completed"
+            self._why = "max_output_tokens" if text.finish_reason == "length" else None
+        return events
+
+    def fail(self, error: TidemillError) -> None:
+        self.status = "cancelled" if error.kind == "request_cancelled" else "failed"
+        self._error = {"code": "server_error", "message": str(error)}
+
+    @property
+    def _open(self) -> dict[str, Any] | None:
+        return self.output[-1] if self.output and self.output[-1]["status"] == "in_progress" else None
+
+    def _tell(self, piece: Piece) -> list[dict[str, Any]]:
+        if isinstance(piece, Words):
+            return self._tell_words(piece)
+        if self._one_call and piece.index > 0:
+            return []
+        if isinstance(piece, CallBegins):
+            item = {"type": "function_call", "id": new_id("fc"), "call_id": piece.call_id, "name": piece.name, "arguments": ""}
+            return self._begin_item(item)
+        assert isinstance(piece, CallArguments)
+        self.output[-1]["arguments"] += piece.text
+        return [self._of_item("response.function_call_arguments.delta", delta=piece.text)]
+
+    def _tell_words(self, piece: Words) -> list[dict[str, Any]]:
+        kind, part, name = (
+            ("reasoning", "reasoning_text", "reasoning_text") if piece.is_reasoning else ("message", "output_text", "output_text")
+        )
+        events: list[dict[str, Any]] = []
+        if self._open is None or self._open["type"] != kind:
+            item: dict[str, Any] = {"type": kind, "id": new_id("rs" if piece.is_reasoning else "msg"), "content": []}
+            item["summary" if piece.is_reasoning else "role"] = [] if piece.is_reasoning else "assistant"
+            events += self._begin_item(item)
+            empty: dict[str, Any] = {"type": part, "text": ""}
+            if not piece.is_reasoning:
+                empty |= {"annotations": [], "logprobs": []}
+            self.output[-1]["content"].append(empty)
+            events.append(self._of_item("response.content_part.added", content_index=0, part=dict(empty)))
+        self.output[-1]["content"][0]["text"] += piece.text
+        more: dict[str, Any] = {} if piece.is_reasoning else {"logprobs": []}
+        return [*events, self._of_item(f"response.{name}.delta", content_index=0, delta=piece.text, **more)]
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self.event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
+
+    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        events = self._end_item("completed")
+        self.output.append(item | {"status": "in_progress"})
+        added = self.output[-1] | ({"content": []} if "content" in item else {})
+        return [*events, self.event("response.output_item.added", output_index=len(self.output) - 1, item=added)]
+
+    def _end_item(self, status: str) -> list[dict[str, Any]]:
+        item = self._open
+        if item is None:
+            return []
+        item["status"] = status
+        events = []
+        if item["type"] == "function_call":
+            events.append(self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]))
+        elif item["content"]:
+            part = item["content"][0]
+            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
+            more: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
+            events.append(self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more))
+            events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
+        return [*events, self.event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]
+
+
+async def _whole(answer: _Answer, outputs: Outputs, keep: Any) -> bytes:
+    try:
+        async with aclosing(outputs):
+            async for delta, text in outputs:
+                answer.take(delta, text)
+    except TidemillError as error:
+        answer.fail(error)
+        raise
+    finally:
+        keep()
+    return _json(answer.body())
+
+
+async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs, keep: Any) -> AsyncGenerator[bytes, None]:
+    try:
+        for kind in ("response.created", "response.in_progress"):
+            yield _frame(answer.event(kind, response=answer.body()))
+        for event in answer.take(*first):
+            yield _frame(event)
+        async for delta, text in rest:
+            for event in answer.take(delta, text):
+                yield _frame(event)
+        yield _frame(answer.event(f"response.{answer.status}", response=answer.body()))
+    except TidemillError as error:
+        answer.fail(error)
+        yield _frame(answer.event("response.failed", response=answer.body()))
+    finally:
+        keep()
+        await rest.aclose()
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    return b"event: " + event["type"].encode() + b"\ndata: " + _json(event) + b"\n\n"

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from tidemill.cli import bench, chat, generate, memory, models, serve
+from tidemill.cli import bench, chat, explain, generate, memory, models, serve
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
@@ -32,6 +32,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(models.models)
 app.command()(memory.memory)
+app.command()(explain.explain)
 app.add_typer(bench.app, name="bench")
 
 

@@ -105,7 +105,7 @@ class Scheduler:
             if made and resumed is None:
                 made[0].children.append(request)
             if resumed is None:
-                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority))
+                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, owner))
             else:
                 request.tokens += resumed[index]
                 request.first_token_s = now if resumed[index] else None

@@ -165,6 +165,15 @@ def make_router(service: Service) -> APIRouter:
             raise InvalidRequest(f"The model has no token {wrong}.", param="tokens")
         return {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)}
 
+    @router.get("/v1/requests/{request_id}/explain")
+    async def explain(request: Request, request_id: str) -> dict[str, Any]:
+        """Where its time went. A request of several prompts or samples has several stories."""
+        caller = request.state.caller
+        stories = service.explainer.find(request_id, None if caller.is_admin else caller.owner)
+        if not stories:
+            raise RequestUnknown(f"Nothing is known of a request {request_id[:100]!r}.", param="request_id")
+        return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
+
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller

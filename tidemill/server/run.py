@@ -13,8 +13,10 @@ import uvicorn
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError
+from tidemill.events import Event
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
+from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.metrics import Metrics
 from tidemill.server.protocol import BoundedProtocol
@@ -48,7 +50,13 @@ async def serve(
     path = locate(options.model)
     listening = _listen(host, port)  # before gigabytes are read
     metrics = Metrics()
-    client = EngineClient(on_events=metrics.take)
+    explainer = Explainer()
+
+    def on_events(batch: list[Event]) -> None:
+        metrics.take(batch)
+        explainer.take(batch)
+
+    client = EngineClient(on_events=on_events)
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
     service: Service | None = None
@@ -75,7 +83,7 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics)
+        service = Service(client, tokenizer, name, metrics, explainer)
         app = create_app(service, access)
         server = _Server(
             uvicorn.Config(

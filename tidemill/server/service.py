@@ -15,6 +15,7 @@ from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
+from tidemill.server.explain import Explainer
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
@@ -22,11 +23,14 @@ _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 
 class Service:
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, model_name: str, metrics: Metrics) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, model_name: str, metrics: Metrics, explainer: Explainer
+    ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
+        self.explainer = explainer
         self.created_s = int(time.time())
         self.is_draining = False
         self._grammars: Grammars | None = None

@@ -1,0 +1,81 @@
+"""Where a request's time went, from events alone: the spans add up to the whole."""
+
+import pytest
+
+from tests.helpers import load_model, make_core
+from tidemill.sampling import SamplingParams
+from tidemill.server.explain import Explainer
+from tidemill.wire import Abort, Submit
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return load_model(tiny_folder)
+
+
+def run(core, explainer, requests):
+    for name, prompt, length in requests:
+        core.submit(Submit(name, prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1)))
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        explainer.take(output.events)
+    explainer.take(core.take_events())
+
+
+def check(story):
+    told = story.body()
+    assert sum(span["percent"] for span in told["spans"]) == pytest.approx(100, abs=0.01)
+    assert sum(span["ms"] for span in told["spans"]) == pytest.approx(told["total_ms"], rel=1e-3)
+    return {span["span"]: span for span in told["spans"]}
+
+
+def test_spans_add_up_and_say_why(model):
+    explainer = Explainer()
+    core = make_core(model, max_requests=2, token_budget=32)
+    run(core, explainer, [(f"r{i}", [i + 1] * 40, 6) for i in range(4)])
+    for i in range(4):
+        (story,) = explainer.find(f"r{i}", None)
+        spans = check(story)
+        assert story.ended == "length"
+        assert story.num_output == 6
+        assert "5 steps for 5 tokens" in spans["decode"]["because"]
+        assert spans["prefill"]["because"].startswith(("2 steps for 40", "3 steps for 40"))
+    (last,) = explainer.find("r3", None)
+    assert "all 2 rows are taken" in check(last)["queued"]["because"]
+    assert "shared with 1.0 others" in check(last)["decode"]["because"] or "shared with 0." in check(last)["decode"]["because"]
+
+
+def test_preemption_cache_and_abort(model):
+    explainer = Explainer()
+    core = make_core(model, kv_memory_bytes=200_000, max_context=128, token_budget=64)
+    run(core, explainer, [(f"r{i}", [i + 1] * 50, 60) for i in range(4)])
+    stories = [explainer.find(f"r{i}", None)[0] for i in range(4)]
+    spans = [check(story) for story in stories]
+    assert any("preempted" in one and "no free page" in one["preempted"]["because"] for one in spans)
+    run(core, explainer, [("again", [4] * 50, 3)])
+    assert explainer.find("again", None)[0].body()["admission"].startswith("prefix hit")
+    core.submit(Submit("gone", [9] * 30, SamplingParams(max_tokens=50, ignore_eos=True)))
+    explainer.take(core.step()[0].events)
+    core.abort(Abort("gone", "client left"))
+    explainer.take(core.take_events())
+    (story,) = explainer.find("gone", None)
+    check(story)
+    assert story.ended == "client left"
+
+
+def test_parts_owners_and_bounds(model):
+    explainer = Explainer()
+    core = make_core(model)
+    core.submit(Submit("job-0", [1, 2], SamplingParams(max_tokens=3, n=2, seed=1), owner="a"))
+    core.submit(Submit("job-1", [1, 3], SamplingParams(max_tokens=3), owner="a"))
+    while core.has_work:
+        explainer.take(core.step()[0].events)
+    assert len(explainer.find("job", "a")) == 3
+    assert not explainer.find("job", "b")
+    assert not explainer.find("jo", None)
+    run(core, explainer, [(f"many{i}", [1], 1) for i in range(1100)])
+    assert not explainer.find("job", "a")
+    assert len(explainer._ended) == 1000
+    assert not explainer._live
+    assert not explainer._steps

@@ -54,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
+    pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of going on from it
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
@@ -90,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _integer(self, field, 0, MAX_LOGPROBS)
+        if self.pooling not in (None, "mean", "last"):
+            raise InvalidRequest(f"pooling is mean or last; got {self.pooling!r}.", param="pooling")
         if self.seed is not None:
             _integer(self, "seed", -(2**63), 2**63 - 1)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
@@ -115,6 +118,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """The likeliest token or a draw from all of them."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
         return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Every token of it must be computed, found or not."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def has_penalties(self) -> bool:

@@ -38,6 +38,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0
     timings: Timings | None = None
+    embedding: list[float] | None = None  # of the prompt, of length 1
 
 
 # ---- to the engine

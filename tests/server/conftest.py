@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers import byte_tokenizer, make_llama
+
 
 class Server:
     def __init__(self, model: Path, *options: str) -> None:
@@ -63,6 +65,22 @@ class Server:
             return self.process.wait(20)
         finally:
             self.process.kill()
+
+
+@pytest.fixture(scope="session")
+def roomy_folder(tmp_path_factory) -> Path:
+    """The tiny model with a context that has room for tools and conversations, of which each character is a token."""
+    path = tmp_path_factory.mktemp("roomy")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def roomy(roomy_folder):
+    running = Server(roomy_folder).wait()
+    yield running
+    assert running.stop() == 0
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,6 @@ import anthropic
 import httpx
 import pytest
 
-from tests.helpers import byte_tokenizer, make_llama
-from tests.server.conftest import Server
-
 ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}
 GREEDY = {"temperature": 0}  # the newest clients have no parameter for it
 TOOL = {
@@ -24,18 +21,8 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("roomy")
-    make_llama(path, vocab_size=320, max_position_embeddings=4096)
-    byte_tokenizer(path)
-    running = Server(path).wait()
-    yield running
-    assert running.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+def client(roomy):
+    return anthropic.Anthropic(base_url=roomy.url, api_key="none", max_retries=0)
 
 
 def test_a_message_whole_and_streamed(client):
@@ -101,8 +88,8 @@ def test_a_tool_that_must_be_used(client, choice):
         {"nonsense": 1},
     ],
 )
-def test_what_cannot_be_served_is_told_as_the_client_expects(server, wrong):
-    reply = httpx.post(f"{server.url}/v1/messages", json=ASK | wrong)
+def test_what_cannot_be_served_is_told_as_the_client_expects(roomy, wrong):
+    reply = httpx.post(f"{roomy.url}/v1/messages", json=ASK | wrong)
     assert reply.status_code == 400
     assert reply.json()["type"] == "error"
     assert reply.json()["error"]["type"] == "invalid_request_error"

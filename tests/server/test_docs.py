@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import byte_tokenizer, make_llama
 from tests.server.conftest import Server
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "api.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("roomy")
-    make_llama(path, vocab_size=320, max_position_embeddings=4096)
-    byte_tokenizer(path)
-    running = Server(path, "--served-name", "smollm2").wait()
+def server(roomy_folder):
+    running = Server(roomy_folder, "--served-name", "smollm2").wait()
     yield running
     assert running.stop() == 0
 

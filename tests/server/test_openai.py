@@ -1,14 +1,14 @@
 """The official client against `tidemill serve`."""
 
+import base64
 import json
 import time
 
 import httpx
 import openai
 import pytest
+import torch
 
-from tests.helpers import byte_tokenizer, make_llama
-from tests.server.conftest import Server
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
 
@@ -358,17 +358,6 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def roomy(tmp_path_factory):
-    """A server whose context has room for tools, of which each character is a token."""
-    path = tmp_path_factory.mktemp("roomy")
-    make_llama(path, vocab_size=320, max_position_embeddings=4096)
-    byte_tokenizer(path)
-    running = Server(path).wait()
-    yield running
-    assert running.stop() == 0
-
-
 def client_of(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -503,3 +492,28 @@ def test_every_sampling_parameter_is_taken(client):
     assert len(reply.choices) == 2
     with pytest.raises(openai.BadRequestError, match="suffix"):
         client.completions.create(model="tiny", prompt="x", suffix="y")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_equal_transformers(client, tiny_folder, pooling):
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny_folder).eval()
+    prompts = [[5, 6, 7, 8], list(range(20, 120)), [9]]
+    for form in ("float", "base64"):
+        reply = client.embeddings.create(model="tiny", input=prompts, encoding_format=form, extra_body={"pooling": pooling})
+        assert reply.usage.prompt_tokens == 105
+        for prompt, told in zip(prompts, reply.data, strict=True):
+            with torch.inference_mode():
+                hidden = model(torch.tensor([prompt])).last_hidden_state[0]
+            expected = torch.nn.functional.normalize(hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0)
+            vector = told.embedding
+            if form == "base64":
+                vector = torch.frombuffer(bytearray(base64.b64decode(vector)), dtype=torch.float32).tolist()
+            assert torch.allclose(torch.tensor(vector), expected, atol=1e-4)
+    first, again = (client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling}) for _ in range(2))
+    assert again.data[1].embedding == first.data[1].embedding  # from the cache or not
+    assert len(client.embeddings.create(model="tiny", input="a text").data) == 1
+    for wrong in ({"input": []}, {"input": "x", "dimensions": 3}, {"input": "x", "encoding_format": "hex"}):
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model="tiny", **wrong)

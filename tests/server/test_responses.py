@@ -6,9 +6,6 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers import byte_tokenizer, make_llama
-from tests.server.conftest import Server
-
 TOOL = {
     "type": "function",
     "name": "high_water",
@@ -24,18 +21,8 @@ ASK = {"model": "tiny", "input": "How high is the water?", "max_output_tokens": 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    path = tmp_path_factory.mktemp("roomy")
-    make_llama(path, vocab_size=320, max_position_embeddings=4096)
-    byte_tokenizer(path)
-    running = Server(path).wait()
-    yield running
-    assert running.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(roomy):
+    return openai.OpenAI(base_url=f"{roomy.url}/v1", api_key="none", max_retries=0)
 
 
 def without_ids(item):
@@ -72,7 +59,7 @@ def test_a_form(client):
     assert json.loads(reply.output_text)["port"] in ("Brest", "Hull")
 
 
-def test_answers_are_kept_and_gone_on_from(client, server):
+def test_answers_are_kept_and_gone_on_from(client):
     first = client.responses.create(**ASK)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     second = client.responses.create(**ASK | {"input": "And now?"}, previous_response_id=first.id)
@@ -121,7 +108,7 @@ def test_tool_results_and_conversations_as_input(client):
         {"truncation": "auto"},
     ],
 )
-def test_what_is_not_supported_is_refused(server, wrong):
-    reply = httpx.post(f"{server.url}/v1/responses", json=ASK | wrong)
+def test_what_is_not_supported_is_refused(roomy, wrong):
+    reply = httpx.post(f"{roomy.url}/v1/responses", json=ASK | wrong)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(wrong))

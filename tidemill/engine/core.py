@@ -41,6 +41,7 @@ class _Live:
     samples: dict[int, int] = field(default_factory=dict)  # seq to index
     requests: dict[int, Request] = field(default_factory=dict)  # index to request
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: torch.Tensor | None = None
 
 
 class EngineCore:
@@ -241,6 +242,12 @@ class EngineCore:
                 if item.start == 0:
                     live.prompt_logprobs.clear()  # it was preempted on the way and started over
                 live.prompt_logprobs += entries
+        for item in plan.items if result.pooled else ():
+            part = result.pooled.get(item.row)
+            live = self._live.get(self._id_of[item.seq]) if part is not None and item.seq in self._id_of else None
+            if part is not None and live:
+                starts_over = live.pooled is None or item.start == 0 or live.requests[0].params.pooling == "last"
+                live.pooled = part if starts_over or live.pooled is None else live.pooled + part
         row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
         deltas = []
         for done in progress:
@@ -260,6 +267,7 @@ class EngineCore:
                     list(live.prompt_logprobs) if wants_prompt else None,
                     request.num_cached,
                     Timings(*request.spans(now)) if done.finish_reason else None,
+                    torch.nn.functional.normalize(live.pooled, dim=0).tolist() if first and live.pooled is not None else None,
                 )
             )
             if done.finish_reason:

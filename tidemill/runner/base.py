@@ -24,6 +24,7 @@ class StepResult:
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
 
 
 class Runner(Protocol):
@@ -34,6 +35,16 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, launched: Any) -> StepResult: ...
+
+
+def look_at_prompt(model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, result: StepResult) -> None:
+    """What a request asks about its prompt, from the hidden states of this step's tokens."""
+    params = state.params[item.row]
+    if params is not None and params.prompt_logprobs is not None:
+        result.prompt_logprobs[item.row] = list(prompt_logprobs(model, state, item, hidden_TH, params.prompt_logprobs))
+    if params is not None and params.pooling is not None:
+        states = hidden_TH if params.pooling == "mean" else hidden_TH[-1:]
+        result.pooled[item.row] = states.double().sum(0).cpu()
 
 
 def prompt_logprobs(

@@ -9,7 +9,7 @@ from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import StepResult, prompt_logprobs
+from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.sampler import Sampler
@@ -59,11 +59,7 @@ class CpuRunner:
     def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         result = StepResult()
         for item, last in zip(items, batch.last_token.tolist(), strict=True):
-            params = self.state.params[item.row]
-            if params is not None and params.prompt_logprobs is not None:
-                hidden = hidden_TH[last + 1 - item.count : last + 1]
-                wanted = prompt_logprobs(self.model, self.state, item, hidden, params.prompt_logprobs)
-                result.prompt_logprobs[item.row] = list(wanted)
+            look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], result)
         sampling = [i for i, item in enumerate(items) if item.samples]
         if not sampling:
             return result

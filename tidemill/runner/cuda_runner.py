@@ -23,7 +23,7 @@ from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import StepResult, prompt_logprobs
+from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.cuda_sampler import AskedLogprobs, CudaSampler
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.state import RowState
@@ -166,7 +166,7 @@ class CudaRunner:
         for new in plan.new_rows:
             params = new.params
             self._is_plain[new.row], self._asks[new.row] = params.is_plain, params.logprobs is not None
-            self._asks_prompt[new.row] = params.prompt_logprobs is not None
+            self._asks_prompt[new.row] = params.prompt_logprobs is not None or params.pooling is not None
             self._pages[new.row, : len(new.page_ids)] = new.page_ids
         for update in plan.page_updates:
             self._pages[update.row, update.first_index : update.first_index + len(update.page_ids)] = update.page_ids
@@ -236,10 +236,8 @@ class CudaRunner:
         begin, end = self._replay(graph, work)
         first = 0
         for item in items:
-            wanted = self._params(item).prompt_logprobs if self._asks_prompt[item.row] else None
-            if wanted is not None:
-                part = self._hidden[first : first + item.count]
-                result.prompt_logprobs[item.row] = list(prompt_logprobs(self.model, self.state, item, part, wanted))
+            if self._asks_prompt[item.row]:
+                look_at_prompt(self.model, self.state, item, self._hidden[first : first + item.count], result)
             first += item.count
         if begin == end:
             return None, None

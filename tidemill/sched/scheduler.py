@@ -327,8 +327,12 @@ class Scheduler:
             request.num_computed = found
             if request.started_s is None:
                 request.num_cached = found
-            skipped = request.params.prompt_logprobs is not None
-            reason = "prompt logprobs: prefix cache not used" if skipped else f"prefix hit {found} of {request.num_known}"
+            skipped = request.params.needs_whole_prompt
+            reason = (
+                "all of the prompt is asked about: prefix cache not used"
+                if skipped
+                else f"prefix hit {found} of {request.num_known}"
+            )
         self.waiting.remove(request)
         insort(self.running, request, key=_rank)
         request.row = self._free_rows.pop()
@@ -413,7 +417,7 @@ class Scheduler:
 
     def _keys(self, request: Request) -> list[bytes]:
         """By which its pages can be found. Prompt logprobs need every position computed, so there nothing may be."""
-        if request.params.prompt_logprobs is not None:
+        if request.params.needs_whole_prompt:
             return []
         if request.page_keys is None:
             request.page_keys = self.kv.page_keys(request.tokens, request.salt)

@@ -19,7 +19,7 @@ from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.service import Service, new_id
-from tidemill.server.sse import EventStream, until_disconnect
+from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
@@ -340,21 +340,17 @@ async def _whole(answer: _Answer, outputs: Outputs) -> bytes:
 
 async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
     try:
-        yield _frame({"type": "message_start", "message": answer.start()})
+        yield named_event({"type": "message_start", "message": answer.start()})
         for event in answer.take(*first):
-            yield _frame(event)
+            yield named_event(event)
         async for delta, text in rest:
             for event in answer.take(delta, text):
-                yield _frame(event)
+                yield named_event(event)
         ending = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
-        yield _frame({"type": "message_delta", "delta": ending, "usage": answer.usage()})
-        yield _frame({"type": "message_stop"})
+        yield named_event({"type": "message_delta", "delta": ending, "usage": answer.usage()})
+        yield named_event({"type": "message_stop"})
     except TidemillError as error:
-        yield _frame({"type": "error", **error_body(error)})
+        yield named_event({"type": "error", **error_body(error)})
     finally:
         answer.close()
         await rest.aclose()
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + _json(event) + b"\n\n"

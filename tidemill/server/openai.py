@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import struct
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -26,6 +28,7 @@ from tidemill.server.openai_types import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     SamplingRequest,
     TokenizeRequest,
 )
@@ -138,6 +141,16 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         return await _answer(service, request, body.stream, _chat_job(service, body))
+
+    @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
+    async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
+        service.check_model(body.model)
+        prompts = await _prompts(service, body.input)
+        made = await until_disconnect(request, _embed(service, prompts, body, request.state.caller.owner))
+        num_tokens = sum(map(len, prompts))
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        whole = {"object": "list", "data": made, "model": service.model_name, "usage": usage}
+        return Response(_json(whole), media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, Any]:
@@ -371,6 +384,23 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         num_sent=None if body.best_of is None else num_sent,
     )
     return job
+
+
+async def _embed(service: Service, prompts: list[list[int]], body: EmbeddingRequest, owner: str) -> list[dict[str, Any]]:
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
+    name = new_id("embd")
+    vectors: list[list[float]] = [[] for _ in prompts]
+    streams = [service.stream(f"{name}-{i}", prompt, params, owner=owner) for i, prompt in enumerate(prompts)]
+    async with aclosing(_merge(streams)) as merged:
+        async for i, (delta, _) in merged:
+            vectors[i] = delta.embedding or []
+
+    def written(vector: list[float]) -> list[float] | str:
+        if body.encoding_format != "base64":
+            return vector
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+    return [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
 
 
 async def _prompts(service: Service, prompt: Any) -> list[list[int]]:

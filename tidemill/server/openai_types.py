@@ -163,14 +163,18 @@ class CompletionRequest(SamplingRequest):
     @field_validator("prompt")
     @classmethod
     def _of_one_kind(cls, prompt: Any) -> Any:
-        """A text or token ids, or a list of either. Whether the model has the tokens is the engine's to say."""
-        if isinstance(prompt, str) or _is_ids(prompt):
-            return prompt
-        if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
-            raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_CHOICES}")
-        if isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_is_ids, prompt))):
-            return prompt
-        raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
+        return one_kind(prompt)
+
+
+def one_kind(prompt: Any) -> Any:
+    """A text or token ids, or a list of either. Whether the model has the tokens is the engine's to say."""
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return prompt
+    if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
+        raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_CHOICES}")
+    if isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_is_ids, prompt))):
+        return prompt
+    raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
 
 
 def _is_ids(value: Any) -> bool:
@@ -292,6 +296,21 @@ class ChatRequest(SamplingRequest, ChatMessages):
             raise InvalidRequest("tool_choice leaves no room for another form.", param="tool_choice")
         several = name is None and self.parallel_tool_calls is not False
         return Grammar("json_schema", dumps(call_schema(tools, name, several)))
+
+
+class EmbeddingRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    input: PromptField
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Literal["mean", "last"] = "mean"
+    user: str | None = Field(default=None, max_length=1024)
+
+    @field_validator("input")
+    @classmethod
+    def _of_one_kind(cls, given: Any) -> Any:
+        return one_kind(given)
 
 
 class TokenizeRequest(BaseModel):

@@ -20,7 +20,7 @@ from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Pie
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.service import Service, new_id
-from tidemill.server.sse import EventStream, until_disconnect
+from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
@@ -395,20 +395,16 @@ async def _whole(answer: _Answer, outputs: Outputs, keep: Any) -> bytes:
 async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs, keep: Any) -> AsyncGenerator[bytes, None]:
     try:
         for kind in ("response.created", "response.in_progress"):
-            yield _frame(answer.event(kind, response=answer.body()))
+            yield named_event(answer.event(kind, response=answer.body()))
         for event in answer.take(*first):
-            yield _frame(event)
+            yield named_event(event)
         async for delta, text in rest:
             for event in answer.take(delta, text):
-                yield _frame(event)
-        yield _frame(answer.event(f"response.{answer.status}", response=answer.body()))
+                yield named_event(event)
+        yield named_event(answer.event(f"response.{answer.status}", response=answer.body()))
     except TidemillError as error:
         answer.fail(error)
-        yield _frame(answer.event("response.failed", response=answer.body()))
+        yield named_event(answer.event("response.failed", response=answer.body()))
     finally:
         keep()
         await rest.aclose()
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + _json(event) + b"\n\n"

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -73,3 +74,8 @@ class EventStream(Response):
                 body = chunk if self._is_framed else b"data: " + chunk + b"\n\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"" if self._is_framed else b"data: [DONE]\n\n", "more_body": False})
+
+
+def named_event(event: dict[str, Any]) -> bytes:
+    """An event as it goes out, under the name of its type."""
+    return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

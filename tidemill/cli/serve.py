@@ -90,12 +90,12 @@ def serve(
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-            _run(run_server(options, host, port, on_loading, on_ready, drain_seconds, access))
+            run_loop(run_server(options, host, port, on_loading, on_ready, drain_seconds, access))
     finally:
         bar.stop()
 
 
-def _run(main: Coroutine[Any, Any, None]) -> None:
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
     try:
         import uvloop
     except ImportError:

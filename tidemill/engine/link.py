@@ -25,6 +25,8 @@ _LAST_WORDS_S = 0.5
 class EngineLink:
     """Started once, closed once."""
 
+    module = "tidemill.engine.process"  # what the process runs
+
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._folder = tempfile.mkdtemp(prefix="tidemill-")  # mode 0700
@@ -43,7 +45,7 @@ class EngineLink:
         finally:
             os.umask(umask)
         # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
-        command = [sys.executable, "-P", "-m", "tidemill.engine.process", endpoint]
+        command = [sys.executable, "-P", "-m", self.module, endpoint]
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
         self._process = process
         died = asyncio.create_task(process.wait())

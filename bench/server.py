@@ -1,0 +1,159 @@
+"""What the server itself costs: streams from a model that costs nothing.
+
+    python -m bench.server [--streams 1,32,256] [--tokens 200]
+
+The engine is real but for its runner, which says a token at once. Reported per number of concurrent streams: requests and tokens
+per second, the API process's CPU time per token (so: tokens per second that one core could stream), and the time between a
+stream's tokens. The load generator reads raw sockets; with fewer cores than processes the rates are those of all together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PORT = 8437
+
+
+def serve(folder: str) -> None:
+    """The API process, over an engine process that runs `bench.server engine`."""
+    from tidemill.cli.serve import run_loop
+    from tidemill.config import EngineOptions
+    from tidemill.engine import client
+    from tidemill.engine.link import EngineLink
+    from tidemill.server.run import serve as run
+
+    class StubLink(EngineLink):
+        module = "bench.server"
+
+    client.EngineLink = StubLink  # type: ignore[misc]
+    options = EngineOptions(model=folder, served_name="stub", max_requests=256, token_budget=4096, max_context=2048)
+    run_loop(run(options, "127.0.0.1", PORT))
+
+
+def engine() -> None:
+    from tidemill.engine import core, process
+    from tidemill.runner.base import StepResult
+    from tidemill.runner.state import RowState
+
+    class StubRunner:
+        steps_ahead = 0
+
+        def __init__(self, model: Any, config: Any) -> None:
+            self.state = RowState(config.max_requests, config.max_context, config.page_size)
+
+        def launch(self, plan: Any) -> StepResult:
+            return StepResult({item.row: 97 for item in plan.items if item.samples})
+
+        def collect(self, launched: StepResult) -> StepResult:
+            return launched
+
+    core.make_runner = StubRunner  # type: ignore[assignment]
+    process.main()
+
+
+async def one(prompt: int, num_tokens: int, gaps: list[float]) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    body = json.dumps(
+        {"prompt": [97] * prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    num, last = 0, 0.0
+    while line := await reader.readline():
+        if line.startswith(b"data: {"):
+            num += 1
+            now = time.perf_counter()
+            if last:
+                gaps.append(now - last)
+            last = now
+    writer.close()
+    return num
+
+
+async def load(num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, int, list[float]]:
+    gaps: list[float] = []
+    left = asyncio.Semaphore(num_streams)
+
+    async def ask() -> int:
+        async with left:
+            return await one(16, num_tokens, gaps)
+
+    begin = time.perf_counter()
+    counts = await asyncio.gather(*(ask() for _ in range(num_requests)))
+    return time.perf_counter() - begin, sum(counts), gaps
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,32,256")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    sys.path.insert(0, os.getcwd())
+    from tests.helpers import byte_tokenizer, make_llama
+
+    folder = Path(tempfile.mkdtemp())
+    make_llama(folder, vocab_size=320, max_position_embeddings=2048)
+    byte_tokenizer(folder)
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    server = subprocess.Popen([sys.executable, "-m", "bench.server", "serve", str(folder)], env=environment)
+    try:
+        asyncio.run(wait())
+        lines = []
+        for num_streams in map(int, arguments.streams.split(",")):
+            num_requests = max(20, 2 * num_streams)
+            asyncio.run(load(num_streams, num_streams, arguments.tokens))
+            before = cpu_seconds(server.pid)
+            seconds, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
+            cpu = cpu_seconds(server.pid) - before
+            line = {
+                "streams": num_streams,
+                "requests_per_s": num_requests / seconds,
+                "tokens_per_s": num_tokens / seconds,
+                "api_us_per_token": 1e6 * cpu / num_tokens,
+                "tokens_per_core_s": num_tokens / cpu,
+                "gap_ms_median": 1000 * statistics.median(gaps),
+            }
+            lines.append(line)
+            print({name: round(value, 2) for name, value in line.items()}, flush=True)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(lines, indent=1))
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+async def wait() -> None:
+    for _ in range(300):
+        try:
+            await one(1, 1, [])
+            return
+        except OSError:
+            await asyncio.sleep(0.1)
+    raise TimeoutError("the server did not start")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2 and sys.argv[1] == "serve":
+        serve(sys.argv[2])
+    elif len(sys.argv) > 1 and sys.argv[1].startswith("ipc://"):
+        engine()
+    else:
+        main()

@@ -105,6 +105,7 @@ def test_a_small_machine_gets_a_shorter_context():
     [
         ({"dtype": "int3"}, "int3"),
         ({"page_size": 24}, "power of two"),
+        ({"fast_math": True}, "for GPUs"),
         ({"max_context": 9000}, "8192"),
         ({"max_context": 1}, "at least 2"),
         ({"max_requests": 0}, "at least 1"),

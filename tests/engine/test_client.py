@@ -12,7 +12,7 @@ from tidemill.engine import client as client_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.link import EngineLink
 from tidemill.errors import Cancelled, DeadlineExceeded, EngineDead
-from tidemill.events import EngineRestarted
+from tidemill.events import EngineRestarted, Submitted
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -65,12 +65,14 @@ def test_a_request_that_kills_engines_is_given_up_alone(tiny_folder, monkeypatch
             if isinstance(message, Submit) and message.request_id == "poison":
                 self.kill()
 
-    async def test(client, _):
+    async def test(client, seen):
         other = asyncio.create_task(collect(client, "other", temperature=0))
         with pytest.raises(EngineDead, match="failed 3 times at this request"):
             await collect(client, "poison")
         assert len((await asyncio.wait_for(other, 60))[0]) == 40
         assert client.alive
+        told = [event.request_id for event in seen if isinstance(event, Submitted)]
+        assert len(told) == len(set(told))  # however often they were submitted
 
     monkeypatch.setattr(client_module, "EngineLink", Fragile)
     run(test, tiny_folder)

@@ -20,6 +20,7 @@ from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner import cuda_work
+from tidemill.runner.cuda_runner import _sizes
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
 
 
@@ -231,6 +232,12 @@ def test_restriction(settings):
     kept = ~mine[:2].isinf()
     assert torch.allclose(mine[:2][kept], (logits / 0.8)[:2][kept])
     assert torch.equal(mine[2], logits[2])
+
+
+def test_sizes_of_graphs_are_multiples():
+    assert _sizes(256, ((4, 1), (64, 8), (256, 16))) == [1, 2, 3, 4, *range(8, 65, 8), *range(80, 257, 16)]
+    assert _sizes(100, ((4, 1), (64, 8), (256, 16)))[-2:] == [96, 100]
+    assert _sizes(3, ((4, 1), (64, 8))) == [1, 2, 3]
 
 
 COMPILE = """

@@ -1,11 +1,14 @@
 """Where a request's time went, from events alone: the spans add up to the whole."""
 
+import time
+
 import pytest
 
 from tests.helpers import load_model, make_core
+from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
 from tidemill.server.explain import Explainer
-from tidemill.wire import Abort, Submit
+from tidemill.wire import Abort, Resumed, Submit
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,25 @@ def test_parts_owners_and_bounds(model):
     assert len(explainer._ended) == 1000
     assert not explainer._live
     assert not explainer._steps
+
+
+def test_a_lost_engine_is_part_of_the_story(model):
+    explainer, core = Explainer(), make_core(model)
+    core.submit(Submit("x", [1] * 10, SamplingParams(max_tokens=30, ignore_eos=True, seed=1)))
+    outputs = []
+    for _ in range(4):
+        output, _ = core.step()
+        explainer.take(output.events)
+        outputs += [token for delta in output.deltas for token in delta.token_ids]
+    explainer.take([EngineRestarted(time.monotonic(), "killed", 1)])
+    second = make_core(model)
+    time.sleep(0.05)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
+    second.submit(Submit("x", [1] * 10, params, resumed=[Resumed(0, outputs)]))
+    while second.has_work:
+        explainer.take(second.step()[0].events)
+    (story,) = explainer.find("x", None)
+    spans = check(story)
+    assert spans["preempted"]["ms"] > 50
+    assert "started again" in spans["preempted"]["because"]
+    assert story.num_output == 30

@@ -45,8 +45,10 @@ class _Pending:
     has_told: bool = False  # it got a token out of it
     num_deaths: int = 0  # of engines that did not give it a token
 
+    is_known: bool = False  # an engine has told of it
+
     def again(self) -> Submit:
-        if not any(self.outputs) and not self.over:
+        if not self.is_known:
             return self.request
         left = [Resumed(i, tokens) for i, tokens in enumerate(self.outputs) if i not in self.over]
         return msgspec.structs.replace(self.request, resumed=left)
@@ -272,6 +274,11 @@ class EngineClient:
             self._pending[message.request_id].queue.put_nowait(error_from(message))
 
     def _tell(self, batch: list[Event]) -> None:
+        for event in batch:
+            if isinstance(event, events.Submitted):
+                pending = self._pending.get(event.request_id.partition(":")[0])  # after it: the sample
+                if pending is not None:
+                    pending.is_known = True
         if self._on_events:
             try:
                 self._on_events(batch)

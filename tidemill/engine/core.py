@@ -205,8 +205,9 @@ class EngineCore:
 
     def _show_forms(self, plan: StepPlan) -> None:
         """The sampler is told which tokens may come."""
+        items = plan.items if self._matchers else ()
         self.runner.state.masks = {
-            item.row: self._matchers[item.seq].mask() for item in plan.items if item.samples and item.seq in self._matchers
+            item.row: self._matchers[item.seq].mask() for item in items if item.samples and item.seq in self._matchers
         }
 
     def _follow_form(self, progress: Progress) -> Progress:
@@ -246,8 +247,8 @@ class EngineCore:
             part = result.pooled.get(item.row)
             live = self._live.get(self._id_of[item.seq]) if part is not None and item.seq in self._id_of else None
             if part is not None and live:
-                starts_over = live.pooled is None or item.start == 0 or live.requests[0].params.pooling == "last"
-                live.pooled = part if starts_over or live.pooled is None else live.pooled + part
+                goes_on = live.pooled is not None and item.start > 0 and live.requests[0].params.pooling == "mean"
+                live.pooled = live.pooled + part if goes_on and live.pooled is not None else part
         row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
         deltas = []
         for done in progress:

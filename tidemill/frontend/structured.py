@@ -57,9 +57,7 @@ class Matcher:
         return str(self._inner.get_error()) if self._inner.is_error() else ""
 
     def copy(self) -> Matcher:
-        made = Matcher.__new__(Matcher)
-        made._inner, made._num_words = self._inner.deep_copy(), self._num_words
-        return made
+        return Matcher(self._inner.deep_copy(), 32 * self._num_words)
 
 
 class Grammars:
@@ -77,11 +75,12 @@ class Grammars:
         kept = self._kept.pop(grammar, None)
         if kept is None:
             kept = Matcher(self._make(_compiled(grammar)), self._num_tokens)
-            if not kept.error:
-                kept.mask()  # some forms are too much only now
-            if kept.error:
-                raise InvalidRequest(f"The {grammar.kind} cannot be used: {kept.error.splitlines()[0][:300]}", param=grammar.kind)
-            kept = Matcher(self._make(_compiled(grammar)), self._num_tokens)
+            trial = kept.copy()
+            trial.mask()  # some forms are too much only now
+            if trial.error:
+                raise InvalidRequest(
+                    f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind
+                )
         self._kept[grammar] = kept
         while len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)

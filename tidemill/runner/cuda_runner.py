@@ -284,11 +284,11 @@ class CudaRunner:
 
 
 def _sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
-    """1, 2, ... up to `most`: in steps of so much up to so much."""
+    """Up to `most`: multiples of so much up to so much, then of the next."""
     sizes, size = [], 0
     for until, step in steps:
         while size < min(until, most):
-            size = min(size + step, most)
+            size = min((size // step + 1) * step, most)
             sizes.append(size)
     return sizes if sizes[-1] == most else [*sizes, most]
 

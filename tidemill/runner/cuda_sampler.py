@@ -77,7 +77,7 @@ class CudaSampler:
         logprobs = logits_SV[which].log_softmax(-1)
         num_top = [self._params(row).logprobs or 0 for row in rows]
         values, ids = logprobs.topk(min(max(num_top), logprobs.shape[1]), dim=-1)
-        chosen = logprobs.gather(1, tokens_S[which].long().unsqueeze(1)).flatten()
+        chosen = logprobs.gather(1, tokens_S[which].long().clamp(min=0).unsqueeze(1)).flatten()  # -1: not a number
         return AskedLogprobs(rows, num_top, chosen, values, ids)
 
     def _params(self, row: int) -> SamplingParams:

@@ -211,7 +211,6 @@ def make_router(service: Service) -> APIRouter:
         answer = _Answer(service, body, len(prompt))
         owner = request.state.caller.owner
         outputs = service.stream(answer.message_id, prompt, params, owner=owner)
-        service.under_way[answer.message_id] = (owner, [answer.message_id])
         if not body.stream:
             return Response(await until_disconnect(request, _whole(answer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
@@ -233,7 +232,7 @@ class _Answer:
 
     def __init__(self, service: Service, body: MessagesRequest, num_prompt: int) -> None:
         self.message_id = new_id("msg")
-        self._model, self._service = service.model_name, service
+        self._model = service.model_name
         self._parser = AnswerParser(body.looks_for_calls, body.must_call)
         self._one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         self.blocks: list[dict[str, Any]] = []
@@ -324,17 +323,11 @@ class _Answer:
         content = [{name: value for name, value in block.items() if name != "_over"} for block in self.blocks]
         return self.start() | {"content": content, "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
 
-    def close(self) -> None:
-        self._service.under_way.pop(self.message_id, None)
-
 
 async def _whole(answer: _Answer, outputs: Outputs) -> bytes:
-    try:
-        async with aclosing(outputs):
-            async for delta, text in outputs:
-                answer.take(delta, text)
-    finally:
-        answer.close()
+    async with aclosing(outputs):
+        async for delta, text in outputs:
+            answer.take(delta, text)
     return _json(answer.whole())
 
 
@@ -352,5 +345,4 @@ async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs
     except TidemillError as error:
         yield named_event({"type": "error", **error_body(error)})
     finally:
-        answer.close()
         await rest.aclose()

@@ -50,6 +50,12 @@ class Story:
         self.since_s, self.state = max(now, self.since_s), state
         return span
 
+    def lose_engine(self) -> None:
+        """All time since the last change was lost with it."""
+        if self.state != "queued":
+            self.state = "preempted"
+            self.preempted.append("the engine was started again")
+
     def body(self) -> dict[str, Any]:
         total = max(self.since_s - self.begun_s, 1e-9)
         spans = []
@@ -111,7 +117,9 @@ class Explainer:
                 self._end(event.step, now)
             case events.EngineRestarted():
                 self._steps.clear()
-            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.Resumed():
+                for one in self._live.values():
+                    one.lose_engine()
+            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken():
                 story = self._live.get(event.request_id)
                 if story is not None:
                     self._tell(story, event, now)
@@ -141,9 +149,6 @@ class Explainer:
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:
                     story.preempted.append(event.reason)
-            case events.Resumed():  # by an engine whose clock is another
-                story.since_s, story.state = now, "preempted"
-                story.preempted.append("the engine was started again")
             case events.FirstToken():
                 story.first_token_s = now
 

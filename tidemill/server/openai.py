@@ -229,26 +229,21 @@ async def _answer(service: Service, request: Request, stream: bool | None, makin
 async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
-    parts = [f"{job.request_id}-{i}" for i in range(len(job.prompts))]
-    asked = job.asked
+    asked, name = job.asked, job.request_id
     streams = [
-        service.stream(part, prompt, job.params, asked.priority, asked.cache_salt or "", job.owner, asked.timeout)
-        for part, prompt in zip(parts, job.prompts, strict=True)
+        service.stream(f"{name}-{i}", prompt, job.params, asked.priority, asked.cache_salt or "", job.owner, asked.timeout, name)
+        for i, prompt in enumerate(job.prompts)
     ]
-    service.under_way[job.request_id] = (job.owner, parts)
-    try:
-        async with aclosing(_merge(streams)) as merged:
-            async for i, (delta, text) in merged:
-                job.usage.num_output += text.num_tokens
-                job.clock.first_s = job.clock.first_s or time.monotonic()
-                job.clock.engine = delta.timings or job.clock.engine
-                if delta.prompt_logprobs:
-                    job.prompt_logprobs[i] = delta.prompt_logprobs
-                if delta.index == 0 and text.finish_reason:
-                    job.usage.num_cached += delta.num_cached
-                yield i * job.params.n + delta.index, delta, text
-    finally:
-        service.under_way.pop(job.request_id, None)
+    async with aclosing(_merge(streams)) as merged:
+        async for i, (delta, text) in merged:
+            job.usage.num_output += text.num_tokens
+            job.clock.first_s = job.clock.first_s or time.monotonic()
+            job.clock.engine = delta.timings or job.clock.engine
+            if delta.prompt_logprobs:
+                job.prompt_logprobs[i] = delta.prompt_logprobs
+            if delta.index == 0 and text.finish_reason:
+                job.usage.num_cached += delta.num_cached
+            yield i * job.params.n + delta.index, delta, text
 
 
 async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta], None]) -> bytes:

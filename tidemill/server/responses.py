@@ -200,10 +200,8 @@ def make_router(service: Service) -> APIRouter:
         prompt = await service.encode_chat(messages, tools=tools)
         answer = _Answer(service, body, params, len(prompt))
         outputs = service.stream(answer.response_id, prompt, params, owner=owner)
-        service.under_way[answer.response_id] = (owner, [answer.response_id])
 
         def keep() -> None:
-            service.under_way.pop(answer.response_id, None)
             if body.store is not False:
                 store.put(owner, items, answer.body())
 

@@ -36,7 +36,7 @@ class Service:
         self._grammars: Grammars | None = None
         self._compiling = asyncio.Semaphore(1)  # one form at a time: a flood of them leaves the other core alone
         # By the id that clients know: whose it is, and its parts in the engine.
-        self.under_way: dict[str, tuple[str, list[str]]] = {}
+        self.under_way: dict[str, tuple[str, set[str]]] = {}
 
     @property
     def ready(self) -> Ready:
@@ -91,7 +91,7 @@ class Service:
 
     def cancel(self, request_id: str, owner: str | None) -> int:
         """End a request by its id, whatever it consists of; how many parts were under way. `owner`: only if it is theirs."""
-        theirs, parts = self.under_way.get(request_id, ("", ()))
+        theirs, parts = self.under_way.get(request_id, ("", set()))
         if owner is not None and owner != theirs:
             return 0
         why = Cancelled("The request was cancelled.")
@@ -106,8 +106,10 @@ class Service:
         salt: str = "",
         owner: str = "",
         timeout_s: float | None = None,
+        job_id: str | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """Each sample's text as it comes. Leaving early ends the request in the engine."""
+        """Each sample's text as it comes. Leaving early ends the request in the engine. `job_id`: what it is part of, if it is
+        not a whole; by that name it can be cancelled."""
         if self.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
@@ -115,18 +117,26 @@ class Service:
         # Prompts of another key are never found: how long an answer takes must not tell what others asked.
         salt = f"{owner}\0{salt}" if owner else salt
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, owner)
-        async with aclosing(self.client.submit(request, timeout_s)) as deltas:
-            async for delta in deltas:
-                if delta.index in ended:
-                    continue
-                text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
-                if text.finish_reason:
-                    ended.add(delta.index)
-                    if not delta.finish_reason:
-                        self.client.finish(request_id, delta.index)
-                yield delta, text
-                if len(ended) == params.n:
-                    return
+        job_id = job_id or request_id
+        parts = self.under_way.setdefault(job_id, (owner, set()))[1]
+        parts.add(request_id)
+        try:
+            async with aclosing(self.client.submit(request, timeout_s)) as deltas:
+                async for delta in deltas:
+                    if delta.index in ended:
+                        continue
+                    text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
+                    if text.finish_reason:
+                        ended.add(delta.index)
+                        if not delta.finish_reason:
+                            self.client.finish(request_id, delta.index)
+                    yield delta, text
+                    if len(ended) == params.n:
+                        return
+        finally:
+            parts.discard(request_id)
+            if not parts:
+                self.under_way.pop(job_id, None)
 
 
 class ModelUnknown(InvalidRequest):

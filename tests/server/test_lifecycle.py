@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +31,7 @@ def gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def sockets() -> set[str]:
-    return set(glob.glob("/tmp/tidemill-*/engine.sock"))
+    return set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*/engine.sock"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -68,7 +69,7 @@ def engines() -> set[str]:
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.0, 1.6, 2.2])
 def test_interrupt_while_loading(tiny_folder, delay_s):
-    before, files = engines(), set(glob.glob("/tmp/tidemill-*"))
+    before, files = engines(), set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*"))
     server = Server(tiny_folder)
     time.sleep(delay_s)
     assert server.stop() in (0, 130, -signal.SIGINT)  # not 0 only while Python itself is still importing
@@ -76,7 +77,7 @@ def test_interrupt_while_loading(tiny_folder, delay_s):
     while engines() - before and time.monotonic() < end:
         time.sleep(0.05)
     assert not engines() - before
-    assert not set(glob.glob("/tmp/tidemill-*")) - files
+    assert not set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*")) - files
 
 
 def test_a_model_without_tokenizer_leaves_nothing_behind(tiny_folder, tmp_path):

@@ -35,7 +35,8 @@ from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_sampling", "check_engine", "stress_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_sampling", "check_engine", "check_odd_requests",
+    "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},

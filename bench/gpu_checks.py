@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
+from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.cuda import attention, elementwise, sampling
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees
 from tidemill.kernels.norm import add_rms_norm_reference
@@ -22,7 +26,7 @@ from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
 # Tiles of the matrix product by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
@@ -334,6 +338,56 @@ def check_engine() -> None:
         family = {f"s{i}": (prompt[: 600 + i % 3] + ids(5), SamplingParams(temperature=0.0, max_tokens=30)) for i in range(60)}
         assert ask(core(), family | x)["x"] == lone, "among 60 that begin like it"
         assert ask(without_graphs(core()), x)["x"] == lone, "without graphs"
+
+
+def check_odd_requests() -> None:
+    """Requests that ask for more than tokens, or break, each among others that notice nothing."""
+    folder = Path(tempfile.mkdtemp())
+    reference = random_llama(folder)
+    byte_tokenizer(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    def core() -> EngineCore:
+        return EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**26, max_requests=32, max_context=1024))
+
+    greedy, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(20, 320))
+    asked = {
+        "plain": (prompt, greedy),
+        "typical": (prompt, SamplingParams(typical_p=0.5, max_tokens=20, seed=1, ignore_eos=True)),
+        "choice": (prompt, SamplingParams(max_tokens=40, seed=2, grammar=Grammar("choice", '["ebb", "flow"]'))),
+        "regex": (prompt, SamplingParams(temperature=0.0, max_tokens=40, grammar=Grammar("regex", "[0-9]{9}"), logprobs=1)),
+    }
+    lone = {name: ask(core(), {name: one})[name] for name, one in asked.items()}
+    crowded = core()
+    for name, one in asked.items():
+        crowded.submit(Submit(name, *one, eos_token_ids=[1]))
+    crowded.submit(Submit("bad", [7, *prompt], greedy))
+    crowded.submit(Submit("seen", prompt, SamplingParams(max_tokens=1, pooling="mean")))
+    answers: dict[str, list[int]] = {name: [] for name in asked}
+    told, seen = [], None
+    while crowded.has_work:
+        output, failed = crowded.step()
+        told += [(refused.request_id, refused.error) for refused in failed]
+        for delta in output.deltas:
+            if delta.request_id == "seen":
+                seen = delta.embedding
+            else:
+                answers[delta.request_id] += delta.token_ids
+    crowded.scheduler.check_integrity()
+    assert told == [("bad", "ModelFailed")], told
+    assert not crowded.runner.cache.isnan().any(), "pages of the broken one are cleared"
+    assert answers["plain"] == lone["plain"][0]
+    assert answers["typical"] == lone["typical"][0]
+    words = Tokenizer.load(folder)
+    assert words.decode(answers["choice"]) in ("ebb", "flow"), words.decode(answers["choice"])
+    assert re.fullmatch("[0-9]{9}", words.decode(answers["regex"])), words.decode(answers["regex"])
+    with torch.inference_mode():
+        hidden = reference.model(torch.tensor([prompt], device="cuda")).last_hidden_state[0].double().mean(0).cpu()
+    likeness = F.cosine_similarity(hidden, torch.tensor(seen, dtype=torch.double), dim=0).item()
+    print(f"  embedding against float32: cosine {likeness:.5f}")
+    assert likeness > 0.999
 
 
 def stress_engine(num_steps: int = 3000) -> None:

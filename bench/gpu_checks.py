@@ -130,6 +130,8 @@ class Scene:
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)
+        if not extra and len(work.prompts):
+            programs = (*programs[:2], attention.num_prompt_programs(len(work.prompts), self.kv_heads, self.dim))
         words = np.zeros(2**22, np.int32)
         size = work.rows.size
         work.write(words, size, 0, programs)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
-from tidemill.kernels.cuda.attention import HEADER, SPLIT, Lists, attend, prompt_rows, shared_rows
+from tidemill.kernels.cuda.attention import HEADER, SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
@@ -246,7 +246,8 @@ class CudaRunner:
 
     def _record_mixed(self, size: int, has_singles: bool) -> Graph:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
-        programs = (*singles, -(-size // self._prompt_tile) + 16)
+        shape = self.model.config
+        programs = (*singles, num_prompt_programs(-(-size // self._prompt_tile), shape.num_kv_heads, shape.head_dim))
 
         def step() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs))

@@ -7,8 +7,8 @@ a split of 512 positions are merged by the online softmax, splits are merged in 
 - `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them;
 - `_attend_shared`: a split that several requests have in common (they share its pages), read once for all of them.
 
-The sum of weights is a product with ones: the matrix unit adds in one order whatever the tile, a reduction across threads would
-not. A row of a tile is one (token, query head of the KV head's group). The work is lists that the host makes for the step: it
+The sum of weights is a tree of additions of two, written out: a reduction across threads would add in an order that depends on
+the tile. Every eighth pair of keys is added up, so that the threads that hold a row meet once a split, not once a block. A row of a tile is one (token, query head of the KV head's group). The work is lists that the host makes for the step: it
 is proportional to live tokens, and nobody is padded to the longest request. A program takes every n-th entry of its list, n
 being the number of programs, until one that is zero: so a recorded graph serves any number of requests and splits.
 """
@@ -47,6 +47,20 @@ def _weigh(scores, top, scale):
 
 
 @triton.jit
+def _add_up(weights, total, shrink, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """To four sums a row, those of keys 2i and 2i + 1 modulo 8: what one thread of the matrix unit's four has of a row."""
+    two: tl.constexpr = 2 if BLOCK == 64 else 1  # tests have blocks of 16
+    parts = tl.reshape(weights, (ROWS, two, two, 2, 4, 2))
+    sums = tl.sum(tl.sum(tl.sum(tl.sum(parts, 5), 1), 1), 1)
+    return tl.fma(total, tl.zeros_like(total) + shrink[:, None], sums)
+
+
+@triton.jit
+def _in_all(total, ROWS: tl.constexpr):
+    return tl.sum(tl.sum(tl.reshape(total, (ROWS, 2, 2)), 1), 1)
+
+
+@triton.jit
 def _merge(acc, top, total, more_acc, more_top, more_total, scale):
     new_top = tl.maximum(top, more_top)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -73,7 +87,6 @@ def _attend_prompts(
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     per_split: tl.constexpr = SPLIT // BLOCK
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
-    ones = tl.full((BLOCK, 16), 1.0, cache_ptr.dtype.element_ty)
     # First token in the step, tokens, first position, row of the table.
     tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * 4
     num = tl.load(tile + 1)
@@ -83,25 +96,25 @@ def _attend_prompts(
         token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
         positions = start + rows // group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         all_acc, all_total, all_top = acc, tl.zeros((ROWS,), tl.float32), top
         num_whole = (start + 1) // BLOCK  # blocks of which every row sees every key
         for block in range(num_whole):
             if (block % per_split == 0) & (block > 0):
-                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
-                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
+                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             scores = tl.dot(q, cache_desc.load([run, 0]).T)
             weights, top, shrink = _weigh(scores, top, scale)
+            total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
-            total = tl.dot(weights, ones, total * shrink[:, None])
         for block in tl.range(num_whole, tl.cdiv(start + num, BLOCK), num_stages=1):
             if (block % per_split == 0) & (block > 0):
-                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
-                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
+                acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             keys = block * BLOCK + tl.arange(0, BLOCK)
             there = keys < start + num  # past the end may lie anything
@@ -110,11 +123,11 @@ def _attend_prompts(
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             scores = tl.where(keys[None, :] <= positions[:, None], tl.dot(q, k), float("-inf"))
             weights, top, shrink = _weigh(scores, top, scale)
+            total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
             acc = tl.dot(weights, v, acc * shrink[:, None])
-            total = tl.dot(weights, ones, total * shrink[:, None])
-        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, tl.max(total, 1), scale)
+        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
         out_at = (token[:, None] * NUM_HEADS + head[:, None]) * DIM + columns[None, :]
         tl.store(out_ptr + out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         tile += tl.num_programs(1) * 4
@@ -143,20 +156,19 @@ def _attend_shared(
         token, slot = tl.load(member, mask=valid, other=0).to(tl.int64), tl.load(member + 1, mask=valid, other=0).to(tl.int64)
         head = kv_head * group + rows % group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        ones = tl.full((BLOCK, 16), 1.0, q.dtype)
-        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         for block in range(SPLIT // BLOCK):
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             scores = tl.dot(q, cache_desc.load([run, 0]).T)
             weights, top, shrink = _weigh(scores, top, scale)
+            total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(q.dtype)
             acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
-            total = tl.dot(weights, ones, total * shrink[:, None])
         part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
         tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
         tl.store(part + DIM, top, mask=valid)
-        tl.store(part + DIM + 1, tl.max(total, 1), mask=valid)
+        tl.store(part + DIM + 1, _in_all(total, ROWS), mask=valid)
         tile += tl.num_programs(1) * 4
         num = tl.load(tile + 1)
 
@@ -194,7 +206,6 @@ def _attend_single(
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
-    ones = tl.full((BLOCK, 16), 1.0, cache_ptr.dtype.element_ty)
     head, valid = kv_head * group + rows, rows < group
     # Token in the step, its position, row of the table, split; where the token's parts begin, how many splits it has, and how
     # many of them are in this list.
@@ -206,7 +217,7 @@ def _attend_single(
         table, split = table_ptr + tl.load(tile + 2).to(tl.int64) * table_width, tl.load(tile + 3)
         slot0, num_here = tl.load(tile + 4).to(tl.int64), tl.load(tile + 6)
         q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
-        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 16), tl.float32)
+        acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         for first in range(split * SPLIT, min(split * SPLIT + SPLIT, position + 1), BLOCK):
             keys = first + tl.arange(0, BLOCK)
@@ -218,11 +229,11 @@ def _attend_single(
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             scores = tl.where(there[None, :], tl.dot(q, k), float("-inf"))
             weights, top, shrink = _weigh(scores, top, scale)
+            total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
             acc = tl.dot(weights, v, acc * shrink[:, None])
-            total = tl.dot(weights, ones, total * shrink[:, None])
-        weight = tl.max(total, 1)  # its 16 columns are equal
+        weight = _in_all(total, ROWS)
         if num_splits == 1:
             out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
             tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
@@ -291,6 +302,15 @@ def attend(
 def by_roles(dim: int) -> bool:
     """Whether prompts go through the kernel made for this GPU."""
     return not IS_INTERPRETED and 64 <= dim <= 128 and torch.cuda.get_device_capability()[0] == 9
+
+
+def num_prompt_programs(num_tiles: int, num_kv_heads: int, dim: int) -> int:
+    """For each KV head. The kernel by roles has one program a multiprocessor, which fetches for its next tile betimes; others
+    leave it to the GPU who runs when."""
+    if not by_roles(dim):
+        return num_tiles + 16
+    num_processors = torch.cuda.get_device_properties().multi_processor_count
+    return max(1, min(num_tiles, num_processors // num_kv_heads))
 
 
 def shared_rows(group: int) -> int:

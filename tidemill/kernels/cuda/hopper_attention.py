@@ -60,20 +60,39 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
-def _weigh(scores, top, scale, dtype: gl.constexpr):
+def _weigh(scores, top, scale):
     new_top = gl.maximum(top, gl.max(scores, 1))
     safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
     shift = gl.zeros_like(scores) - (safe_top * scale)[:, None]
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, shift))
-    return weights.to(dtype), new_top, gl.exp2((top - safe_top) * scale)
+    return weights, new_top, gl.exp2((top - safe_top) * scale)
 
 
 @gluon.jit
-def _merge(all_acc, all_top, all_total, acc, top, total, scale, acc_rows: gl.constexpr):
+def _sums(weights):
+    parts = gl.reshape(weights, (_HALF, 2, 2, 2, 4, 2))
+    return gl.sum(gl.sum(gl.sum(gl.sum(parts, 5), 1), 1), 1)
+
+
+@gluon.jit
+def _add_up(weights, total, shrink):
+    rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    return gl.fma(total, gl.zeros_like(total) + gl.convert_layout(shrink, rows)[:, None], _sums(weights))
+
+
+@gluon.jit
+def _in_all(total, rows: gl.constexpr):
+    return gl.convert_layout(gl.sum(gl.sum(gl.reshape(total, (_HALF, 2, 2)), 1), 1), rows)
+
+
+@gluon.jit
+def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.constexpr):
+    """What came before waits in shared memory, each thread's part for itself."""
     new_top = gl.maximum(all_top, top)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     old, new = gl.exp2((all_top - shift) * scale), gl.exp2((top - shift) * scale)
     old_rows, new_rows = gl.convert_layout(old, acc_rows), gl.convert_layout(new, acc_rows)
+    all_acc = all_buf.load(acc.type.layout)
     all_acc = gl.fma(all_acc, gl.zeros_like(all_acc) + old_rows[:, None], acc * new_rows[:, None])
     return all_acc, new_top, gl.fma(all_total, old, total * new)
 
@@ -86,90 +105,95 @@ def _done_with(buffer_free):
 
 
 @gluon.jit
+def _queries(
+    qkv_ptr, token0, num, kv_head, PART: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    at = ((token0 + rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + rows % group)[:, None] * DIM
+    return gl.load(qkv_ptr + (at + columns[None, :]), mask=(rows // group < num)[:, None], other=0.0)
+
+
+@gluon.jit
 def _compute(
-    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
     PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     SPLIT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
-    dtype: gl.constexpr = q_bufs.dtype
+    dtype: gl.constexpr = k_bufs.dtype
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     per_split: gl.constexpr = SPLIT // BLOCK
     by_score: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     by_value: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    by_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
+    for_score: gl.constexpr = gl.DotOperandLayout(0, by_score, 2)
     for_value: gl.constexpr = gl.DotOperandLayout(0, by_value, 2)
-    for_total: gl.constexpr = gl.DotOperandLayout(0, by_total, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, by_score)
     value_rows: gl.constexpr = gl.SliceLayout(1, by_value)
-    total_rows: gl.constexpr = gl.SliceLayout(1, by_total)
     by_line: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
     kv_head = gl.program_id(0)
     line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
+    all_buf = all_bufs.index(PART)
     tile = lists_ptr + gl.load(lists_ptr + WORD) + gl.program_id(1) * 4
-    num = gl.load(tile + 1)
+    token0, num, start = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
+    q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)
     count = 0
     while num > 0:
-        token0, start = gl.load(tile).to(gl.int64), gl.load(tile + 2)
         end = start + num
-        valid = (line_rows // group < num)[:, None]
-        token, head = token0 + line_rows // group, kv_head * group + line_rows % group
-        q_at = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM + columns[None, :]
-        q_buf = q_bufs.index(PART)
-        barrier()  # the tile before is done with it
-        q_buf.store(gl.load(qkv_ptr + q_at, mask=valid, other=0.0))
-        fence_async_shared()
-        barrier()
-
+        tile += gl.num_programs(1) * 4
+        token0_next, num_next, start_next = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
         positions = start + (PART * _HALF + gl.arange(0, _HALF, layout=score_rows)) // group
         acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
-        total = gl.zeros((_HALF, 16), gl.float32, by_total)
         top = gl.full((_HALF,), float("-inf"), gl.float32, score_rows)
-        all_acc = acc
-        all_total = gl.zeros((_HALF,), gl.float32, score_rows)
-        all_top = top
         nothing = gl.zeros((_HALF, BLOCK), gl.float32, by_score)
+        all_buf.store(acc)
+        all_total, all_top = gl.zeros((_HALF,), gl.float32, score_rows), top
 
         num_blocks = gl.cdiv(end, BLOCK)
         i, phase = count % num_buffers, (count // num_buffers) & 1
         mbarrier.wait(k_full.index(i), phase)
-        scores = warpgroup_mma(q_buf, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False)
+        scores = warpgroup_mma(q, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False)
         _done_with(k_free.index(i))
         if start + 1 < BLOCK:
             scores = _mask(scores, 0, positions, BLOCK, by_score)
-        weights, top, _ = _weigh(scores, top, scale, dtype)
+        exact, top, _ = _weigh(scores, top, scale)
+        total = _sums(exact)
+        weights = exact.to(dtype)
         for block in range(1, num_blocks):
             before, before_phase = count % num_buffers, (count // num_buffers) & 1
             count += 1
             i, phase = count % num_buffers, (count // num_buffers) & 1
             mbarrier.wait(k_full.index(i), phase)
-            scores_soon = warpgroup_mma(q_buf, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores_soon = warpgroup_mma(q, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), before_phase)
             operand = gl.convert_layout(weights, for_value)
             acc_soon = warpgroup_mma(operand, v_bufs.index(before), acc, is_async=True)
-            narrow = gl.convert_layout(weights, for_total)
-            total_soon = warpgroup_mma(narrow, ones, total, is_async=True)
-            scores = warpgroup_mma_wait(2, (scores_soon,))
+            scores, q = warpgroup_mma_wait(1, (scores_soon, q))
             _done_with(k_free.index(i))
             if (block + 1) * BLOCK > start + 1:
                 scores = _mask(scores, block * BLOCK, positions, BLOCK, by_score)
             begins = block % per_split == 0
             old_top = top
-            weights, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale, dtype)
-            acc, total, operand, narrow = warpgroup_mma_wait(0, (acc_soon, total_soon, operand, narrow))
+            exact, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale)
+            old_total = total
+            total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
+            weights = exact.to(dtype)
+            acc, operand = warpgroup_mma_wait(0, (acc_soon, operand))
             _done_with(v_free.index(before))
             if begins:
-                weight = gl.convert_layout(gl.max(total, 1), score_rows)
-                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, old_top, weight, scale, value_rows)
+                weight = _in_all(old_total, score_rows)
+                all_acc, all_top, all_total = _merge(all_buf, all_top, all_total, acc, old_top, weight, scale, value_rows)
+                all_buf.store(all_acc)
                 acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
-                total = gl.zeros((_HALF, 16), gl.float32, by_total)
             else:
                 acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
-                total = total * gl.convert_layout(shrink, total_rows)[:, None]
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
+        q = _queries(qkv_ptr, token0_next, num_next, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)  # of the next tile
         mbarrier.wait(v_full.index(i), phase)
         v_buf = v_bufs.index(i)
         if end % BLOCK != 0:  # past the end may lie anything: a weight of zero is not enough
@@ -179,15 +203,17 @@ def _compute(
             fence_async_shared()
             barrier()
         acc = warpgroup_mma(gl.convert_layout(weights, for_value), v_buf, acc)
-        total = warpgroup_mma(gl.convert_layout(weights, for_total), ones, total)
         _done_with(v_free.index(i))
-        weight = gl.convert_layout(gl.max(total, 1), score_rows)
-        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, weight, scale, value_rows)
+        weight = _in_all(total, score_rows)
+        all_acc, all_top, all_total = _merge(all_buf, all_top, all_total, acc, top, weight, scale, value_rows)
         result = all_acc / gl.convert_layout(all_total, value_rows)[:, None]
-        out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
-        gl.store(out_ptr + out_at, gl.convert_layout(result.to(dtype), by_line), mask=valid)
-        tile += gl.num_programs(1) * 4
-        num = gl.load(tile + 1)
+        out_at = ((token0 + line_rows // group) * NUM_HEADS + kv_head * group + line_rows % group)[:, None] * DIM
+        gl.store(
+            out_ptr + (out_at + columns[None, :]),
+            gl.convert_layout(result.to(dtype), by_line),
+            mask=(line_rows // group < num)[:, None],
+        )
+        token0, num, start = token0_next, num_next, start_next
 
 
 @gluon.jit
@@ -197,13 +223,9 @@ def _attend_prompts_by_roles(
     BLOCK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = cache_desc.dtype
-    q_bufs = gl.allocate_shared_memory(dtype, [2, _HALF, DIM], cache_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, 16], dtype)
-    ones = gl.allocate_shared_memory(dtype, [BLOCK, 16], narrow)
-    ones.store(gl.full((BLOCK, 16), 1.0, dtype, gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])))
-    fence_async_shared()
+    all_bufs = gl.allocate_shared_memory(gl.float32, [2, _HALF, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -218,14 +240,14 @@ def _attend_prompts_by_roles(
             (
                 _compute,
                 (
-                    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
                     gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
                 ),
             ),
             (
                 _compute,
                 (
-                    qkv_ptr, out_ptr, lists_ptr, scale, q_bufs, k_bufs, v_bufs, ones, k_full, k_free, v_full, v_free,
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
                     gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
                 ),
             ),

@@ -47,7 +47,7 @@ class Work:
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, _dealt(self.prompts, programs[2])), (programs[0], programs[1], 0, programs[2]), strict=True
+            (self.singles, self.shared, self.members, self.prompts), (programs[0], programs[1], 0, programs[2]), strict=True
         ):
             places.append(at)
             end = at + values.size
@@ -57,16 +57,6 @@ class Work:
         target[[SHARED, MEMBERS, PROMPTS]] = places[1:]
         target[at : at + self.last.size] = self.last
         return at
-
-
-def _dealt(tiles: np.ndarray, num_programs: int) -> np.ndarray:
-    """Sorted by their work, in rounds that go to and fro: so the programs, which take one of each round, have about the same."""
-    if num_programs < 2 or tiles.shape[0] <= num_programs:
-        return tiles
-    table = np.zeros((-(-tiles.shape[0] // num_programs), num_programs, tiles.shape[1]), tiles.dtype)
-    table.reshape(-1, tiles.shape[1])[: tiles.shape[0]] = tiles
-    table[1::2] = table[1::2, ::-1].copy()
-    return table.reshape(-1, tiles.shape[1])
 
 
 def singles(

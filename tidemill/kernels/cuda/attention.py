@@ -8,9 +8,11 @@ a split of 512 positions are merged by the online softmax, splits are merged in 
 - `_attend_shared`: a split that several requests have in common (they share its pages), read once for all of them.
 
 The sum of weights is a tree of additions of two, written out: a reduction across threads would add in an order that depends on
-the tile. Every eighth pair of keys is added up, so that the threads that hold a row meet once a split, not once a block. A row of a tile is one (token, query head of the KV head's group). The work is lists that the host makes for the step: it
-is proportional to live tokens, and nobody is padded to the longest request. A program takes every n-th entry of its list, n
-being the number of programs, until one that is zero: so a recorded graph serves any number of requests and splits.
+the tile. Every eighth pair of keys is added up, so that the threads that hold a row meet once a split, not once a block.
+
+A row of a tile is one (token, query head of the KV head's group). The work is lists that the host makes for the step: it is
+proportional to live tokens, and nobody is padded to the longest request. A program takes every n-th entry of its list, n being
+the number of programs, until one that is zero: so a recorded graph serves any number of requests and splits.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
 HEADER = 4  # words in front of a step's lists
 SHARED, MEMBERS, PROMPTS = 0, 1, 2  # of them: where these lists begin
 SINGLE_WIDTH, SHARED_WIDTH, MEMBER_WIDTH, PROMPT_WIDTH = 8, 4, 2, 4
-# One warp for each of many requests reads memory fastest; one request is done soonest by four.
-_SINGLE_HOW = ({"num_warps": 4, "num_stages": 5}, {"num_warps": 1, "num_stages": 3})
 _LOG2_E = 1.4426950408889634
 
 
@@ -174,11 +174,19 @@ def _attend_shared(
 
 
 @triton.jit
+def _part(part, there, columns, DIM: tl.constexpr):
+    """One split's result, or nothing. Read past the first-level cache, which may hold what was there before."""
+    acc = tl.load(part[:, None] + columns[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+    top = tl.load(part + DIM, mask=there, other=float("-inf"), cache_modifier=".cg")
+    return acc, top, tl.load(part + DIM + 1, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
 def _merge_parts(
     partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """In order. Read past the first-level cache, which may hold what was there before."""
+    """In order."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_rows: tl.constexpr = triton.next_power_of_2(group)
     rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
@@ -186,12 +194,17 @@ def _merge_parts(
     part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
     acc, weight = tl.zeros((num_rows, DIM), tl.float32), tl.zeros((num_rows,), tl.float32)
     top = tl.full((num_rows,), float("-inf"), tl.float32)
-    for _ in range(num_splits):
-        more = tl.load(part[:, None] + columns[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
-        more_top = tl.load(part + DIM, mask=there, other=0.0, cache_modifier=".cg")
-        more_weight = tl.load(part + DIM + 1, mask=there, other=1.0, cache_modifier=".cg")
-        acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
-        part += NUM_HEADS * (DIM + 2)
+    for first in range(0, num_splits, 4):  # four are under way at a time
+        split = rows * 0 + first
+        more0, top0, weight0 = _part(part, there & (split < num_splits), columns, DIM)
+        more1, top1, weight1 = _part(part + NUM_HEADS * (DIM + 2), there & (split + 1 < num_splits), columns, DIM)
+        more2, top2, weight2 = _part(part + 2 * NUM_HEADS * (DIM + 2), there & (split + 2 < num_splits), columns, DIM)
+        more3, top3, weight3 = _part(part + 3 * NUM_HEADS * (DIM + 2), there & (split + 3 < num_splits), columns, DIM)
+        acc, top, weight = _merge(acc, top, weight, more0, top0, weight0, scale)
+        acc, top, weight = _merge(acc, top, weight, more1, top1, weight1, scale)
+        acc, top, weight = _merge(acc, top, weight, more2, top2, weight2, scale)
+        acc, top, weight = _merge(acc, top, weight, more3, top3, weight3, scale)
+        part += 4 * NUM_HEADS * (DIM + 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
@@ -202,20 +215,20 @@ def _attend_single(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
     head, valid = kv_head * group + rows, rows < group
     # Token in the step, its position, row of the table, split; where the token's parts begin, how many splits it has, and how
-    # many of them are in this list.
+    # many of them are in this list. The first entry was there long before the kernel that this one waits for.
     tile = singles_ptr + tl.program_id(1) * 8
-    num_splits = tl.load(tile + 5)
+    token, position, row, split = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    slot0, num_splits, num_here = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    begin(AHEAD)
     while num_splits > 0:
-        num_next = tl.load(tile + tl.num_programs(1) * 8 + 5)  # asked for early, it does not keep the program from ending
-        token, position = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-        table, split = table_ptr + tl.load(tile + 2).to(tl.int64) * table_width, tl.load(tile + 3)
-        slot0, num_here = tl.load(tile + 4).to(tl.int64), tl.load(tile + 6)
+        tile += tl.num_programs(1) * 8
+        num_next = tl.load(tile + 5)  # asked for early, it does not keep the program from ending
+        token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
         q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -247,8 +260,8 @@ def _attend_single(
             if done == num_here - 1:  # the last of them merges all
                 tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
                 _merge_parts(partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM)
-        tile += tl.num_programs(1) * 8
-        num_splits = num_next
+        token, position, row, split = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+        slot0, num_splits, num_here = tl.load(tile + 4), num_next, tl.load(tile + 6)
 
 
 @dataclass(slots=True)
@@ -283,7 +296,7 @@ def attend(
     if lists.num_single:
         _attend_single[(num_kv_heads, lists.num_single)](
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
-            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_SINGLE_HOW[qkv_TC.shape[0] > 4], **common,
+            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **common,
         )  # fmt: skip
     if lists.num_prompts and by_roles(dim):
         from tidemill.kernels.cuda import hopper_attention
@@ -298,6 +311,13 @@ def attend(
         )  # fmt: skip
 
 
+def _single_how(num_tokens: int, group: int) -> dict[str, int]:
+    """One request is done soonest by four warps, and so are many whose tiles are mostly empty; else two read memory fastest."""
+    if num_tokens <= 4 or group <= 2:
+        return {"num_warps": 4, "num_stages": 5}
+    return {"num_warps": 2, "num_stages": 5 if num_tokens <= 64 else 3}
+
+
 @cache
 def by_roles(dim: int) -> bool:
     """Whether prompts go through the kernel made for this GPU."""
@@ -305,12 +325,10 @@ def by_roles(dim: int) -> bool:
 
 
 def num_prompt_programs(num_tiles: int, num_kv_heads: int, dim: int) -> int:
-    """For each KV head. The kernel by roles has one program a multiprocessor, which fetches for its next tile betimes; others
-    leave it to the GPU who runs when."""
+    """The kernel by roles has one program a multiprocessor, for all heads; of the other, each head has one for every tile."""
     if not by_roles(dim):
         return num_tiles + 16
-    num_processors = torch.cuda.get_device_properties().multi_processor_count
-    return max(1, min(num_tiles, num_processors // num_kv_heads))
+    return min(num_tiles * num_kv_heads, torch.cuda.get_device_properties().multi_processor_count)
 
 
 def shared_rows(group: int) -> int:

@@ -41,10 +41,11 @@ def look_up(
 def _add_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
-    begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    begin(AHEAD)
     value = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
         value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
@@ -52,7 +53,6 @@ def _add_rms_norm(
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * width + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -96,12 +96,14 @@ def _enter_heads(
     HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
-    begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half: tl.constexpr = DIM // 2
     pair = tl.arange(0, half)[None, :]
     is_q, is_turned, there = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS, head < NUM_HEADS + 2 * NUM_KV_HEADS
+    position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
+    cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
+    begin(AHEAD)  # those were there before the kernel that this one waits for
     base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
     first = tl.load(base + pair, mask=there[:, None], other=0.0).to(tl.float32)
     second = tl.load(base + half + pair, mask=there[:, None], other=0.0).to(tl.float32)
@@ -115,13 +117,10 @@ def _enter_heads(
             is_q[:, None], tl.load(q_norm_ptr + half + pair).to(tl.float32), tl.load(k_norm_ptr + half + pair).to(tl.float32)
         )
         y = (y * scale[:, None] * weight).to(kind).to(tl.float32)
-    position = tl.load(positions_ptr + token)
-    cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
     first = tl.where(is_turned[:, None], x * cos - y * sin, first)
     second = tl.where(is_turned[:, None], y * cos + x * sin, second)
     tl.store(base + pair, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
     tl.store(base + half + pair, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
-    slot = tl.load(slots_ptr + token).to(tl.int64)
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
     to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
     enters = (there & (head >= NUM_HEADS))[:, None]

@@ -1,8 +1,9 @@
 """Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of four warps compute.
 
 The same sums in the same order as `_attend_prompts` of attention.py, so the same bits; faster because the fetched blocks serve
-twice as many rows, and because one group's softmax runs while the other's products do, and its own: the scores of a block are
-multiplied out while the block before is still being weighted. Written in Gluon, Triton's language for one kind of chip.
+twice as many rows, and because one group's softmax runs while the other's products do, and its own: the values of a block are
+multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
+next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 """
 
 from __future__ import annotations
@@ -28,13 +29,23 @@ _BUFFERS = 3
 
 
 @gluon.jit
+def _entry(lists_ptr, WORD: gl.constexpr, turn, NUM_KV_HEADS: gl.constexpr):
+    """The tile and head of this program's turn. Tiles are sorted by their work; turns go to and fro among the programs, so that
+    all have about the same."""
+    num = gl.num_programs(0)
+    place = gl.program_id(0)
+    number = turn * num + gl.where(turn % 2 == 0, place, num - 1 - place)
+    return lists_ptr + gl.load(lists_ptr + WORD) + number // NUM_KV_HEADS * 4, number % NUM_KV_HEADS
+
+
+@gluon.jit
 def _fetch(
     cache_desc, table_ptr, lists_ptr, layer_run, runs_per_page, table_width, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    kv_head = gl.program_id(0)
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
-    tile = lists_ptr + gl.load(lists_ptr + WORD) + gl.program_id(1) * 4
+    turn = 0
+    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     num = gl.load(tile + 1)
     count = 0
     while num > 0:
@@ -49,7 +60,8 @@ def _fetch(
             mbarrier.expect(v_full.index(i), cache_desc.block_type.nbytes)
             fetch(cache_desc, [run + NUM_KV_HEADS * BLOCK, 0], v_full.index(i), v_bufs.index(i))
             count += 1
-        tile += gl.num_programs(1) * 4
+        turn += 1
+        tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
         num = gl.load(tile + 1)
 
 
@@ -134,17 +146,18 @@ def _compute(
     value_rows: gl.constexpr = gl.SliceLayout(1, by_value)
     by_line: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
 
-    kv_head = gl.program_id(0)
     line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
     all_buf = all_bufs.index(PART)
-    tile = lists_ptr + gl.load(lists_ptr + WORD) + gl.program_id(1) * 4
+    turn = 0
+    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     token0, num, start = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
     q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)
     count = 0
     while num > 0:
         end = start + num
-        tile += gl.num_programs(1) * 4
+        turn += 1
+        tile, kv_head_next = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
         token0_next, num_next, start_next = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
         positions = start + (PART * _HALF + gl.arange(0, _HALF, layout=score_rows)) // group
         acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
@@ -163,11 +176,12 @@ def _compute(
         exact, top, _ = _weigh(scores, top, scale)
         total = _sums(exact)
         weights = exact.to(dtype)
+        if num_blocks > 1:
+            mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
         for block in range(1, num_blocks):
             before, before_phase = count % num_buffers, (count // num_buffers) & 1
             count += 1
-            i, phase = count % num_buffers, (count // num_buffers) & 1
-            mbarrier.wait(k_full.index(i), phase)
+            i = count % num_buffers
             scores_soon = warpgroup_mma(q, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(before), before_phase)
             operand = gl.convert_layout(weights, for_value)
@@ -182,6 +196,9 @@ def _compute(
             old_total = total
             total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
             weights = exact.to(dtype)
+            # This wait keeps the weights in front of the next one, beside the product: else the assembler waits for that first.
+            if block + 1 < num_blocks:
+                mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
             acc, operand = warpgroup_mma_wait(0, (acc_soon, operand))
             _done_with(v_free.index(before))
             if begins:
@@ -193,7 +210,9 @@ def _compute(
                 acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
-        q = _queries(qkv_ptr, token0_next, num_next, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)  # of the next tile
+        q = _queries(
+            qkv_ptr, token0_next, num_next, kv_head_next, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score
+        )  # of the next tile
         mbarrier.wait(v_full.index(i), phase)
         v_buf = v_bufs.index(i)
         if end % BLOCK != 0:  # past the end may lie anything: a weight of zero is not enough
@@ -213,7 +232,7 @@ def _compute(
             gl.convert_layout(result.to(dtype), by_line),
             mask=(line_rows // group < num)[:, None],
         )
-        token0, num, start = token0_next, num_next, start_next
+        token0, num, start, kv_head = token0_next, num_next, start_next, kv_head_next
 
 
 @gluon.jit
@@ -270,7 +289,7 @@ def attend_prompts(
 ) -> None:  # fmt: skip
     num_kv_heads, block, dim = cache.shape[3:]
     layout = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
-    _attend_prompts_by_roles[(num_kv_heads, num_programs)](
+    _attend_prompts_by_roles[(num_programs,)](
         qkv_TC, TensorDescriptor.from_tensor(cache.view(-1, dim), [block, dim], layout), table, out_TC, words, *where,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         num_warps=4, maxnreg=168,

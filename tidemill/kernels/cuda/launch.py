@@ -1,9 +1,10 @@
 """Kernels that are set up before the one before them has ended.
 
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
-waits inside, before it reads anything a kernel wrote. Every program of every kernel waits, so that what is true of ordinary
-launches (all earlier kernels are done) holds from there on. (Letting the next kernel in any earlier, when all programs of this
-one have begun, made a decoding step slower: those that wait take room from those that work.)
+waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits, so that what is true of
+ordinary launches (all earlier kernels are done) holds from there on; and before that, all earlier ones but the last are done.
+(Letting the next kernel in any earlier, when all programs of this one have begun, made a decoding step slower: those that wait
+take room from those that work.)
 """
 
 from __future__ import annotations

@@ -13,14 +13,12 @@ import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 
 from bench import gpu_checks
@@ -29,42 +27,20 @@ from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.kernels.cuda.attention import attend
-from tidemill.kernels.cuda.elementwise import swiglu
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, keep_library_in_order
+from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, product
+from tidemill.kernels.cuda.tuning import time_us
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 CHECKS = (
-    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_sampling", "check_engine", "check_odd_requests",
-    "stress_engine",
+    "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
+    "check_odd_requests", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
     "qwen06b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
 }
 ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
-
-
-def time_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
-    """Of one call, from a graph of all of them: they should touch different memory, more of it than the cache holds."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    best = math.inf
-    for _ in range(3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1000 / repeats / len(calls))
-    return best
 
 
 # ---- timed
@@ -91,7 +67,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                     except triton.runtime.errors.OutOfResources:  # too much shared memory for this tile
                         continue
                 if not is_head:
-                    seen[LIBRARY] = time_us([partial(by_library, x, w, gated) for w in weights], 5)
+                    seen[LIBRARY] = time_us([partial(product, x, w, None, gated, True, LIBRARY) for w in weights], 5)
                 best = min(seen, key=lambda tile: seen[tile])
                 tile = [] if best is LIBRARY else list(astuple(best))
                 own = min((us for tile, us in seen.items() if tile is not LIBRARY), default=math.nan)
@@ -101,11 +77,6 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                 print(f"{model} {name:8} M={num_rows:5} own {own:8.1f} us, library {other:8.1f}  {tile or 'library'}", flush=True)
             del weights
     return lines
-
-
-def by_library(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
-    out = F.linear(x, weight)
-    return swiglu(out) if gated else out
 
 
 def candidates(num_rows: int) -> list[Tile]:

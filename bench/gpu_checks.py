@@ -4,11 +4,15 @@ company. Run by bench/gpu.py."""
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
 import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,8 +23,8 @@ from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels.cuda import attention, elementwise, sampling
-from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees
+from tidemill.kernels.cuda import attention, elementwise, sampling, tuning
+from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, product
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
@@ -80,6 +84,24 @@ def check_gemm() -> None:
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
             assert torch.equal(gemm(part, weight, tile, bias_N=bias, gated=True), gated[:200]), tile
+
+
+def check_tuning() -> None:
+    """A shape that no table knows: searched once, kept for the next start, the same bits whatever is found."""
+    folder = Path(tempfile.mkdtemp())
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
+        begin = time.perf_counter()
+        for gated, num_out, num_in in ((False, 5120, 2560), (False, 2560, 4096), (True, 19456, 2560), (False, 2560, 9728)):
+            weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
+            before = [product(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            tuning.find_tiles(weight, gated, library=True)
+            after = [product(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        print(f"  searched four shapes in {time.perf_counter() - begin:.1f} s")
+        kept = json.loads((folder / "tidemill" / "tiles.json").read_text())
+        assert list(kept[torch.cuda.get_device_name()]) == ["5120x2560", "2560x4096", "19456x2560", "2560x9728"]
+        print("  found:", kept)
 
 
 class Scene:

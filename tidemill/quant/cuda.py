@@ -33,8 +33,10 @@ class CudaWeight(Weight):
 
     def prepare(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile, library_agrees
+        from tidemill.kernels.cuda.tuning import find_tiles
 
         num_out, num_in = self._weight_NK.shape
+        find_tiles(self._weight_NK, self._gated, library=self._bias is None)
         for num_rows in nums_rows:
             if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
                 library_agrees(num_rows, num_out, num_in, self._weight_NK.device)

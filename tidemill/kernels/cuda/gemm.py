@@ -113,17 +113,27 @@ def _gemm_bulk(
 LIBRARY = Tile(0, 0, 0, 0, 0)
 
 
+def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
+    return {int(rows): Tile(*tile) if tile else LIBRARY for rows, tile in by_rows.items()}
+
+
 @cache
 def _measured() -> dict[tuple[int, int], dict[int, Tile]]:
-    """What was fastest by (outs, ins) and rows on this GPU (tiles.json, from `bench/gpu.py --search`); empty for unknown ones."""
+    """What was fastest by (outs, ins) and rows on this GPU: tiles.json (from `bench/gpu.py --search`), and what a search at start
+    has added (tuning.py)."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
-    return {
-        (int(shape.split("x")[0]), int(shape.split("x")[1])): {
-            int(rows): Tile(*tile) if tile else LIBRARY for rows, tile in by_rows.items()
-        }
-        for shape, by_rows in shapes.items()
-    }
+    return {(int(shape.split("x")[0]), int(shape.split("x")[1])): _to_tiles(by_rows) for shape, by_rows in shapes.items()}
+
+
+def knows(num_out: int, num_in: int) -> bool:
+    return (num_out, num_in) in _measured()
+
+
+def know(num_out: int, num_in: int, by_rows: dict[str, list[int]]) -> None:
+    """In the form of tiles.json."""
+    _measured()[num_out, num_in] = _to_tiles(by_rows)
+    choose_tile.cache_clear()
 
 
 @cache
@@ -165,12 +175,17 @@ def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.devic
 
 
 def product(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool, any_order: bool = False
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    gated: bool,
+    any_order: bool = False,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """By our kernel or the library's, whichever is faster. `any_order`: the sum may run in another order than ours."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
-    tile = choose_tile(num_rows, num_out, num_in)
+    tile = tile or choose_tile(num_rows, num_out, num_in)
     if tile is LIBRARY:
         if bias_N is None and (any_order or library_agrees(num_rows, num_out, num_in, x_TK.device)):
             out = F.linear(x_TK, weight_NK)

@@ -69,7 +69,9 @@ class Browser:
     def until(self, code: str, *given: Any, within_s: float = 15) -> Any:
         """Waits until an expression of the page is true, and returns it."""
         try:
-            return WebDriverWait(self.driver, within_s, 0.05).until(lambda driver: driver.execute_script(f"return {code}", *given))
+            return WebDriverWait(self.driver, within_s, 0.05).until(
+                lambda driver: driver.execute_script(f"return {code}", *given)
+            )
         except TimeoutException:
             raise AssertionError(f"never true: {code}; console: {self.complaints()}") from None
 
@@ -81,7 +83,7 @@ class Browser:
         """To which the page has sent requests since the last look."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         urls = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-        return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme not in ("data", "blob")}
+        return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme in ("http", "https", "ws", "wss")}
 
     def close(self) -> None:
         self.driver.quit()

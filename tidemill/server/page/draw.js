@@ -21,7 +21,7 @@ export function colour(name) {
 export function ownerColour(slot) {
   const isDark = getComputedStyle(document.documentElement).getPropertyValue("--is-dark").trim() === "1";
   const hue = (190 + slot * 137.508) % 360;
-  return isDark ? `hsl(${hue} 52% 64%)` : `hsl(${hue} 50% 46%)`;
+  return isDark ? `hsl(${hue} 52% 64%)` : `hsl(${hue} 44% 50%)`;
 }
 
 /** A canvas as wide as its place, sharp on any screen. */

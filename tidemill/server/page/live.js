@@ -143,15 +143,15 @@ function drawFigures() {
   const needed = totals.cached_tokens + totals.computed_tokens;
   const read = Math.max(rate("computed") - rate("written"), 0);
   const figures = [
-    ["tokens/s written", fixed(rate("written")), `${totals.output_tokens.toLocaleString("en")} so far`],
-    ["prompt tokens/s read", fixed(read), `budget ${engine.token_budget} a step`],
+    ["tokens per second", fixed(rate("written")), `${totals.output_tokens.toLocaleString("en")} so far`],
+    ["prompt tokens/s", fixed(read), `budget ${engine.token_budget} a step`],
     ["running", totals.requests_running, `of ${engine.max_requests} rows`],
     ["waiting", totals.requests_waiting, totals.preemptions ? count(totals.preemptions, "preemption") : "none preempted"],
-    ["pages in use", used.toLocaleString("en"), `of ${engine.num_pages.toLocaleString("en")}, ${engine.page_size} tokens each`],
+    ["pages in use", used.toLocaleString("en"), `of ${engine.num_pages.toLocaleString("en")}`],
     [
-      "found, not computed",
+      "prefix cache",
       `${fixed((100 * totals.cached_tokens) / Math.max(needed, 1))} %`,
-      engine.prefix_caching ? `${count(totals.cached_tokens, "token")} from the prefix cache` : "prefix caching is off",
+      engine.prefix_caching ? `${count(totals.cached_tokens, "token")} found, not computed` : "prefix caching is off",
     ],
   ];
   if ($("figures").children.length !== figures.length) {

@@ -95,7 +95,6 @@ const latestOf = (id) => (chat.currentConversation()?.id === id ? chat.currentCo
 function choose(id) {
   const conversation = store.load(id);
   if (conversation) openConversation(conversation);
-  $("text").focus();
 }
 
 function openConversation(conversation) {
@@ -103,6 +102,7 @@ function openConversation(conversation) {
   drawList();
   showTab("chat");
   setMenu(false);
+  if (matchMedia("(hover: hover)").matches) $("text").focus(); // elsewhere a keyboard would cover what there is to read
 }
 
 function forget(id) {
@@ -124,10 +124,7 @@ function setMenu(isOpen) {
 }
 
 function setUpConversations() {
-  $("new").addEventListener("click", () => {
-    openConversation(store.create());
-    $("text").focus();
-  });
+  $("new").addEventListener("click", () => openConversation(store.create()));
   $("menu").addEventListener("click", () => setMenu(!document.body.classList.contains("menu-open")));
   $("veil").addEventListener("click", () => setMenu(false));
   addEventListener("keydown", (event) => event.key === "Escape" && setMenu(false));

@@ -187,7 +187,7 @@ def _words(event: Event) -> str | None:
     """A decision as a person would put it; None: not worth a line."""
     match event:
         case events.Submitted():
-            return f"arrived with {event.num_prompt} prompt tokens"
+            return f"{event.num_prompt} prompt tokens"
         case events.Admitted() | events.Deferred() | events.Preempted():
             return event.reason
         case events.Finished() | events.Aborted():

@@ -65,5 +65,10 @@ export function announce(words) {
   $("status").textContent = words;
 }
 
-export const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`);
+/** A time, with as many digits as are worth reading. */
+export function seconds(ms) {
+  if (ms < 1000) return `${ms > 0 && ms < 20 ? ms.toFixed(1) : Math.round(ms)} ms`;
+  return `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+}
+
 export const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;

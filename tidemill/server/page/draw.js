@@ -1,5 +1,7 @@
 // The canvases of the engine's view: a map of pages, bars of steps, a line of rates.
 
+import { seconds } from "./dom.js";
+
 export const FREE = 0;
 export const CACHED = 1;
 export const SHARED = 2;
@@ -37,13 +39,13 @@ function prepare(canvas, height) {
 }
 
 /** How many pages are worth showing: pages are taken in order until all have been used once, so the rest is empty. In powers of
- * two, so that the map seldom changes its scale. */
+ * two, so that the map seldom changes its scale; all of them, where that is not many more. */
 export function numShown(kinds) {
   let end = kinds.length;
   while (end > 0 && kinds[end - 1] === FREE) end--;
   let num = 256;
   while (num < end) num *= 2;
-  return Math.min(num, kinds.length);
+  return 2 * num < kinds.length ? num : kinds.length;
 }
 
 /** Cells as large as fit; where not even the smallest do, a cell stands for several pages. */
@@ -132,7 +134,7 @@ export function drawSteps(canvas, steps) {
     context.moveTo(LEFT, y);
     context.lineTo(width, y);
     context.stroke();
-    context.fillText(`${(1000 * part * longest).toFixed(longest < 0.02 ? 1 : 0)} ms`, 0, y + 4);
+    context.fillText(seconds(1000 * part * longest), 0, y + 4);
   }
   context.fillText(`${most} req`, 0, STEPS_HEIGHT - STRIP / 2 + 3);
   shown.forEach((step, i) => {

@@ -48,7 +48,6 @@ function connect() {
 }
 
 async function watch(signal) {
-  say("Connecting to the engine.");
   while (!signal.aborted) {
     try {
       const reply = await call("/v1/engine/live", { signal });
@@ -109,11 +108,11 @@ const say = (words) => {
 };
 
 function draw() {
-  if (isDrawing || !state || $("engine").hidden) return;
+  if (isDrawing || !state || !engine.num_pages) return;
   isDrawing = true;
   requestAnimationFrame(() => {
     isDrawing = false;
-    if (!state || $("engine").hidden) return;
+    if ($("engine").hidden) return;
     giveColours();
     drawFigures();
     drawPages();

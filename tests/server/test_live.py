@@ -109,6 +109,18 @@ async def test_a_slow_watcher_misses_frames_and_gets_the_newest(tiny_folder):
     assert len(state["decisions"]) <= 40
 
 
+async def test_the_last_state_reaches_all(tiny_folder):
+    watched = Watched(tiny_folder)
+    early, late = watched.watch().frames(), watched.watch().frames()
+    watched.submit("x", [3] * 10, 5)
+    await next_of(early, "state")
+    watched.step(5)
+    for frames in (late, early):  # the first of them may get a state that was made before the steps, but not for long
+        while (state := await next_of(frames, "state"))["requests"]:
+            pass
+        assert len(state["steps"]) == 5
+
+
 async def test_nothing_is_kept_when_nobody_watches(tiny_folder):
     watched = Watched(tiny_folder)
     watchers = [watched.watch() for _ in range(MAX_WATCHERS)]

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 
@@ -97,10 +99,19 @@ def test_the_stream_follows_the_server(server):
     assert seen["held"] > 4
 
 
-def test_a_server_that_stops_does_not_wait_for_watchers(tiny_folder):
+def test_a_lost_engine_is_seen_and_a_server_that_stops_does_not_wait_for_watchers(tiny_folder):
     server = Server(tiny_folder).wait()
     with watching(server) as frames:
         next(frames)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        seen = []
+        for frame in frames:
+            if frame["type"] == "state" and frame["engine"] not in seen[-1:]:
+                seen.append(frame["engine"])
+                if seen[-2:] == ["starting again", "working"]:
+                    break
+        assert frame["totals"]["engine_restarts"] == 1
+        assert frame["decisions"][-1][1] == "EngineRestarted"
         begin = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - begin < 4

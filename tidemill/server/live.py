@@ -41,7 +41,7 @@ class Live:
     def __init__(self, client: EngineClient, metrics: Metrics, explainer: Explainer) -> None:
         self._client, self._metrics, self._explainer = client, metrics, explainer
         self._watchers: set[Watcher] = set()
-        self.num_changes = 0
+        self._num_changes = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -54,6 +54,7 @@ class Live:
         self._asked_at_change = -1
         self._ask_again_s = 0.0
         self._state, self._state_made_s = b"", 0.0
+        self.told: object = None  # the moment of the latest state
 
     # ---- who watches
 
@@ -74,7 +75,7 @@ class Live:
     def take(self, batch: list[Event]) -> None:
         if not self._watchers:
             return
-        self.num_changes += 1
+        self._num_changes += 1
         for event in batch:
             match event:
                 case events.StepPlanned():
@@ -84,6 +85,7 @@ class Live:
                     self._end_step(event)
                 case events.EngineRestarted():
                     self._planned.clear()
+                    self._ask_again_s = 0.0
             words = _words(event)
             if words is not None:
                 self._num_decisions += 1
@@ -97,21 +99,28 @@ class Live:
             self._steps.append((event.step, event.time_s, event.duration_s, num_prefill, plan.num_decoding, size))
 
     def take_pages(self, pages: Pages) -> None:
+        if not self._watchers:
+            return
         self._ask_again_s = time.monotonic() + max(_PAGES_EVERY_S, pages.took_s / _PAGES_SHARE)
         last, self._last_pages = self._last_pages, pages
-        if self._watchers and (last is None or (last.owners, last.kinds) != (pages.owners, pages.kinds)):
+        if last is None or (last.owners, last.kinds) != (pages.owners, pages.kinds):
             packed = base64.b64encode(zlib.compress(pages.kinds, 1)).decode()
             self.pages = named_event({"type": "pages", "owners": pages.owners, "kinds": packed})
 
     def ask_pages(self) -> None:
         """Unless nothing has happened since, or they are on their way, or looking at them takes too much of the engine's time."""
         now = time.monotonic()
-        if now >= self._ask_again_s and (self._asked_at_change != self.num_changes or self._last_pages is None):
-            self._asked_at_change = self.num_changes
+        if now >= self._ask_again_s and (self._asked_at_change != self._num_changes or self._last_pages is None):
+            self._asked_at_change = self._num_changes
             self._ask_again_s = now + _PAGES_LOST_S
             self._client.ask_pages()
 
     # ---- what watchers are told
+
+    @property
+    def moment(self) -> object:
+        """Another one if there is something new to tell."""
+        return self._num_changes, self._client.working
 
     def opening(self) -> bytes:
         """What does not change."""
@@ -120,9 +129,10 @@ class Live:
         return named_event({"type": "engine", **told})
 
     def state(self) -> bytes:
+        """Made once for all who ask at about the same time; `told` says how new it is."""
         now = time.monotonic()
         if now - self._state_made_s > _FRAME_EVERY_S / 2:
-            self._state, self._state_made_s = named_event(self._tell(now)), now
+            self._state, self._state_made_s, self.told = named_event(self._tell(now)), now, self.moment
         return self._state
 
     def _tell(self, now: float) -> dict[str, Any]:
@@ -154,13 +164,14 @@ class Watcher:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """A frame is made when the one before it has left: whoever reads slowly gets fewer, and always the newest."""
-        live, seen_pages, seen_change, sent_s = self._live, b"", -1, 0.0
+        live, seen_pages, seen, sent_s = self._live, b"", None, 0.0
         yield live.opening()
         while not self._until():
             live.ask_pages()
-            if live.num_changes != seen_change or time.monotonic() - sent_s > _SIGN_EVERY_S:
-                seen_change, sent_s = live.num_changes, time.monotonic()
-                yield live.state()
+            if live.moment != seen or time.monotonic() - sent_s > _SIGN_EVERY_S:
+                frame = live.state()
+                seen, sent_s = live.told, time.monotonic()
+                yield frame
             if live.pages and live.pages is not seen_pages:
                 seen_pages = live.pages
                 yield seen_pages
@@ -184,7 +195,7 @@ def _request(story: Story, now: float) -> dict[str, Any]:
 
 
 def _words(event: Event) -> str | None:
-    """A decision as a person would put it; None: not worth a line."""
+    """A decision as a person would put it. None: not worth a line; evictions are not, since a full cache has one a step."""
     match event:
         case events.Submitted():
             return f"{event.num_prompt} prompt tokens"
@@ -192,8 +203,6 @@ def _words(event: Event) -> str | None:
             return event.reason
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
-        case events.PagesEvicted():
-            return f"{event.num_pages} cached pages: {event.reason}"
         case events.EngineRestarted():
             return f"the engine was started again; {event.num_requests} requests go on"
     return None

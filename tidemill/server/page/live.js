@@ -141,12 +141,13 @@ function drawFigures() {
   const used = engine.num_pages - totals.kv_pages_free;
   const needed = totals.cached_tokens + totals.computed_tokens;
   const read = Math.max(rate("computed") - rate("written"), 0);
+  const evicted = totals.evicted_pages ? `; ${totals.evicted_pages.toLocaleString("en")} evicted` : "";
   const figures = [
     ["tokens per second", fixed(rate("written")), `${totals.output_tokens.toLocaleString("en")} so far`],
     ["prompt tokens/s", fixed(read), `budget ${engine.token_budget} a step`],
     ["running", totals.requests_running, `of ${engine.max_requests} rows`],
     ["waiting", totals.requests_waiting, totals.preemptions ? count(totals.preemptions, "preemption") : "none preempted"],
-    ["pages in use", used.toLocaleString("en"), `of ${engine.num_pages.toLocaleString("en")}`],
+    ["pages in use", used.toLocaleString("en"), `of ${engine.num_pages.toLocaleString("en")}${evicted}`],
     [
       "prefix cache",
       `${fixed((100 * totals.cached_tokens) / Math.max(needed, 1))} %`,
@@ -271,7 +272,7 @@ const PHASES = { queued: "waits", preempted: "set aside", prefill: "reads", deco
 
 const DECISIONS = {
   Submitted: "arrived", Admitted: "admitted", Deferred: "waits", Preempted: "preempted", Finished: "finished", Aborted: "ended",
-  PagesEvicted: "evicted", EngineRestarted: "restarted",
+  EngineRestarted: "restarted",
 };
 
 function drawDecisions() {

@@ -79,11 +79,15 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
+class ShowPages(msgspec.Struct, frozen=True, tag=True):
+    """Somebody looks: say once who holds which page."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Submit | Abort | Finish | Shutdown
+ToEngine: TypeAlias = Start | Submit | Abort | Finish | ShowPages | Shutdown
 
 
 # ---- from the engine
@@ -117,7 +121,15 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     events: list[Event]
 
 
-FromEngine: TypeAlias = Loading | Ready | Refused | StepOutput
+class Pages(msgspec.Struct, frozen=True, tag=True):
+    """Who holds which page, between two steps."""
+
+    owners: list[tuple[str, int]]  # request and how many pages it holds, shared ones included
+    kinds: bytes  # of each page two bytes, the lower first: `kv.manager` says what they mean
+    took_s: float  # to find out, while no step was made
+
+
+FromEngine: TypeAlias = Loading | Ready | Refused | StepOutput | Pages
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

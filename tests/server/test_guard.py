@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.conftest import Server
 from tidemill.errors import ConfigError
+from tidemill.server import page
 from tidemill.server.guard import Access
 
 KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
@@ -55,6 +56,17 @@ def test_every_route_but_health_needs_a_key(server):
 def test_metrics_need_the_admin_key(server):
     assert ask(server, KEY, "/metrics").status_code == 403
     assert ask(server, ADMIN, "/metrics").status_code == 200
+
+
+def test_the_page_needs_no_key_but_what_it_shows_does(server):
+    for path in page.PATHS:
+        assert httpx.get(f"{server.url}{path}").status_code == 200
+        assert httpx.get(f"{server.url}{path}", headers={"host": "evil.example"}).status_code == 403
+    assert ask(server, "", "/v1/engine/live").status_code == 401
+    assert ask(server, KEY, "/v1/engine/live").status_code == 403
+    headers = {"x-api-key": ADMIN}
+    with httpx.stream("GET", f"{server.url}/v1/engine/live", headers=headers) as reply:
+        assert reply.status_code == 200
 
 
 def test_a_request_is_cancelled_by_its_owner_or_the_admin_only(server):

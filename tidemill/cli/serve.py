@@ -80,7 +80,7 @@ def serve(
         console.print(budget_table(name, ready))
         shown = f"[{host}]" if ":" in host else host
         console.print(f"Tidemill serves {name} on http://{shown}:{port}   (Ctrl-C stops it)\n", style="bold", markup=False)
-        console.print("Try, in another terminal:", style="dim")
+        console.print("Open that address in a browser, or try, in another terminal:", style="dim")
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
         console.print(
             f"  curl http://{shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",

@@ -25,7 +25,21 @@ from tidemill.config import EngineOptions
 from tidemill.engine.link import EngineLink, error_from
 from tidemill.errors import DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
-from tidemill.wire import Abort, Delta, Finish, FromEngine, Loading, Ready, Refused, Resumed, StepOutput, Submit, ToEngine
+from tidemill.wire import (
+    Abort,
+    Delta,
+    Finish,
+    FromEngine,
+    Loading,
+    Pages,
+    Ready,
+    Refused,
+    Resumed,
+    ShowPages,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
 
 MAX_DEATHS = 3  # of engines under a request without a token from it, before it is given up
 _MAX_RESTARTS = 3  # in a row that do not get to work
@@ -57,8 +71,14 @@ class _Pending:
 class EngineClient:
     """`submit` returns a stream of deltas; leaving the stream early aborts the request."""
 
-    def __init__(self, on_events: Callable[[list[Event]], None] | None = None, stall_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        on_events: Callable[[list[Event]], None] | None = None,
+        stall_s: float = 60.0,
+        on_pages: Callable[[Pages], None] | None = None,
+    ) -> None:
         self._on_events = on_events
+        self._on_pages = on_pages
         self._stall_s = stall_s
         self._pending: dict[str, _Pending] = {}
         self._link: EngineLink | None = None  # None: there is none at the moment
@@ -150,6 +170,10 @@ class EngineClient:
         if request_id in self._pending:
             self._pending[request_id].over.add(index)
         self._send(Finish(request_id, index))
+
+    def ask_pages(self) -> None:
+        """`on_pages` is told who holds which page: after the step under way, or never, if the engine is lost first."""
+        self._send(ShowPages())
 
     def _send(self, message: ToEngine) -> None:
         """While there is no engine, nothing is lost: the next one is told what is pending."""
@@ -270,6 +294,8 @@ class EngineClient:
                     pending.queue.put_nowait(delta)
             if message.events:
                 self._tell(message.events)
+        elif isinstance(message, Pages) and self._on_pages:
+            self._on_pages(message)
         elif isinstance(message, Refused) and message.request_id in self._pending:
             self._pending[message.request_id].queue.put_nowait(error_from(message))
 

@@ -31,7 +31,7 @@ from tidemill.sched.request import Request
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Refused, StepOutput, Submit, Timings, TokenLogprobs
+from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -171,6 +171,14 @@ class EngineCore:
         self.scheduler.finish(request, "stop")
         self._forget(request.seq)
         return Timings(*request.spans(self._clock.now()))
+
+    def pages(self) -> Pages:
+        """Who holds which page. The engine stands still meanwhile, so it is for the asker to ask seldom."""
+        begin = self._clock.now()
+        holders = self.scheduler.holders()
+        kinds = self.scheduler.kv.map([request.seq for request in holders])
+        owners = [(request.request_id, len(self.scheduler.kv.table(request.seq))) for request in holders]
+        return Pages(owners, kinds.tobytes(), self._clock.now() - begin)
 
     def take_events(self) -> list[Event]:
         """What was decided since the last step's output, by aborts for example."""

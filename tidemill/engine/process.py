@@ -16,7 +16,20 @@ import zmq
 
 from tidemill.engine.core import EngineCore, refusal
 from tidemill.errors import TidemillError
-from tidemill.wire import Abort, Finish, FromEngine, Loading, Ready, Refused, Shutdown, Start, Submit, decode_to_engine, encode
+from tidemill.wire import (
+    Abort,
+    Finish,
+    FromEngine,
+    Loading,
+    Ready,
+    Refused,
+    ShowPages,
+    Shutdown,
+    Start,
+    Submit,
+    decode_to_engine,
+    encode,
+)
 
 _PROGRESS_EVERY_S = 0.1
 
@@ -80,6 +93,8 @@ class EngineProcess:
                 core.abort(message)
             elif isinstance(message, Finish):
                 core.finish(message)
+            elif isinstance(message, ShowPages):
+                self.send(core.pages())
             elif isinstance(message, Shutdown):
                 self._running = False
                 return

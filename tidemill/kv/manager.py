@@ -7,12 +7,16 @@ table      page 7      |   page 2      |   page 9
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidemill.kv.pages import PagePool
 from tidemill.kv.prefix import PrefixIndex, chain_key, root_key
+
+# What a page is, in a map of all pages: one of these, or FIRST_OWNER + the number of the sequence that alone holds it.
+FREE, CACHED, SHARED, FIRST_OWNER = range(4)
 
 
 @dataclass(slots=True)
@@ -90,6 +94,16 @@ class KVManager:
         """Pages that would be free if these sequences were released: those that nobody else holds."""
         owners = Counter(page for seq in seqs for page in self._tables[seq].pages)
         return sum(1 for page, num in owners.items() if self._pool.references(page) == num)
+
+    def map(self, seqs: Sequence[int]) -> array[int]:
+        """What each page is, for somebody who looks. `seqs`: all that hold pages. Takes a while: some 20 ms for 100,000 pages."""
+        kinds = array("H", bytes(2 * self._pool.num_pages))
+        for page in self._index.pages():
+            kinds[page] = CACHED
+        for owner, seq in enumerate(seqs, FIRST_OWNER):
+            for page in self._tables[seq].pages:
+                kinds[page] = owner if kinds[page] <= CACHED else SHARED
+        return kinds[1:]  # without the null page
 
     # ---- taking and giving back
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 
@@ -29,6 +29,10 @@ class PrefixIndex:
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
+
+    def pages(self) -> Iterable[int]:
+        """All pages whose content can be found, in no order."""
+        return self._key_of
 
     def find(self, key: bytes) -> int | None:
         return self._page_of.get(key)

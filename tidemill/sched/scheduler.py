@@ -139,6 +139,10 @@ class Scheduler:
         self._finish(request, reason, now)
         self._say_what_is_left(now)
 
+    def holders(self) -> list[Request]:
+        """Requests that hold pages, in the order in which they came."""
+        return [request for request in self._requests.values() if self.kv.holds(request.seq)]
+
     # ---- a step
 
     def plan(self) -> StepPlan | None:

@@ -8,9 +8,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, errors, openai, responses
+from tidemill.server import anthropic, errors, openai, page, responses
 from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
+from tidemill.server.sse import EventStream
 from tidemill.version import __version__
 
 _READY_WITHIN_S = 10.0
@@ -23,6 +24,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.include_router(openai.make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))
+    app.include_router(page.make_router())
 
     @app.get("/health")
     async def health() -> Response:
@@ -42,5 +44,10 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/engine/live", include_in_schema=False)  # it does not end, and clients made from a schema would wait for that
+    async def live() -> Response:
+        watcher = service.live.watch(until=lambda: service.is_draining)
+        return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
     return app

@@ -7,6 +7,7 @@ time since the last change is added to that state's span. So the spans add up, w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +87,9 @@ class Story:
             return "the engine planned, sampled and sent"
         others = span.num_sharing / max(span.num, 1) - 1
         beside = span.num_beside / max(span.num, 1)
-        return f"{span.num} steps for {span.num_tokens} tokens, shared with {others:.1f} others who computed {beside:.1f} tokens"
+        steps, tokens = "step" if span.num == 1 else "steps", "token" if span.num_tokens == 1 else "tokens"
+        company = f"shared with {others:.1f} others who computed {beside:.1f} tokens" if others else "alone"
+        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {company}"
 
 
 class Explainer:
@@ -101,6 +104,10 @@ class Explainer:
         every = (*self._ended.values(), *self._live.values())
         found = [one for one in every if one.request_id == request_id or one.request_id.startswith(beginnings)]
         return [story for story in found if owner is None or story.owner == owner]
+
+    def under_way(self) -> Iterable[Story]:
+        """In the order in which they came."""
+        return self._live.values()
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:

@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.server import page
 from tidemill.server.body import MAX_BODY_BYTES
 from tidemill.server.errors import error_body
 
-OPEN_PATHS = frozenset({"/health"})  # for whoever restarts servers
-ADMIN_PATHS = frozenset({"/metrics"})
+OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for whoever restarts servers; what asks for the key, and holds nothing else
+ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})
 _MIN_KEY_CHARS = 16
 
 

@@ -9,6 +9,11 @@ from tidemill.events import Event
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+# What the live view shows of them.
+_TOLD = (
+    "requests_submitted_total", "output_tokens_total", "cached_tokens_total", "computed_tokens_total", "preemptions_total",
+    "evicted_pages_total", "engine_restarts_total", "requests_running", "requests_waiting", "kv_pages_free",
+)  # fmt: skip
 
 
 class Metrics:
@@ -85,6 +90,12 @@ class Metrics:
                 self.running.set(event.num_running)
                 self.waiting.set(event.num_waiting)
                 self.free_pages.set(event.num_free_pages)
+
+    def totals(self) -> dict[str, float]:
+        """Some counters and gauges, by their names without prefix and suffix."""
+        families = self.registry.restricted_registry([f"tidemill_{name}" for name in _TOLD]).collect()
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.name.removeprefix("tidemill_").removesuffix("_total"): sample.value for sample in samples}
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -18,6 +18,7 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
+from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.server.protocol import BoundedProtocol
 from tidemill.server.service import Service
@@ -55,8 +56,10 @@ async def serve(
     def on_events(batch: list[Event]) -> None:
         metrics.take(batch)
         explainer.take(batch)
+        live.take(batch)
 
-    client = EngineClient(on_events=on_events)
+    client = EngineClient(on_events=on_events, on_pages=lambda pages: live.take_pages(pages))
+    live = Live(client, metrics, explainer)
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
     service: Service | None = None
@@ -83,7 +86,7 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer)
+        service = Service(client, tokenizer, name, metrics, explainer, live)
         app = create_app(service, access)
         server = _Server(
             uvicorn.Config(

@@ -16,6 +16,7 @@ from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.explain import Explainer
+from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
@@ -24,13 +25,20 @@ _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 class Service:
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, model_name: str, metrics: Metrics, explainer: Explainer
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        model_name: str,
+        metrics: Metrics,
+        explainer: Explainer,
+        live: Live,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
         self.explainer = explainer
+        self.live = live
         self.created_s = int(time.time())
         self.is_draining = False
         self._grammars: Grammars | None = None

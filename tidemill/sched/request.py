@@ -9,6 +9,7 @@ from tidemill.sampling import SamplingParams
 
 BACKGROUND = 1_000_000  # priorities from here on give way even while they run
 
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"

@@ -209,8 +209,7 @@ def make_router(service: Service) -> APIRouter:
         await service.check_form(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
         answer = _Answer(service, body, len(prompt))
-        owner = request.state.caller.owner
-        outputs = service.stream(answer.message_id, prompt, params, owner=owner)
+        outputs = service.stream(answer.message_id, prompt, params, caller=request.state.caller)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(answer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))

@@ -11,14 +11,14 @@ import hmac
 import ipaddress
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
-from tidemill.server.body import MAX_BODY_BYTES
+from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health"})  # for whoever restarts servers
@@ -69,6 +69,11 @@ class Access:
             origins=frozenset(origin.rstrip("/").lower() for origin in origins),
         )
 
+    def knows(self, owner: str) -> bool:
+        """Is this still the name of a key (or of nobody, where there are none)?"""
+        known = (*self.keys, *self.admin_keys)
+        return owner in {owner_name(digest) for digest in known} if known else not owner
+
     def check_host_is_safe(self, host: str) -> None:
         """Without keys, only this machine may ask."""
         if not self.keys and not self.admin_keys and not _is_loopback(host):
@@ -83,7 +88,12 @@ class Caller:
     """`owner`: a name for the key, by which requests share and prefixes are kept apart; empty without keys."""
 
     owner: str = ""
-    is_admin: bool = field(default=False)
+    is_admin: bool = False
+    in_background: bool = False  # not a person who waits, but a batch
+
+
+def owner_name(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def _digest_given(key: str) -> bytes:
@@ -118,7 +128,7 @@ class Guard:
             self._check_path(scope)
             self._check_host(headers.get(b"host", ""))
             self._check_origin(origin, headers.get(b"host", ""))
-            self._check_length(headers.get(b"content-length", "0"))
+            self._check_length(scope["path"], headers.get(b"content-length", "0"))
             if scope["method"] == "OPTIONS":
                 await _preflight(origin, send)
                 return
@@ -154,9 +164,10 @@ class Guard:
                 f"Pages of {origin[:100]!r} may not ask here.", fix="Serve with --allowed-origin if that page is yours."
             )
 
-    def _check_length(self, length: str) -> None:
-        if not length.isascii() or not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
-            raise TooLarge(f"The body may have {MAX_BODY_BYTES} bytes.")
+    def _check_length(self, path: str, length: str) -> None:
+        most = MAX_UPLOAD_BYTES if path == "/v1/files" else MAX_BODY_BYTES
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > most:
+            raise TooLarge(f"The body may have {most} bytes.")
 
     def _caller(self, path: str, headers: dict[bytes, str]) -> Caller:
         access = self._access
@@ -175,7 +186,7 @@ class Guard:
             )
         if path in ADMIN_PATHS and access.admin_keys and not is_admin:
             raise Forbidden("This needs an admin key.")
-        return Caller(digest.hex()[:16], is_admin or not access.admin_keys)
+        return Caller(owner_name(digest), is_admin or not access.admin_keys)
 
 
 async def _refuse(error: TidemillError, send: Send) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
+from tidemill.server.guard import Caller
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -185,8 +186,21 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
+        caller: Caller = request.state.caller
+        if not body.stream:
+            return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
+        answer, outputs, keep = await begin(body, caller)
+        first = await until_disconnect(request, anext(outputs))
+        keep()
+        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+
+    async def whole(body: ResponseRequest, caller: Caller) -> bytes:
+        return await _whole(*await begin(body, caller))
+
+    async def begin(body: ResponseRequest, caller: Caller) -> tuple[_Answer, Outputs, Callable[[], None]]:
+        """The answer to come, what it is made of, and what keeps it as far as it is."""
         service.check_model(body.model)
-        owner = request.state.caller.owner
+        owner = caller.owner
         params = body.params()
         await service.check_form(params)
         items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -199,18 +213,12 @@ def make_router(service: Service) -> APIRouter:
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
         answer = _Answer(service, body, params, len(prompt))
-        outputs = service.stream(answer.response_id, prompt, params, owner=owner)
 
         def keep() -> None:
             if body.store is not False:
                 store.put(owner, items, answer.body())
 
-        if not body.stream:
-            return Response(await until_disconnect(request, _whole(answer, outputs, keep)), media_type="application/json")
-        first = await until_disconnect(request, anext(outputs))
-        if body.store is not False:
-            store.put(owner, items, answer.body())
-        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+        return answer, service.stream(answer.response_id, prompt, params, caller=caller), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
@@ -230,6 +238,7 @@ def make_router(service: Service) -> APIRouter:
             store.put(caller.owner, items, body | {"status": "cancelled"})
         return store.get(caller.owner, response_id)[1]
 
+    service.whole_answers["/v1/responses"] = (ResponseRequest, whole)
     return router
 
 

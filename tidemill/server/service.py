@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
+
+from pydantic import BaseModel
 
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest
@@ -15,10 +17,13 @@ from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sched.request import BACKGROUND
 from tidemill.server.explain import Explainer
+from tidemill.server.guard import Caller
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
+WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
 _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 
@@ -35,6 +40,8 @@ class Service:
         self.is_draining = False
         self._grammars: Grammars | None = None
         self._compiling = asyncio.Semaphore(1)  # one form at a time: a flood of them leaves the other core alone
+        # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
+        self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
         # By the id that clients know: whose it is, and its parts in the engine.
         self.under_way: dict[str, tuple[str, set[str]]] = {}
 
@@ -104,7 +111,7 @@ class Service:
         params: SamplingParams,
         priority: int = 0,
         salt: str = "",
-        owner: str = "",
+        caller: Caller = Caller(),
         timeout_s: float | None = None,
         job_id: str | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
@@ -112,6 +119,9 @@ class Service:
         not a whole; by that name it can be cancelled."""
         if self.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
+        owner = caller.owner
+        if caller.in_background:
+            priority = max(priority, BACKGROUND)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         # Prompts of another key are never found: how long an answer takes must not tell what others asked.

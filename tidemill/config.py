@@ -159,6 +159,7 @@ class EngineConfig:
     max_waiting: int
     token_budget: int
     background_tokens: float  # a step, on average, for the background beside others
+    background_budget: int  # a step, for the background alone
     policy: str
     prefix_caching: bool
     threads: int
@@ -217,6 +218,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
 
     background_tokens = token_budget / 32 if on_gpu else 1 / 8
     cheap = "rows that read the weights anyway" if on_gpu else "each row lengthens a step on a CPU"
+    background_budget = token_budget if on_gpu else min(token_budget, 64)
+    why["background_budget"] = "who comes meanwhile waits for one step" + ("" if on_gpu else "; longer ones are no faster on a CPU")
     why["background_tokens"] = f"{cheap}: batches hardly slow down others, and never stand still"
 
     context = options.max_context if options.max_context is not None else model.max_context
@@ -287,6 +290,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         max_waiting=options.max_waiting,
         token_budget=token_budget,
         background_tokens=background_tokens,
+        background_budget=background_budget,
         policy=options.policy,
         prefix_caching=options.prefix_caching,
         threads=threads,

@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             clock=VirtualClock(),
             emit=EventBuffer(),
             background_tokens=background_tokens,
+            background_budget=3,
         )
 
     @rule(

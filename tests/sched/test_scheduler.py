@@ -10,7 +10,7 @@ from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, background_tokens=1.0):
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, background_tokens=1.0, background_budget=None):
     buffer = EventBuffer()
     scheduler = Scheduler(
         KVManager(num_pages + 1, page_size),
@@ -21,6 +21,7 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
         clock=VirtualClock(),
         emit=buffer,
         background_tokens=background_tokens,
+        background_budget=background_budget,
     )
     return scheduler, buffer
 
@@ -315,6 +316,14 @@ def test_the_background_has_the_engine_while_nobody_else_is_there():
         assert step(scheduler)[0].num_tokens <= 2
     assert "somebody" not in {request.request_id for request in scheduler.running}
     assert tokens_of(scheduler, step(scheduler)[0])["batch"] > 1
+
+
+def test_alone_the_background_keeps_its_steps_short():
+    scheduler, _ = make(budget=16, background_budget=6)
+    for i in range(3):
+        add(scheduler, f"batch{i}", 20, priority=BACKGROUND)
+    assert [step(scheduler)[0].num_tokens for _ in range(8)] == [6] * 8
+    assert len(run(scheduler)) == 3
 
 
 def test_beside_others_the_background_moves_on_slowly_but_moves_on():

@@ -60,6 +60,7 @@ class EngineCore:
             clock=self._clock,
             emit=self._events,
             background_tokens=config.background_tokens,
+            background_budget=config.background_budget,
         )
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, _Live] = {}

@@ -44,8 +44,10 @@ class Scheduler:
         clock: Clock,
         emit: EventSink,
         background_tokens: float = 1.0,
+        background_budget: int | None = None,
     ) -> None:
-        """`background_tokens`: how many a step, on average, the background gets beside others."""
+        """`background_tokens`: how many a step, on average, the background gets beside others. `background_budget`: alone, which is
+        how long who comes then must wait for a step to end."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -61,6 +63,7 @@ class Scheduler:
         self._served: dict[str, int] = {}  # tokens computed for each share
         self._present: Counter[str] = Counter()  # their requests, running or waiting
         self._background_tokens = background_tokens
+        self._background_budget = background_budget or token_budget
         self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
@@ -162,7 +165,7 @@ class Scheduler:
         self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
-            state.num_background_left = state.num_left  # nobody else can use this step
+            state.num_background_left = self._background_budget  # nobody else can use this step
             self._fill(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
@@ -228,7 +231,7 @@ class Scheduler:
         others_run = bool(self.running) and not self.running[0].in_background
         others_come = bool(self.waiting) and not self.waiting[0].in_background and self.policy.may_admit(state)
         if not others_run and not others_come:
-            self._background_saved = float(self.token_budget)
+            self._background_saved = float(self._background_budget)
         else:
             most = max(self._background_tokens, 1.0)
             self._background_saved = min(self._background_saved + self._background_tokens, most)

@@ -219,7 +219,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_tokens = token_budget / 32 if on_gpu else 1 / 8
     cheap = "rows that read the weights anyway" if on_gpu else "each row lengthens a step on a CPU"
     background_budget = token_budget if on_gpu else min(token_budget, 64)
-    why["background_budget"] = "who comes meanwhile waits for one step" + ("" if on_gpu else "; longer ones are no faster on a CPU")
+    longer = "" if on_gpu else "; longer ones are no faster on a CPU"
+    why["background_budget"] = f"who comes meanwhile waits for one step{longer}"
     why["background_tokens"] = f"{cheap}: batches hardly slow down others, and never stand still"
 
     context = options.max_context if options.max_context is not None else model.max_context

@@ -10,7 +10,7 @@ from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, background_tokens=1.0, background_budget=None):
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, **background):
     buffer = EventBuffer()
     scheduler = Scheduler(
         KVManager(num_pages + 1, page_size),
@@ -20,8 +20,7 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
         policy=make_policy(policy),
         clock=VirtualClock(),
         emit=buffer,
-        background_tokens=background_tokens,
-        background_budget=background_budget,
+        **background,
     )
     return scheduler, buffer
 

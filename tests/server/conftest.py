@@ -33,6 +33,7 @@ class Server:
             str(self.port),
             "--served-name",
             "tiny",
+            "--no-request-log",  # nobody reads the pipe until the end
             "--data-dir",
             f"{tempfile.gettempdir()}/data-of-tests/{uuid.uuid4()}",  # made only if it is used
             *options,

@@ -46,8 +46,8 @@ class Scheduler:
         background_tokens: float = 1.0,
         background_budget: int | None = None,
     ) -> None:
-        """`background_tokens`: how many a step, on average, the background gets beside others. `background_budget`: alone, which is
-        how long who comes then must wait for a step to end."""
+        """`background_tokens`: how many a step, on average, the background gets beside others. `background_budget`: how many
+        alone; whoever comes then waits for such a step to end."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows

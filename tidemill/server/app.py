@@ -6,9 +6,11 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
 from tidemill.server import anthropic, batches, errors, files, openai, responses
+from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
 from tidemill.server.storage import Storage
@@ -17,7 +19,7 @@ from tidemill.version import __version__
 _READY_WITHIN_S = 10.0
 
 
-def create_app(service: Service, access: Access, storage: Storage, runner: batches.Batches) -> FastAPI:
+def create_app(service: Service, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None) -> ASGIApp:
     app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Guard, access=access)
     errors.install(app)
@@ -46,4 +48,4 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    return app
+    return Called(app, log)

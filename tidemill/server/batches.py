@@ -19,10 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
 from tidemill.server import batch_lines
 from tidemill.server.body import body_of, parse, schema_of
+from tidemill.server.call import Call, RequestLog, new_id
 from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
 from tidemill.server.guard import Caller
-from tidemill.server.service import Service, new_id
+from tidemill.server.service import Service
 from tidemill.server.storage import OVER, Storage, StorageUnavailable
 
 _MAX_UNFINISHED = 100  # batches of one owner
@@ -76,8 +77,8 @@ class TooManyBatches(TidemillError):
 class Batches:
     """`is_known`: does the key of this owner still count?"""
 
-    def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool] = lambda owner: True) -> None:
-        self._service, self._storage, self._is_known = service, storage, is_known
+    def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool], log: RequestLog | None) -> None:
+        self._service, self._storage, self._is_known, self._log = service, storage, is_known, log
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(
             service.ready.config.max_requests
@@ -212,10 +213,13 @@ class Batches:
     async def _answer_line(self, owner: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, line_id = batch_lines.parse(text), new_id("batch_req")
-            status, body = await self._answer(Caller(owner, in_background=True), batch["endpoint"], bytes(line.body))
-            written = batch_lines.answered(line_id, line.custom_id, status, body)
-            await self._storage.do(self._storage.add_answer, batch["id"], number, status >= 400, written)
+            line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], owner=owner, is_named=True)
+            caller = Caller(owner, in_background=True, call=call)
+            call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
+            written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
+            await self._storage.do(self._storage.add_answer, batch["id"], number, call.status >= 400, written)
+            if self._log is not None:
+                self._log.write(call)
 
     async def _answer(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """As the route would: what is wrong with the line is its answer; what is wrong with the server is not."""
@@ -224,12 +228,14 @@ class Batches:
             try:
                 return 200, await answer(parse(model, body), caller)
             except QueueFull:
+                caller.call.error, caller.call.num_prompt = "", 0
                 await asyncio.sleep(_QUEUE_AGAIN_S)
             except Draining:
                 raise
             except TidemillError as error:
                 if isinstance(error, EngineDead) and not self._service.client.alive:
                     raise
+                caller.call.error = error.kind
                 return error.status, batch_lines.encode(error_body(error))
             except Exception:
                 _log.exception("unexpected error in a line for %s", endpoint)

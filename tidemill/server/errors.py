@@ -31,6 +31,7 @@ def internal_error() -> dict[str, Any]:
 def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
+        request.state.call.error = error.kind
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         if error.status in (408, 413):  # there may be more of the body; nobody will read it
             headers["Connection"] = "close"
@@ -38,8 +39,8 @@ def install(app: FastAPI) -> None:
         return JSONResponse(shape | error_body(error), error.status, headers)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        kind = "invalid_request_error" if error.status_code < 500 else "internal_error"
+    async def http(request: Request, error: HTTPException) -> Response:
+        kind = request.state.call.error = "invalid_request_error" if error.status_code < 500 else "internal_error"
         return JSONResponse(_body(str(error.detail), kind, None, None), error.status_code, error.headers)
 
     @app.exception_handler(ClientGone)
@@ -48,5 +49,6 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
+        request.state.call.error = "internal_error"
         _log.exception("unexpected error in %s", request.url.path, exc_info=error)
         return JSONResponse(internal_error(), 500)

@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,11 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from tidemill.server.call import Call, check_id
 from tidemill.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health"})  # for whoever restarts servers
 ADMIN_PATHS = frozenset({"/metrics"})
 _MIN_KEY_CHARS = 16
+_FOR_PAGES = ((b"access-control-expose-headers", b"x-request-id"), (b"vary", b"origin"))
 
 
 class Unauthorized(TidemillError):
@@ -90,6 +92,14 @@ class Caller:
     owner: str = ""
     is_admin: bool = False
     in_background: bool = False  # not a person who waits, but a batch
+    call: Call = field(default_factory=Call)
+
+    def rename(self, request_id: str) -> None:
+        """The body, too, may name the call."""
+        if self.call.is_named and request_id != self.call.request_id:
+            name = self.call.request_id
+            raise InvalidRequest(f"The request is called {name!r} already.", fix="Give one id.", param="request_id")
+        self.call.request_id = request_id
 
 
 def owner_name(digest: bytes) -> str:
@@ -124,7 +134,10 @@ class Guard:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin", "").rstrip("/").lower()
+        call: Call = scope["state"]["call"]
         try:
+            if b"x-request-id" in headers:
+                check_id(headers[b"x-request-id"])
             self._check_path(scope)
             self._check_host(headers.get(b"host", ""))
             self._check_origin(origin, headers.get(b"host", ""))
@@ -134,9 +147,11 @@ class Guard:
                 return
             caller = self._caller(scope["path"], headers)
         except TidemillError as error:
+            call.error = error.kind
             await _refuse(error, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        call.owner = caller.owner
+        scope["state"]["caller"] = replace(caller, call=call)
         await self._app(scope, receive, _with_origin(send, origin) if origin in self._access.origins else send)
 
     def _check_path(self, scope: Scope) -> None:
@@ -212,7 +227,7 @@ async def _preflight(origin: str, send: Send) -> None:
 def _with_origin(send: Send, origin: str) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"access-control-allow-origin", origin.encode()), (b"vary", b"origin")]
+            message["headers"] = [*message["headers"], (b"access-control-allow-origin", origin.encode()), *_FOR_PAGES]
         await send(message)
 
     return sending

@@ -34,7 +34,7 @@ from tidemill.server.openai_types import (
     SamplingRequest,
     TokenizeRequest,
 )
-from tidemill.server.service import Service, new_id
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, Timings, TokenLogprobs
 
@@ -98,7 +98,6 @@ class _Clock:
 class _Job:
     """A request of either kind: what to run, and how its answer is written."""
 
-    request_id: str
     object_name: str  # of the whole answer
     chunk_name: str  # of a streamed piece
     model: str
@@ -110,6 +109,7 @@ class _Job:
     opening: Callable[[int], dict[str, Any]] | None = None
     num_sent: int | None = None  # of each prompt's samples, the likeliest; None: all
     caller: Caller = field(default_factory=Caller)
+    request_id: str = ""
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
@@ -237,18 +237,20 @@ async def _answer_whole(service: Service, make: _MakeJob, body: SamplingRequest,
 
 
 async def _prepare(service: Service, make: _MakeJob, body: SamplingRequest, caller: Caller) -> _Job:
+    if body.request_id is not None:
+        caller.rename(body.request_id)
     job = await make(service, body)
     await service.check_form(job.params)
-    job.caller = caller
+    job.caller, job.request_id = caller, caller.call.request_id
     return job
 
 
 async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
-    asked, name = job.asked, job.request_id
+    asked = job.asked
     streams = [
-        service.stream(f"{name}-{i}", prompt, job.params, asked.priority, asked.cache_salt or "", job.caller, asked.timeout, name)
+        service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(_merge(streams)) as merged:
@@ -384,7 +386,6 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         return [one(number, text, logprobs, reason, number not in lengths)]
 
     job = _Job(
-        request_id=new_id("cmpl"),
         object_name="text_completion",
         chunk_name="text_completion",
         model=service.model_name,
@@ -402,9 +403,8 @@ async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) 
     service.check_model(body.model)
     prompts = await _prompts(service, body.input)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
-    name = new_id("embd")
     vectors: list[list[float]] = [[] for _ in prompts]
-    streams = [service.stream(f"{name}-{i}", prompt, params, caller=caller) for i, prompt in enumerate(prompts)]
+    streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
     async with aclosing(_merge(streams)) as merged:
         async for i, (delta, _) in merged:
             vectors[i] = delta.embedding or []
@@ -504,7 +504,6 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     job = _Job(
-        request_id=new_id("chatcmpl"),
         object_name="chat.completion",
         chunk_name="chat.completion.chunk",
         model=service.model_name,

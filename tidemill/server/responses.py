@@ -19,8 +19,9 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
+from tidemill.server.call import new_id
 from tidemill.server.guard import Caller
-from tidemill.server.service import Service, new_id
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
@@ -152,27 +153,28 @@ class _Store:
     """Answers that may be asked for again: the latest, within bounds, each by its owner only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[str, list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
+        # By owner and id, since ids are clients' to give.
+        self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
         self._num_bytes = 0
 
     def put(self, owner: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
         size = len(_json(items)) + len(_json(body))
         self.drop(owner, body["id"])
-        self._kept[body["id"]] = (owner, items, body, size)
+        self._kept[owner, body["id"]] = (items, body, size)
         self._num_bytes += size
         while len(self._kept) > _NUM_KEPT or self._num_bytes > _BYTES_KEPT:
-            self._num_bytes -= self._kept.popitem(last=False)[1][3]
+            self._num_bytes -= self._kept.popitem(last=False)[1][2]
 
     def get(self, owner: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        theirs, items, body, _ = self._kept.get(response_id, ("", [], {}, 0))
-        if not body or theirs != owner:
+        items, body, _ = self._kept.get((owner, response_id), ([], {}, 0))
+        if not body:
             raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
         return items, body
 
     def drop(self, owner: str, response_id: str) -> bool:
-        if response_id not in self._kept or self._kept[response_id][0] != owner:
+        if (owner, response_id) not in self._kept:
             return False
-        self._num_bytes -= self._kept.pop(response_id)[3]
+        self._num_bytes -= self._kept.pop((owner, response_id))[2]
         return True
 
 
@@ -212,13 +214,13 @@ def make_router(service: Service) -> APIRouter:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
-        answer = _Answer(service, body, params, len(prompt))
+        answer = _Answer(caller.call.request_id, service, body, params, len(prompt))
 
         def keep() -> None:
             if body.store is not False:
                 store.put(owner, items, answer.body())
 
-        return answer, service.stream(answer.response_id, prompt, params, caller=caller), keep
+        return answer, service.stream(caller, prompt, params), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
@@ -248,8 +250,10 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class _Answer:
     """Text as it comes to output items and the events that tell of them."""
 
-    def __init__(self, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
-        self.response_id = new_id("resp")
+    def __init__(
+        self, response_id: str, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int
+    ) -> None:
+        self.response_id = response_id
         self._asked, self._params, self._model = asked, params, service.model_name
         self._created_s = int(time.time())
         self._parser = AnswerParser(asked.looks_for_calls, asked.must_call)

@@ -19,6 +19,7 @@ from tidemill.events import Event
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
+from tidemill.server.call import RequestLog
 from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.metrics import Metrics
@@ -49,6 +50,7 @@ async def serve(
     drain_s: float = 30.0,
     access: Access | None = None,
     data: Storage | None = None,
+    log: RequestLog | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait."""
@@ -93,8 +95,8 @@ async def serve(
             await asyncio.wait([starting])
         name = options.served_name or options.model
         service = Service(client, tokenizer, name, metrics, explainer)
-        batches = Batches(service, data, access.knows)
-        app = create_app(service, access, data, batches)
+        batches = Batches(service, data, access.knows, log)
+        app = create_app(service, access, data, batches, log)
         server = _Server(
             uvicorn.Config(
                 app,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidemill.errors import InvalidRequest, TidemillError
-from tidemill.server.service import new_id
+from tidemill.server.call import new_id
 
 T = TypeVar("T")
 OVER = ("failed", "completed", "expired", "cancelled")  # what may become of a batch

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import uuid
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -154,11 +155,11 @@ class Called:
         call = Call(name, scope["method"], path, is_named=is_named)
         scope.setdefault("state", {})["call"] = call
 
-        async def sending(message: Message) -> None:
+        def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own
             if message["type"] == "http.response.start":
                 call.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, sending)

@@ -208,9 +208,13 @@ class EngineCore:
     def _show_forms(self, plan: StepPlan) -> None:
         """The sampler is told which tokens may come."""
         items = plan.items if self._matchers else ()
-        self.runner.state.masks = {
+        began = self._clock.now()
+        self.runner.state.masks = masks = {
             item.row: self._matchers[item.seq].mask() for item in items if item.samples and item.seq in self._matchers
         }
+        if masks:
+            now = self._clock.now()
+            self._events(events.MasksMade(now, len(masks), now - began))
 
     def _follow_form(self, progress: Progress) -> Progress:
         """A token has come; where the form allows nothing more, the answer is complete."""

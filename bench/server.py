@@ -30,6 +30,7 @@ def serve(folder: str) -> None:
     from tidemill.config import EngineOptions
     from tidemill.engine import client
     from tidemill.engine.link import EngineLink
+    from tidemill.server.call import RequestLog
     from tidemill.server.run import serve as run
 
     class StubLink(EngineLink):
@@ -37,7 +38,7 @@ def serve(folder: str) -> None:
 
     client.EngineLink = StubLink  # type: ignore[misc]
     options = EngineOptions(model=folder, served_name="stub", max_requests=256, token_budget=4096, max_context=2048)
-    run_loop(run(options, "127.0.0.1", PORT))
+    run_loop(run(options, "127.0.0.1", PORT, log=RequestLog(Path(folder) / "requests.log")))
 
 
 def engine() -> None:

@@ -158,6 +158,8 @@ class EngineConfig:
     max_requests: int
     max_waiting: int
     token_budget: int
+    background_tokens: float  # a step, on average, for the background beside others
+    background_budget: int  # a step, for the background alone
     policy: str
     prefix_caching: bool
     threads: int
@@ -213,6 +215,13 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
             fix="Raise --token-budget or lower --max-requests.",
         )
     why["token_budget"] = "given" if options.token_budget else "tokens per step: keeps a step short beside a long prompt"
+
+    background_tokens = token_budget / 32 if on_gpu else 1 / 8
+    cheap = "rows that read the weights anyway" if on_gpu else "each row lengthens a step on a CPU"
+    background_budget = token_budget if on_gpu else min(token_budget, 64)
+    longer = "" if on_gpu else "; longer ones are no faster on a CPU"
+    why["background_budget"] = f"who comes meanwhile waits for one step{longer}"
+    why["background_tokens"] = f"{cheap}: batches hardly slow down others, and never stand still"
 
     context = options.max_context if options.max_context is not None else model.max_context
     _at_least("max_context", context, 2)
@@ -281,6 +290,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         max_requests=max_requests,
         max_waiting=options.max_waiting,
         token_budget=token_budget,
+        background_tokens=background_tokens,
+        background_budget=background_budget,
         policy=options.policy,
         prefix_caching=options.prefix_caching,
         threads=threads,

@@ -98,6 +98,13 @@ class StepDone(_Event, frozen=True):
     num_sampled: int
 
 
+class MasksMade(_Event, frozen=True):
+    """Before a step: which tokens may come in answers of a given form."""
+
+    num_masks: int
+    duration_s: float
+
+
 class FirstToken(_Event, frozen=True):
     request_id: str
     since_arrival_s: float
@@ -131,6 +138,7 @@ class Aborted(_Event, frozen=True):
 Event: TypeAlias = (
     Submitted
     | Resumed
+    | MasksMade
     | EngineRestarted
     | Deferred
     | Admitted

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import load_model, make_core, run
 from tidemill.errors import InvalidRequest
+from tidemill.events import MasksMade
 from tidemill.frontend.structured import MAX_CHARS, Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
@@ -173,3 +174,12 @@ def check_random_schemas(core, tokenizer, num, first=0):
 def test_a_thousand_random_schemas(core, tokenizer):
     for first in range(0, 1000, 100):
         check_random_schemas(core, tokenizer, 100, first)
+
+
+def test_the_time_of_masks_is_told(core, tokenizer):
+    core.submit(Submit("x", *ask(schema(enum=["ebb", "flow"])), list(tokenizer.eos_token_ids)))
+    told = []
+    while core.has_work:
+        told += [event for event in core.step()[0].events if isinstance(event, MasksMade)]
+    assert len(told) > 1
+    assert all(event.num_masks == 1 and 0 < event.duration_s < 1 for event in told)

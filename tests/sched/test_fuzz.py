@@ -9,6 +9,7 @@ from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
+from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 EOS = 7
@@ -27,8 +28,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         rows=st.integers(1, 5),
         caching=st.booleans(),
+        background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
     )
-    def start(self, policy, page_size, rows, caching):
+    def start(self, policy, page_size, rows, caching, background_tokens):
         self.scheduler = Scheduler(
             KVManager(24 // page_size + 1, page_size, caching),
             num_rows=rows,
@@ -37,13 +39,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=make_policy(policy),
             clock=VirtualClock(),
             emit=EventBuffer(),
+            background_tokens=background_tokens,
+            background_budget=3,
         )
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         max_tokens=st.integers(1, 20),
         n=st.sampled_from([1, 1, 1, 3]),
-        priority=st.integers(0, 2),
+        priority=st.sampled_from([0, 1, 2, BACKGROUND, BACKGROUND + 1]),
         salt=st.sampled_from(["", "x"]),
     )
     def submit(self, prompt, max_tokens, n, priority, salt):

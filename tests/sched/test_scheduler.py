@@ -6,10 +6,11 @@ from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
+from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256):
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, **background):
     buffer = EventBuffer()
     scheduler = Scheduler(
         KVManager(num_pages + 1, page_size),
@@ -19,6 +20,7 @@ def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", cont
         policy=make_policy(policy),
         clock=VirtualClock(),
         emit=buffer,
+        **background,
     )
     return scheduler, buffer
 
@@ -296,3 +298,80 @@ def test_the_reason_for_waiting_is_said_once():
         step(scheduler)
     deferred = [e for e in buffer.take() if isinstance(e, events.Deferred)]
     assert [(e.request_id, e.reason) for e in deferred] == [("b", "all 1 rows are taken")]
+
+
+def tokens_of(scheduler, plan):
+    return {scheduler._requests[item.seq].request_id: item.count for item in plan.items if item.seq in scheduler._requests}
+
+
+def test_the_background_has_the_engine_while_nobody_else_is_there():
+    scheduler, _ = make(budget=16)
+    add(scheduler, "batch", 40, max_tokens=20, priority=BACKGROUND)
+    assert tokens_of(scheduler, step(scheduler)[0]) == {"batch": 16}
+    add(scheduler, "somebody", 12, max_tokens=4)
+    # It is in the middle of its prompt, and yet the newcomer starts at once and is not slowed by more than the allowed token.
+    assert tokens_of(scheduler, step(scheduler)[0]) == {"somebody": 12}  # a second prompt is not cut
+    for _ in range(3):
+        assert step(scheduler)[0].num_tokens <= 2
+    assert "somebody" not in {request.request_id for request in scheduler.running}
+    assert tokens_of(scheduler, step(scheduler)[0])["batch"] > 1
+
+
+def test_alone_the_background_keeps_its_steps_short():
+    scheduler, _ = make(budget=16, background_budget=6)
+    for i in range(3):
+        add(scheduler, f"batch{i}", 20, priority=BACKGROUND)
+    assert max(step(scheduler)[0].num_tokens for _ in range(8)) == 6
+    assert len(run(scheduler)) == 3
+
+
+def test_beside_others_the_background_moves_on_slowly_but_moves_on():
+    scheduler, _ = make(budget=16, background_tokens=0.25)
+    for i in range(4):
+        add(scheduler, f"batch{i}", 3, max_tokens=100, priority=BACKGROUND)
+    step(scheduler)
+    add(scheduler, "somebody", 3, max_tokens=41)
+    step(scheduler)
+    given = [step(scheduler)[0].num_tokens - 1 for _ in range(40)]
+    assert sum(given) == 10
+    assert max(given) == 1
+
+
+def test_rows_and_pages_are_given_up_by_the_background_first():
+    scheduler, _ = make(rows=2, num_pages=16)
+    add(scheduler, "batch0", 20, max_tokens=20, priority=BACKGROUND)
+    add(scheduler, "batch1", 20, max_tokens=20, priority=BACKGROUND)
+    step(scheduler)
+    add(scheduler, "somebody", 8, max_tokens=2)
+    assert "somebody" in tokens_of(scheduler, step(scheduler)[0])
+    assert run(scheduler) == {"batch0": "length", "batch1": "length", "somebody": "length"}
+
+
+def test_what_an_owner_runs_in_the_background_is_not_held_against_them():
+    scheduler, _ = make(rows=1)
+    scheduler.add("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, owner="a")
+    for _ in range(10):
+        step(scheduler)
+    scheduler.add("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), owner="a")
+    scheduler.add("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), owner="b")
+    assert list(run(scheduler)) == ["of a", "of b", "batch"]
+
+
+def test_under_every_policy_the_background_ends_and_so_do_the_others():
+    for policy in ("continuous", "splitfuse", "prefill-first", "static", "none"):
+        scheduler, _ = make(policy=policy, rows=3, background_tokens=0.125)
+        add(scheduler, "batch0", 40, priority=BACKGROUND)
+        step(scheduler)
+        for i in range(3):
+            add(scheduler, f"somebody{i}", 20)
+            add(scheduler, f"batch{i + 1}", 20, priority=BACKGROUND)
+        assert len(run(scheduler)) == 7, policy
+
+
+def test_the_background_queues_apart():
+    scheduler, _ = make(rows=1)
+    for i in range(5):
+        add(scheduler, f"batch{i}", 3, priority=BACKGROUND + i)
+    add(scheduler, "somebody", 3)
+    assert scheduler.num_waiting(in_background=True) == 5
+    assert scheduler.num_waiting(in_background=False) == 1

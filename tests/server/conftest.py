@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import httpx
@@ -31,6 +33,9 @@ class Server:
             str(self.port),
             "--served-name",
             "tiny",
+            "--no-request-log",  # nobody reads the pipe until the end
+            "--data-dir",
+            f"{tempfile.gettempdir()}/data-of-tests/{uuid.uuid4()}",  # made only if it is used
             *options,
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

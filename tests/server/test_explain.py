@@ -18,7 +18,7 @@ def model(tiny_folder):
 
 def run(core, explainer, requests):
     for name, prompt, length in requests:
-        core.submit(Submit(name, prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1)))
+        core.submit(Submit(f"/{name}/0", prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=1)))
     while core.has_work:
         output, failed = core.step()
         assert not failed
@@ -58,9 +58,9 @@ def test_preemption_cache_and_abort(model):
     assert any("preempted" in one and "no free page" in one["preempted"]["because"] for one in spans)
     run(core, explainer, [("again", [4] * 50, 3)])
     assert explainer.find("again", None)[0].body()["admission"].startswith("prefix hit")
-    core.submit(Submit("gone", [9] * 30, SamplingParams(max_tokens=50, ignore_eos=True)))
+    core.submit(Submit("/gone/0", [9] * 30, SamplingParams(max_tokens=50, ignore_eos=True)))
     explainer.take(core.step()[0].events)
-    core.abort(Abort("gone", "client left"))
+    core.abort(Abort("/gone/0", "client left"))
     explainer.take(core.take_events())
     (story,) = explainer.find("gone", None)
     check(story)
@@ -70,8 +70,8 @@ def test_preemption_cache_and_abort(model):
 def test_parts_owners_and_bounds(model):
     explainer = Explainer()
     core = make_core(model)
-    core.submit(Submit("job-0", [1, 2], SamplingParams(max_tokens=3, n=2, seed=1), owner="a"))
-    core.submit(Submit("job-1", [1, 3], SamplingParams(max_tokens=3), owner="a"))
+    core.submit(Submit("a/job/0", [1, 2], SamplingParams(max_tokens=3, n=2, seed=1), owner="a"))
+    core.submit(Submit("a/job/1", [1, 3], SamplingParams(max_tokens=3), owner="a"))
     while core.has_work:
         explainer.take(core.step()[0].events)
     assert len(explainer.find("job", "a")) == 3
@@ -86,7 +86,7 @@ def test_parts_owners_and_bounds(model):
 
 def test_a_lost_engine_is_part_of_the_story(model):
     explainer, core = Explainer(), make_core(model)
-    core.submit(Submit("x", [1] * 10, SamplingParams(max_tokens=30, ignore_eos=True, seed=1)))
+    core.submit(Submit("/x/0", [1] * 10, SamplingParams(max_tokens=30, ignore_eos=True, seed=1)))
     outputs = []
     for _ in range(4):
         output, _ = core.step()
@@ -96,7 +96,7 @@ def test_a_lost_engine_is_part_of_the_story(model):
     second = make_core(model)
     time.sleep(0.05)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
-    second.submit(Submit("x", [1] * 10, params, resumed=[Resumed(0, outputs)]))
+    second.submit(Submit("/x/0", [1] * 10, params, resumed=[Resumed(0, outputs)]))
     while second.has_work:
         explainer.take(second.step()[0].events)
     (story,) = explainer.find("x", None)

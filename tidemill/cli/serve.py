@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,13 +44,25 @@ def serve(
     allowed_host: Annotated[list[str] | None, typer.Option(help="A name under which this server may be asked.")] = None,
     allowed_origin: Annotated[list[str] | None, typer.Option(help="A web page's origin that may ask, like https://a.b")] = None,
     drain_seconds: Annotated[float, typer.Option(help="How long answers under way may take to end when told to stop.")] = 30.0,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Where files and batches are kept. Default: ~/.local/share/tidemill")
+    ] = None,
+    request_log: Annotated[bool, typer.Option(help="A line for each request that has ended.")] = True,
+    log_format: Annotated[str, typer.Option(help="text or json.")] = "text",
+    log_file: Annotated[str | None, typer.Option(help="Where they go; may be moved away at any time. Default: stderr.")] = None,
+    data_quota: Annotated[str, typer.Option(help="What they may take, like 10GB.")] = "10GB",
 ) -> None:
     """Serve a model over the OpenAI API."""
+    from tidemill.server.call import RequestLog
     from tidemill.server.guard import Access
+    from tidemill.server.run import data_folder
     from tidemill.server.run import serve as run_server
+    from tidemill.server.storage import Storage
 
     access = Access.of(api_key or [], api_key_file, admin_key or [], allowed_host or [], allowed_origin or [])
     access.check_host_is_safe(host)
+    data = Storage(Path(data_dir).expanduser() if data_dir else data_folder(), opt.memory_bytes(data_quota) or 0)
+    log = RequestLog(Path(log_file).expanduser() if log_file else None, log_format) if request_log else None
     locate(model, fetch=True)
     options = EngineOptions(
         model=model,
@@ -90,7 +103,7 @@ def serve(
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
-            run_loop(run_server(options, host, port, on_loading, on_ready, drain_seconds, access))
+            run_loop(run_server(options, host, port, on_loading, on_ready, drain_seconds, access, data, log))
     finally:
         bar.stop()
 

@@ -27,7 +27,7 @@ from tidemill.sampling import Grammar
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
-from tidemill.sched.request import Request
+from tidemill.sched.request import BACKGROUND, Request
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
@@ -59,6 +59,8 @@ class EngineCore:
             policy=make_policy(config.policy),
             clock=self._clock,
             emit=self._events,
+            background_tokens=config.background_tokens,
+            background_budget=config.background_budget,
         )
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, _Live] = {}
@@ -96,7 +98,7 @@ class EngineCore:
         """Queue a request, or raise what is wrong with it."""
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
-        num_waiting = len(self.scheduler.waiting)
+        num_waiting = self.scheduler.num_waiting(request.priority >= BACKGROUND)
         if num_waiting + request.params.n > self.config.max_waiting and request.resumed is None:
             raise QueueFull(f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may.", fix="Try again later.")
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
@@ -214,9 +216,13 @@ class EngineCore:
     def _show_forms(self, plan: StepPlan) -> None:
         """The sampler is told which tokens may come."""
         items = plan.items if self._matchers else ()
-        self.runner.state.masks = {
+        began = self._clock.now()
+        self.runner.state.masks = masks = {
             item.row: self._matchers[item.seq].mask() for item in items if item.samples and item.seq in self._matchers
         }
+        if masks:
+            now = self._clock.now()
+            self._events(events.MasksMade(now, len(masks), now - began))
 
     def _follow_form(self, progress: Progress) -> Progress:
         """A token has come; where the form allows nothing more, the answer is complete."""

@@ -18,6 +18,7 @@ class StepState:
     num_left: int  # of the budget
     num_running: int
     num_running_before: int  # when the step began
+    num_background_left: int = 0  # of the budget, what the background may have
     num_prefill_tokens: int = 0  # given out in this step so far
 
 

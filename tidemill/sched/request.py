@@ -7,6 +7,8 @@ from enum import Enum
 
 from tidemill.sampling import SamplingParams
 
+BACKGROUND = 1_000_000  # priorities from here on give way even while they run
+
 
 class Status(Enum):
     WAITING = "waiting"
@@ -48,9 +50,14 @@ class Request:
     page_keys: list[bytes] | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
     first_token_s: float | None = None
+    in_background: bool = False
+    share: str = ""  # on whose account its tokens go
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        self.in_background = self.priority >= BACKGROUND
+        # What an owner runs in the background is not held against what they ask meanwhile.
+        self.share = f"{self.owner}\0background" if self.in_background else self.owner
 
     @property
     def num_known(self) -> int:

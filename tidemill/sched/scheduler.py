@@ -6,7 +6,7 @@ Chunked prefill, prefix hits, preemption and (later) speculative tokens are all 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan
 from tidemill.sched.policies import Policy, StepState
-from tidemill.sched.request import Request, Status
+from tidemill.sched.request import BACKGROUND, Request, Status
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -43,7 +43,11 @@ class Scheduler:
         policy: Policy,
         clock: Clock,
         emit: EventSink,
+        background_tokens: float = 1.0,
+        background_budget: int | None = None,
     ) -> None:
+        """`background_tokens`: how many a step, on average, the background gets beside others. `background_budget`: how many
+        alone; whoever comes then waits for such a step to end."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -56,8 +60,11 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._page_zeroes: list[int] = []
-        self._served: dict[str, int] = {}  # tokens computed for each owner
+        self._served: dict[str, int] = {}  # tokens computed for each share
         self._present: Counter[str] = Counter()  # their requests, running or waiting
+        self._background_tokens = background_tokens
+        self._background_budget = background_budget or token_budget
+        self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
 
@@ -66,6 +73,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def num_waiting(self, in_background: bool) -> int:
+        """The background queues apart: a batch leaves the others' queue as long as it was."""
+        num_others = bisect_left(self.waiting, BACKGROUND, key=lambda request: request.priority)
+        return len(self.waiting) - num_others if in_background else num_others
 
     def add(
         self,
@@ -112,10 +124,11 @@ class Scheduler:
                 self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
             made.append(request)
             insort(self.waiting, request, key=_rank)
-        if not self._present[owner]:  # who was away starts level with the least served of those here: idling saves up no claim
+        share = made[0].share
+        if not self._present[share]:  # who was away starts level with the least served of those here: idling saves up no claim
             least = min((self._served[other] for other in self._present), default=0)
-            self._served[owner] = max(self._served.get(owner, 0), least)
-        self._present[owner] += len(made)
+            self._served[share] = max(self._served.get(share, 0), least)
+        self._present[share] += len(made)
         return made
 
     def abort(self, request: Request, reason: str) -> None:
@@ -152,14 +165,12 @@ class Scheduler:
         plan = StepPlan(self._step)
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
+        state.num_background_left = self._allow_background(state)
         self._make_way(state)
-        if self.policy.prefill_first:
-            self._plan_prefill(plan, state)
-            if not plan.items:
-                self._plan_decode(plan, state)
-        else:
-            self._plan_decode(plan, state)
-            self._plan_prefill(plan, state)
+        self._fill(plan, state)
+        if not plan.items and not any(request.num_in_flight for request in self.running):
+            state.num_background_left = self._background_budget  # nobody else can use this step
+            self._fill(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
             self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
@@ -183,6 +194,15 @@ class Scheduler:
             )
         )
         return plan
+
+    def _fill(self, plan: StepPlan, state: StepState) -> None:
+        if self.policy.prefill_first:
+            self._plan_prefill(plan, state)
+            if not plan.items:
+                self._plan_decode(plan, state)
+        else:
+            self._plan_decode(plan, state)
+            self._plan_prefill(plan, state)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Progress]:
         """Take a step's results: the sampled token of each row that samples. Requests that end leave at once."""
@@ -210,13 +230,24 @@ class Scheduler:
             self._say_what_is_left(now)
         return progress
 
+    def _allow_background(self, state: StepState) -> int:
+        """Tokens of the next step that the background may have: all of them, or its small part while others are here."""
+        others_run = bool(self.running) and not self.running[0].in_background
+        others_come = bool(self.waiting) and not self.waiting[0].in_background and self.policy.may_admit(state)
+        if not others_run and not others_come:
+            self._background_saved = float(self._background_budget)
+        else:
+            most = max(self._background_tokens, 1.0)
+            self._background_saved = min(self._background_saved + self._background_tokens, most)
+        return max(int(self._background_saved), 0)
+
     # ---- running requests: one more token each
 
     def _plan_decode(self, plan: StepPlan, state: StepState) -> None:
         """One more token for each. Most need nothing but a line in the plan, so this loop does little else."""
         page_size = self.kv.page_size
         for request in list(self.running):
-            if state.num_left == 0:
+            if state.num_left == 0 or (state.num_background_left <= 0 and request.in_background):
                 break
             if request.status is not Status.RUNNING or request.num_needed != 1:
                 continue
@@ -259,30 +290,45 @@ class Scheduler:
     # ---- prompts: started ones first, then waiting ones while there is room
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
+        """The background comes last, within what it is allowed; and where others wait, nobody joins it."""
+        self._continue_prompts(plan, state, in_background=False)
+        nobody_waits = self._start_waiting(plan, state, in_background=False)
+        num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
+        num_kept = num_left - state.num_left
+        self._continue_prompts(plan, state, in_background=True)
+        if nobody_waits:
+            self._start_waiting(plan, state, in_background=True)
+        state.num_left += num_kept
+
+    def _continue_prompts(self, plan: StepPlan, state: StepState, in_background: bool) -> None:
         for started in self.running:
             if state.num_left <= 0:
                 return
-            if started.num_needed > 1:
+            if started.num_needed > 1 and started.in_background is in_background:
                 count = self.policy.chunk(started.num_needed, state)
                 if count == 0:
                     return
                 self._schedule(started, count, plan, state)
-        while (request := self._next_waiting()) is not None:
+
+    def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
+        """False: somebody has to wait on."""
+        while (request := self._next_waiting()) is not None and request.in_background is in_background:
             obstacle = self._obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
-                return
+                return False
             if not self._admit(request, plan):
                 holder = self._waiting_holder()
                 if self.running or holder is None:
                     self._defer(request, "not enough free pages")
-                    return
+                    return False
                 self._preempt(holder, f"no free page for {request.request_id}")  # else nobody could ever run
                 continue
             state.num_running += 1
             count = self.policy.chunk(request.num_needed, state) if state.num_left > 0 else 0
             if count:
                 self._schedule(request, count, plan, state)
+        return True
 
     def _next_waiting(self) -> Request | None:
         """The first that is not waiting for its parent's prompt. Where several owners wait at the same priority, that of the one
@@ -293,11 +339,11 @@ class Scheduler:
         for request in self.waiting:
             if first and request.priority != self.waiting[0].priority:
                 break
-            if request.parent is None and request.owner not in first:
-                first[request.owner] = request
+            if request.parent is None and request.share not in first:
+                first[request.share] = request
                 if len(first) == len(self._present):
                     break
-        return min(first.values(), key=lambda request: (self._served[request.owner], request.seq), default=None)
+        return min(first.values(), key=lambda request: (self._served[request.share], request.seq), default=None)
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:
@@ -368,7 +414,10 @@ class Scheduler:
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
     def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
-        self._served[request.owner] += count
+        self._served[request.share] += count
+        if request.in_background:
+            state.num_background_left -= count
+            self._background_saved -= count
         samples = count == request.num_needed
         plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch))
         if request.num_needed > 1:
@@ -481,9 +530,9 @@ class Scheduler:
             request.children[0].children = request.children[1:]
         request.children = []
         request.status = Status.FINISHED
-        self._present[request.owner] -= 1
-        if not self._present[request.owner]:
-            del self._present[request.owner]
+        self._present[request.share] -= 1
+        if not self._present[request.share]:
+            del self._present[request.share]
         del self._requests[request.seq]
 
     def _say_what_is_left(self, now: float) -> None:

@@ -18,7 +18,8 @@ from tidemill.frontend.tools import AnswerParser, CallBegins, Piece, Words, call
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
-from tidemill.server.service import Service, new_id
+from tidemill.server.guard import Caller
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
@@ -208,9 +209,9 @@ def make_router(service: Service) -> APIRouter:
         params = body.params()
         await service.check_form(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
-        answer = _Answer(service, body, len(prompt))
-        owner = request.state.caller.owner
-        outputs = service.stream(answer.message_id, prompt, params, owner=owner)
+        caller: Caller = request.state.caller
+        answer = _Answer(caller.call.request_id, service, body, len(prompt))
+        outputs = service.stream(caller, prompt, params)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(answer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
@@ -230,8 +231,8 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class _Answer:
     """Text as it comes to content blocks: a block begins where the kind of text changes."""
 
-    def __init__(self, service: Service, body: MessagesRequest, num_prompt: int) -> None:
-        self.message_id = new_id("msg")
+    def __init__(self, message_id: str, service: Service, body: MessagesRequest, num_prompt: int) -> None:
+        self.message_id = message_id
         self._model = service.model_name
         self._parser = AnswerParser(body.looks_for_calls, body.must_call)
         self._one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use

@@ -6,25 +6,30 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, errors, openai, page, responses
+from tidemill.server import anthropic, batches, errors, files, openai, page, responses
+from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream
+from tidemill.server.storage import Storage
 from tidemill.version import __version__
 
 _READY_WITHIN_S = 10.0
 
 
-def create_app(service: Service, access: Access | None = None) -> FastAPI:
+def create_app(service: Service, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None) -> ASGIApp:
     app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, access=access or Access())
+    app.add_middleware(Guard, access=access)
     errors.install(app)
     app.include_router(openai.make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))
     app.include_router(page.make_router())
+    app.include_router(files.make_router(storage))
+    app.include_router(batches.make_router(runner, storage))
 
     @app.get("/health")
     async def health() -> Response:
@@ -50,4 +55,4 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         watcher = service.live.watch(until=lambda: service.is_draining)
         return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
-    return app
+    return Called(app, log)

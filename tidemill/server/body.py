@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,6 +13,7 @@ from tidemill.errors import InvalidRequest, RequestTooLarge
 
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
+MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
 _NEXT_PART_WITHIN_S = 20.0
 
 
@@ -38,30 +39,37 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
                 f"The content type is {content_type[:100]!r}.",
                 fix="Send application/json (curl: -H 'Content-Type: application/json').",
             )
-        try:
-            return model.model_validate_json(await _read(request))
-        except ValidationError as error:
-            raise _explain(error) from None
+        return parse(model, await _read(request))
 
     return read
 
 
+def parse(model: type[M], body: bytes) -> M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
 async def _read(request: Request) -> bytes:
-    """The body, given up as soon as it is too large, whatever its header said."""
-    parts, num_bytes = [], 0
+    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES)])
+
+
+async def parts_of(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """The body as it comes, given up as soon as it is too large, whatever its header said."""
+    num_bytes = 0
     stream = request.stream()
     while True:
         try:
             part = await asyncio.wait_for(anext(stream), _NEXT_PART_WITHIN_S)
         except StopAsyncIteration:
-            break
+            return
         except TimeoutError:
             raise TooSlow(f"Nothing more of the body came within {_NEXT_PART_WITHIN_S:.0f} s.") from None
         num_bytes += len(part)
-        if num_bytes > MAX_BODY_BYTES:
-            raise RequestTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")
-        parts.append(part)
-    return b"".join(parts)
+        if num_bytes > max_bytes:
+            raise RequestTooLarge(f"The body is larger than {max_bytes} bytes.")
+        yield part
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:

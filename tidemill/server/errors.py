@@ -24,16 +24,23 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def internal_error() -> dict[str, Any]:
+    return _body("An internal error occurred.", "internal_error", None, None)
+
+
 def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+        request.state.call.error = error.kind
+        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        if error.status in (408, 413):  # there may be more of the body; nobody will read it
+            headers["Connection"] = "close"
         shape = {"type": "error"} if request.url.path.startswith("/v1/messages") else {}  # as Anthropic's clients know it
         return JSONResponse(shape | error_body(error), error.status, headers)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        kind = "invalid_request_error" if error.status_code < 500 else "internal_error"
+    async def http(request: Request, error: HTTPException) -> Response:
+        kind = request.state.call.error = "invalid_request_error" if error.status_code < 500 else "internal_error"
         return JSONResponse(_body(str(error.detail), kind, None, None), error.status_code, error.headers)
 
     @app.exception_handler(ClientGone)
@@ -42,5 +49,6 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
+        request.state.call.error = "internal_error"
         _log.exception("unexpected error in %s", request.url.path, exc_info=error)
-        return JSONResponse(_body("An internal error occurred.", "internal_error", None, None), 500)
+        return JSONResponse(internal_error(), 500)

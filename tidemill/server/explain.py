@@ -66,7 +66,7 @@ class Story:
                 told = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
                 spans.append(told | {"because": self._because(name, span)})
         return {
-            "id": self.request_id,
+            "id": self.request_id.partition("/")[2],  # without the owner
             "object": "explanation",
             "status": self.ended or "under way",
             "total_ms": round(1000 * total, 3),
@@ -92,6 +92,11 @@ class Story:
         return f"{span.num} {steps} for {span.num_tokens} {tokens}, {company}"
 
 
+def engine_id(owner: str, request_id: str, part: int | None = None) -> str:
+    """What the engine calls a part of a request; or how all of them begin. Ids are clients' to give: each owner has their own."""
+    return f"{owner}/{request_id}/{'' if part is None else part}"
+
+
 class Explainer:
     def __init__(self) -> None:
         self._live: dict[str, Story] = {}
@@ -100,10 +105,9 @@ class Explainer:
 
     def find(self, request_id: str, owner: str | None) -> list[Story]:
         """The parts of a request, by the id its client knows. `owner`: only if they are theirs."""
-        beginnings = (f"{request_id}-", f"{request_id}:")
         every = (*self._ended.values(), *self._live.values())
-        found = [one for one in every if one.request_id == request_id or one.request_id.startswith(beginnings)]
-        return [story for story in found if owner is None or story.owner == owner]
+        mine = (story for story in every if owner is None or story.owner == owner)
+        return [story for story in mine if story.request_id.startswith(engine_id(story.owner, request_id))]
 
     def under_way(self) -> Iterable[Story]:
         """In the order in which they came."""

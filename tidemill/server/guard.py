@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,12 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.server import page
-from tidemill.server.body import MAX_BODY_BYTES
+from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
+from tidemill.server.call import Call, check_id
 from tidemill.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for whoever restarts servers; what asks for the key, and holds nothing else
 ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})
 _MIN_KEY_CHARS = 16
+_FOR_PAGES = ((b"access-control-expose-headers", b"x-request-id"), (b"vary", b"origin"))
 
 
 class Unauthorized(TidemillError):
@@ -70,6 +72,11 @@ class Access:
             origins=frozenset(origin.rstrip("/").lower() for origin in origins),
         )
 
+    def knows(self, owner: str) -> bool:
+        """Is this still the name of a key (or of nobody, where there are none)?"""
+        known = (*self.keys, *self.admin_keys)
+        return owner in {owner_name(digest) for digest in known} if known else not owner
+
     def check_host_is_safe(self, host: str) -> None:
         """Without keys, only this machine may ask."""
         if not self.keys and not self.admin_keys and not _is_loopback(host):
@@ -84,7 +91,20 @@ class Caller:
     """`owner`: a name for the key, by which requests share and prefixes are kept apart; empty without keys."""
 
     owner: str = ""
-    is_admin: bool = field(default=False)
+    is_admin: bool = False
+    in_background: bool = False  # not a person who waits, but a batch
+    call: Call = field(default_factory=Call)
+
+    def rename(self, request_id: str) -> None:
+        """The body, too, may name the call."""
+        if self.call.is_named and request_id != self.call.request_id:
+            name = self.call.request_id
+            raise InvalidRequest(f"The request is called {name!r} already.", fix="Give one id.", param="request_id")
+        self.call.request_id = request_id
+
+
+def owner_name(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def _digest_given(key: str) -> bytes:
@@ -115,19 +135,24 @@ class Guard:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin", "").rstrip("/").lower()
+        call: Call = scope["state"]["call"]
         try:
+            if b"x-request-id" in headers:
+                check_id(headers[b"x-request-id"])
             self._check_path(scope)
             self._check_host(headers.get(b"host", ""))
             self._check_origin(origin, headers.get(b"host", ""))
-            self._check_length(headers.get(b"content-length", "0"))
+            self._check_length(scope["path"], headers.get(b"content-length", "0"))
             if scope["method"] == "OPTIONS":
                 await _preflight(origin, send)
                 return
             caller = self._caller(scope["path"], headers)
         except TidemillError as error:
+            call.error = error.kind
             await _refuse(error, send)
             return
-        scope.setdefault("state", {})["caller"] = caller
+        call.owner = caller.owner
+        scope["state"]["caller"] = replace(caller, call=call)
         await self._app(scope, receive, _with_origin(send, origin) if origin in self._access.origins else send)
 
     def _check_path(self, scope: Scope) -> None:
@@ -155,9 +180,10 @@ class Guard:
                 f"Pages of {origin[:100]!r} may not ask here.", fix="Serve with --allowed-origin if that page is yours."
             )
 
-    def _check_length(self, length: str) -> None:
-        if not length.isascii() or not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
-            raise TooLarge(f"The body may have {MAX_BODY_BYTES} bytes.")
+    def _check_length(self, path: str, length: str) -> None:
+        most = MAX_UPLOAD_BYTES if path == "/v1/files" else MAX_BODY_BYTES
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > most:
+            raise TooLarge(f"The body may have {most} bytes.")
 
     def _caller(self, path: str, headers: dict[bytes, str]) -> Caller:
         access = self._access
@@ -176,7 +202,7 @@ class Guard:
             )
         if path in ADMIN_PATHS and access.admin_keys and not is_admin:
             raise Forbidden("This needs an admin key.")
-        return Caller(digest.hex()[:16], is_admin or not access.admin_keys)
+        return Caller(owner_name(digest), is_admin or not access.admin_keys)
 
 
 async def _refuse(error: TidemillError, send: Send) -> None:
@@ -202,7 +228,7 @@ async def _preflight(origin: str, send: Send) -> None:
 def _with_origin(send: Send, origin: str) -> Send:
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"access-control-allow-origin", origin.encode()), (b"vary", b"origin")]
+            message["headers"] = [*message["headers"], (b"access-control-allow-origin", origin.encode()), *_FOR_PAGES]
         await send(message)
 
     return sending

@@ -8,6 +8,7 @@ from tidemill import events
 from tidemill.events import Event
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_MASK_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # What the live view shows of them.
 _TOLD = (
@@ -32,6 +33,7 @@ class Metrics:
         self.waiting = self._gauge("requests_waiting", "Requests in the queue")
         self.free_pages = self._gauge("kv_pages_free", "KV pages that can be taken")
         self.step_s = self._histogram("step_seconds", "Duration of a step", _STEP_S)
+        self.mask_s = self._histogram("mask_seconds", "Finding out which tokens a form allows, per request and token", _MASK_S)
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self.queue_s = self._histogram("queue_seconds", "Arrival to first step", _LATENCY_S)
         self.e2e_s = self._histogram("request_seconds", "Arrival to last token", _LATENCY_S)
@@ -71,6 +73,8 @@ class Metrics:
             case events.StepDone():
                 self.step_s.observe(event.duration_s)
                 self.output_tokens.inc(event.num_sampled)
+            case events.MasksMade():
+                self.mask_s.observe(event.duration_s / event.num_masks)
             case events.FirstToken():
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from tidemill.frontend.tools import AnswerParser, CallBegins, Words
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
+from tidemill.server.guard import Caller
 from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatMessages,
@@ -32,7 +34,7 @@ from tidemill.server.openai_types import (
     SamplingRequest,
     TokenizeRequest,
 )
-from tidemill.server.service import Service, new_id
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, Timings, TokenLogprobs
 
@@ -96,7 +98,6 @@ class _Clock:
 class _Job:
     """A request of either kind: what to run, and how its answer is written."""
 
-    request_id: str
     object_name: str  # of the whole answer
     chunk_name: str  # of a streamed piece
     model: str
@@ -107,7 +108,8 @@ class _Job:
     pieces: Callable[[int, str, list[TokenLogprobs], str | None], list[dict[str, Any]]]
     opening: Callable[[int], dict[str, Any]] | None = None
     num_sent: int | None = None  # of each prompt's samples, the likeliest; None: all
-    owner: str = ""
+    caller: Caller = field(default_factory=Caller)
+    request_id: str = ""
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
@@ -136,21 +138,16 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
-        return await _answer(service, request, body.stream, _completion_job(service, body))
+        return await _answer(service, request, body, _completion_job)
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _answer(service, request, body.stream, _chat_job(service, body))
+        return await _answer(service, request, body, _chat_job)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        service.check_model(body.model)
-        prompts = await _prompts(service, body.input)
-        made = await until_disconnect(request, _embed(service, prompts, body, request.state.caller.owner))
-        num_tokens = sum(map(len, prompts))
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        whole = {"object": "list", "data": made, "model": service.model_name, "usage": usage}
-        return Response(_json(whole), media_type="application/json")
+        made = await until_disconnect(request, _embeddings(service, body, request.state.caller))
+        return Response(made, media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, Any]:
@@ -194,6 +191,11 @@ def make_router(service: Service) -> APIRouter:
             raise RequestUnknown(f"There is no request {request_id[:100]!r} under way.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
+    service.whole_answers |= {
+        "/v1/completions": (CompletionRequest, partial(_answer_whole, service, _completion_job)),
+        "/v1/chat/completions": (ChatRequest, partial(_answer_whole, service, _chat_job)),
+        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),
+    }
     return router
 
 
@@ -214,24 +216,41 @@ def _model_card(service: Service) -> dict[str, Any]:
 # ---- running a job
 
 
-async def _answer(service: Service, request: Request, stream: bool | None, making: Awaitable[_Job]) -> Response:
-    job = await making
-    await service.check_form(job.params)
-    job.owner = request.state.caller.owner
+_MakeJob = Callable[[Service, Any], Awaitable[_Job]]
+
+
+async def _answer(service: Service, request: Request, body: SamplingRequest, make: _MakeJob) -> Response:
+    caller: Caller = request.state.caller
+    if not body.stream:
+        whole = await until_disconnect(request, _answer_whole(service, make, body, caller))
+        return Response(whole, media_type="application/json")
+    job = await _prepare(service, make, body, caller)
     outputs = _outputs(service, job)
-    if not stream:
-        return Response(await until_disconnect(request, _whole(job, outputs)), media_type="application/json")
     # The first output is awaited before the headers go out, so that a refused request gets its status code.
     first = await until_disconnect(request, anext(outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
+async def _answer_whole(service: Service, make: _MakeJob, body: SamplingRequest, caller: Caller) -> bytes:
+    job = await _prepare(service, make, body, caller)
+    return await _whole(job, _outputs(service, job))
+
+
+async def _prepare(service: Service, make: _MakeJob, body: SamplingRequest, caller: Caller) -> _Job:
+    if body.request_id is not None:
+        caller.rename(body.request_id)
+    job = await make(service, body)
+    await service.check_form(job.params)
+    job.caller, job.request_id = caller, caller.call.request_id
+    return job
+
+
 async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
-    asked, name = job.asked, job.request_id
+    asked = job.asked
     streams = [
-        service.stream(f"{name}-{i}", prompt, job.params, asked.priority, asked.cache_salt or "", job.owner, asked.timeout, name)
+        service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(_merge(streams)) as merged:
@@ -367,7 +386,6 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
         return [one(number, text, logprobs, reason, number not in lengths)]
 
     job = _Job(
-        request_id=new_id("cmpl"),
         object_name="text_completion",
         chunk_name="text_completion",
         model=service.model_name,
@@ -381,11 +399,12 @@ async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
     return job
 
 
-async def _embed(service: Service, prompts: list[list[int]], body: EmbeddingRequest, owner: str) -> list[dict[str, Any]]:
+async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
+    service.check_model(body.model)
+    prompts = await _prompts(service, body.input)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
-    name = new_id("embd")
     vectors: list[list[float]] = [[] for _ in prompts]
-    streams = [service.stream(f"{name}-{i}", prompt, params, owner=owner) for i, prompt in enumerate(prompts)]
+    streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
     async with aclosing(_merge(streams)) as merged:
         async for i, (delta, _) in merged:
             vectors[i] = delta.embedding or []
@@ -395,7 +414,10 @@ async def _embed(service: Service, prompts: list[list[int]], body: EmbeddingRequ
             return vector
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
-    return [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
+    made = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
+    num_tokens = sum(map(len, prompts))
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return _json({"object": "list", "data": made, "model": service.model_name, "usage": usage})
 
 
 async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
@@ -482,7 +504,6 @@ async def _chat_job(service: Service, body: ChatRequest) -> _Job:
         return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     job = _Job(
-        request_id=new_id("chatcmpl"),
         object_name="chat.completion",
         chunk_name="chat.completion.chunk",
         model=service.model_name,

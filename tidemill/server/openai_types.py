@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.tools import call_schema
 from tidemill.sampling import Grammar, SamplingParams
+from tidemill.server.call import ID_PATTERN
 
 MAX_CHOICES = 256  # prompts times samples of one request
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -101,6 +102,7 @@ class SamplingRequest(BaseModel):
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     timings: bool = False  # tell where the time went
+    request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # as X-Request-Id
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -19,7 +19,9 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
-from tidemill.server.service import Service, new_id
+from tidemill.server.call import new_id
+from tidemill.server.guard import Caller
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
@@ -151,27 +153,28 @@ class _Store:
     """Answers that may be asked for again: the latest, within bounds, each by its owner only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[str, list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
+        # By owner and id, since ids are clients' to give.
+        self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
         self._num_bytes = 0
 
     def put(self, owner: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
         size = len(_json(items)) + len(_json(body))
         self.drop(owner, body["id"])
-        self._kept[body["id"]] = (owner, items, body, size)
+        self._kept[owner, body["id"]] = (items, body, size)
         self._num_bytes += size
         while len(self._kept) > _NUM_KEPT or self._num_bytes > _BYTES_KEPT:
-            self._num_bytes -= self._kept.popitem(last=False)[1][3]
+            self._num_bytes -= self._kept.popitem(last=False)[1][2]
 
     def get(self, owner: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        theirs, items, body, _ = self._kept.get(response_id, ("", [], {}, 0))
-        if not body or theirs != owner:
+        items, body, _ = self._kept.get((owner, response_id), ([], {}, 0))
+        if not body:
             raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
         return items, body
 
     def drop(self, owner: str, response_id: str) -> bool:
-        if response_id not in self._kept or self._kept[response_id][0] != owner:
+        if (owner, response_id) not in self._kept:
             return False
-        self._num_bytes -= self._kept.pop(response_id)[3]
+        self._num_bytes -= self._kept.pop((owner, response_id))[2]
         return True
 
 
@@ -185,8 +188,21 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
+        caller: Caller = request.state.caller
+        if not body.stream:
+            return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
+        answer, outputs, keep = await begin(body, caller)
+        first = await until_disconnect(request, anext(outputs))
+        keep()
+        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+
+    async def whole(body: ResponseRequest, caller: Caller) -> bytes:
+        return await _whole(*await begin(body, caller))
+
+    async def begin(body: ResponseRequest, caller: Caller) -> tuple[_Answer, Outputs, Callable[[], None]]:
+        """The answer to come, what it is made of, and what keeps it as far as it is."""
         service.check_model(body.model)
-        owner = request.state.caller.owner
+        owner = caller.owner
         params = body.params()
         await service.check_form(params)
         items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -198,19 +214,13 @@ def make_router(service: Service) -> APIRouter:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
-        answer = _Answer(service, body, params, len(prompt))
-        outputs = service.stream(answer.response_id, prompt, params, owner=owner)
+        answer = _Answer(caller.call.request_id, service, body, params, len(prompt))
 
         def keep() -> None:
             if body.store is not False:
                 store.put(owner, items, answer.body())
 
-        if not body.stream:
-            return Response(await until_disconnect(request, _whole(answer, outputs, keep)), media_type="application/json")
-        first = await until_disconnect(request, anext(outputs))
-        if body.store is not False:
-            store.put(owner, items, answer.body())
-        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+        return answer, service.stream(caller, prompt, params), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
@@ -230,6 +240,7 @@ def make_router(service: Service) -> APIRouter:
             store.put(caller.owner, items, body | {"status": "cancelled"})
         return store.get(caller.owner, response_id)[1]
 
+    service.whole_answers["/v1/responses"] = (ResponseRequest, whole)
     return router
 
 
@@ -239,8 +250,10 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class _Answer:
     """Text as it comes to output items and the events that tell of them."""
 
-    def __init__(self, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
-        self.response_id = new_id("resp")
+    def __init__(
+        self, response_id: str, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int
+    ) -> None:
+        self.response_id = response_id
         self._asked, self._params, self._model = asked, params, service.model_name
         self._created_s = int(time.time())
         self._parser = AnswerParser(asked.looks_for_calls, asked.must_call)

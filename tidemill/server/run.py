@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -16,15 +18,19 @@ from tidemill.errors import ConfigError
 from tidemill.events import Event
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
+from tidemill.server.batches import Batches
+from tidemill.server.call import RequestLog
 from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.server.protocol import BoundedProtocol
 from tidemill.server.service import Service
+from tidemill.server.storage import Storage
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
+DATA_QUOTA_BYTES = 10 * 2**30
 _GRACE_S = 5  # for connections to close when nothing is under way any more
 
 
@@ -44,10 +50,14 @@ async def serve(
     on_ready: Callable[[Ready], None] | None = None,
     drain_s: float = 30.0,
     access: Access | None = None,
+    data: Storage | None = None,
+    log: RequestLog | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait."""
-    (access or Access()).check_host_is_safe(host)
+    access = access or Access()
+    access.check_host_is_safe(host)
+    data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
     path = locate(options.model)
     listening = _listen(host, port)  # before gigabytes are read
     metrics = Metrics()
@@ -63,15 +73,16 @@ async def serve(
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
     service: Service | None = None
+    batches: Batches | None = None
     draining: asyncio.Task[None] | None = None
 
     def stop() -> None:
         nonlocal draining
-        if server is None or service is None or not server.started:
+        if server is None or service is None or batches is None or not server.started:
             assert me is not None
             me.cancel()  # still loading
         elif draining is None:
-            draining = asyncio.create_task(_drain(service, server, drain_s))
+            draining = asyncio.create_task(_drain(service, batches, server, drain_s))
         else:
             server.force_exit = server.should_exit = True
 
@@ -87,7 +98,8 @@ async def serve(
             await asyncio.wait([starting])
         name = options.served_name or options.model
         service = Service(client, tokenizer, name, metrics, explainer, live)
-        app = create_app(service, access)
+        batches = Batches(service, data, access.knows, log)
+        app = create_app(service, access, data, batches, log)
         server = _Server(
             uvicorn.Config(
                 app,
@@ -102,23 +114,34 @@ async def serve(
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.02)
-        if server.started and on_ready:
-            on_ready(ready)
+        if server.started:
+            await batches.resume()
+            if on_ready:
+                on_ready(ready)
         await serving
     finally:
+        if batches is not None:
+            await batches.stop()
         await client.close()
+        data.close()
         listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
 
-async def _drain(service: Service, server: _Server, seconds: float) -> None:
-    """Whoever comes now is told to come again; whoever is here may finish."""
+async def _drain(service: Service, batches: Batches, server: _Server, seconds: float) -> None:
+    """Whoever comes now is told to come again; whoever is here may finish. Batches go on next time."""
     service.is_draining = True
+    await batches.stop()
     end = asyncio.get_running_loop().time() + seconds
     while service.client.num_pending and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.05)
     server.should_exit = True
+
+
+def data_folder() -> Path:
+    """Where desktops and servers alike keep a program's data."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tidemill"
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+from pydantic import BaseModel
+
 from tidemill.engine.client import EngineClient
-from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest
+from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
-from tidemill.server.explain import Explainer
+from tidemill.sched.request import BACKGROUND
+from tidemill.server.call import Call, new_id
+from tidemill.server.explain import Explainer, engine_id
+from tidemill.server.guard import Caller
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
+WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
 _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 
@@ -43,8 +48,10 @@ class Service:
         self.is_draining = False
         self._grammars: Grammars | None = None
         self._compiling = asyncio.Semaphore(1)  # one form at a time: a flood of them leaves the other core alone
-        # By the id that clients know: whose it is, and its parts in the engine.
-        self.under_way: dict[str, tuple[str, set[str]]] = {}
+        # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
+        self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
+        # By owner and the id that they know: the call, and its parts in the engine.
+        self.under_way: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 
     @property
     def ready(self) -> Ready:
@@ -99,52 +106,72 @@ class Service:
 
     def cancel(self, request_id: str, owner: str | None) -> int:
         """End a request by its id, whatever it consists of; how many parts were under way. `owner`: only if it is theirs."""
-        theirs, parts = self.under_way.get(request_id, ("", set()))
-        if owner is not None and owner != theirs:
-            return 0
+        found = [
+            parts
+            for (theirs, name), (_, parts) in self.under_way.items()
+            if name == request_id and (owner is None or owner == theirs)
+        ]
         why = Cancelled("The request was cancelled.")
-        return sum(self.client.cancel(part, why) for part in parts)
+        return sum(self.client.cancel(part, why) for parts in found for part in parts)
 
     async def stream(
         self,
-        request_id: str,
+        caller: Caller,
         prompt_ids: list[int],
         params: SamplingParams,
+        part: int = 0,
         priority: int = 0,
         salt: str = "",
-        owner: str = "",
         timeout_s: float | None = None,
-        job_id: str | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """Each sample's text as it comes. Leaving early ends the request in the engine. `job_id`: what it is part of, if it is
-        not a whole; by that name it can be cancelled."""
+        """Each sample's text as it comes, under the name of the caller's call. Leaving early ends the request in the engine.
+        `part`: which of the call's prompts this is."""
         if self.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
+        owner, call = caller.owner, caller.call
+        if caller.in_background:
+            priority = max(priority, BACKGROUND)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         # Prompts of another key are never found: how long an answer takes must not tell what others asked.
         salt = f"{owner}\0{salt}" if owner else salt
+        request_id = engine_id(owner, call.request_id, part)
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, owner)
-        job_id = job_id or request_id
-        parts = self.under_way.setdefault(job_id, (owner, set()))[1]
+        name = (owner, call.request_id)
+        other, parts = self.under_way.setdefault(name, (call, set()))
+        if other is not call:
+            raise RequestIdInUse(f"A request {call.request_id!r} is under way.", fix="Give each its own id.", param="request_id")
         parts.add(request_id)
+        call.model = self.model_name
+        call.num_prompt += len(prompt_ids)
         try:
             async with aclosing(self.client.submit(request, timeout_s)) as deltas:
                 async for delta in deltas:
                     if delta.index in ended:
                         continue
                     text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
+                    call.num_output += text.num_tokens
+                    if not call.first_s:
+                        call.first_s = time.monotonic()
                     if text.finish_reason:
                         ended.add(delta.index)
+                        call.finish_reason = text.finish_reason
+                        call.num_cached += delta.num_cached if delta.index == 0 else 0
+                        call.queue_s = max(call.queue_s, delta.timings.queue_s if delta.timings else 0.0)
                         if not delta.finish_reason:
                             self.client.finish(request_id, delta.index)
                     yield delta, text
                     if len(ended) == params.n:
                         return
+        except TidemillError as error:
+            call.error = error.kind
+            raise
         finally:
+            if len(ended) < params.n and not call.error:
+                call.error = "client_left"
             parts.discard(request_id)
             if not parts:
-                self.under_way.pop(job_id, None)
+                self.under_way.pop(name, None)
 
 
 class ModelUnknown(InvalidRequest):
@@ -154,5 +181,5 @@ class ModelUnknown(InvalidRequest):
     code = "model_not_found"
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+class RequestIdInUse(InvalidRequest):
+    status = 409

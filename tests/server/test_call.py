@@ -1,0 +1,164 @@
+"""The names of requests, and the lines about them in the log."""
+
+import json
+import time
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server
+from tidemill.server.call import Call, RequestLog
+
+KEYS = ("key-of-the-first-user", "key-of-the-other-user")
+SECRET = "what nobody may read"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("log") / "requests.log"
+
+
+@pytest.fixture(scope="module")
+def logged(roomy_folder, path):
+    keys = [word for key in KEYS for word in ("--api-key", key)] + ["--admin-key", "key-of-the-administrator"]
+    running = Server(roomy_folder, *keys, "--request-log", "--log-format", "json", "--log-file", str(path)).wait()
+    yield running
+    assert running.stop() == 0
+
+
+def ask(server, route="/v1/completions", body=None, key=KEYS[0], name=None, **more):
+    headers = {"Authorization": f"Bearer {key}"} | ({"X-Request-Id": name} if name is not None else {})
+    body = {"prompt": SECRET, "max_tokens": 5, "ignore_eos": True, **more} if body is None else body
+    return httpx.post(server.url + route, json=body, headers=headers, timeout=60)
+
+
+def line_of(path, name):
+    for _ in range(100):
+        for line in path.read_text().splitlines():
+            if json.loads(line).get("id") == name:
+                return json.loads(line)
+        time.sleep(0.02)
+    raise AssertionError(f"no line about {name}")
+
+
+MESSAGES = [{"role": "user", "content": SECRET}]
+ROUTES = {
+    "/v1/completions": {"prompt": SECRET, "max_tokens": 5},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 5},
+    "/v1/responses": {"model": "tiny", "input": SECRET, "max_output_tokens": 5},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_given_name_is_used_everywhere(logged, path, route, stream):
+    name = f"my.{stream}-{route.replace('/', '_')}"
+    reply = ask(logged, route, ROUTES[route] | {"stream": stream, "temperature": 0}, name=name)
+    assert reply.status_code == 200
+    assert reply.headers["x-request-id"] == name
+    assert name in reply.text
+    explained = httpx.get(f"{logged.url}/v1/requests/{name}/explain", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+    assert [one["id"] for one in explained["data"]] == [f"{name}/0"]
+    line = line_of(path, name)
+    assert (line["status"], line["route"], line["model"], line["output_tokens"]) == (200, route, "tiny", 5)
+    assert line["prompt_tokens"] >= len(SECRET)
+    assert line["finish_reason"] == "length"
+    assert 0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"]
+    assert line["tokens_per_second"] > 0
+
+
+def test_what_is_not_given_is_made(logged):
+    made = ask(logged)
+    assert made.headers["x-request-id"] == made.json()["id"]
+    assert made.json()["id"].startswith("cmpl-")
+    assert ask(logged, "/v1/embeddings", {"input": "x"}).headers["x-request-id"].startswith("embd-")
+    assert httpx.get(f"{logged.url}/health").headers["x-request-id"].startswith("req-")
+    assert httpx.get(f"{logged.url}/nothing", headers={"Authorization": f"Bearer {KEYS[0]}"}).headers["x-request-id"]
+
+
+def test_the_body_may_name_it_too(logged, path):
+    assert ask(logged, request_id="named-inside").headers["x-request-id"] == "named-inside"
+    assert line_of(path, "named-inside")["status"] == 200
+    assert ask(logged, request_id="same", name="same").json()["id"] == "same"
+    assert ask(logged, request_id="one", name="other").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "a:b", "x" * 129, 'x"', "x%", "\xe9", "../x"])
+def test_names_that_are_none(logged, name):
+    reply = ask(logged, name=name.encode("latin-1"))
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "request_id"
+    assert reply.headers["x-request-id"].startswith("cmpl-")
+    assert ask(logged, request_id=name).status_code == 400
+
+
+def test_a_name_is_used_once_at_a_time_by_each_owner(logged):
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "busy"}
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{logged.url}/v1/completions", json=body, headers=headers) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        second = ask(logged, name="busy")
+        assert (second.status_code, second.json()["error"]["param"]) == (409, "request_id")
+        assert second.headers["x-request-id"] == "busy"
+        other = ask(logged, name="busy", key=KEYS[1])  # whose is another
+        assert other.status_code == 200
+        stranger = {"Authorization": f"Bearer {KEYS[1]}"}
+        assert httpx.delete(f"{logged.url}/v1/requests/busy", headers=stranger).status_code == 404
+        assert httpx.delete(f"{logged.url}/v1/requests/busy", headers=headers).status_code == 200
+        assert any("request_cancelled" in line for line in lines)
+    assert ask(logged, name="busy").status_code == 200
+
+
+def test_refusals_are_told_of_and_nothing_is_given_away(logged, path):
+    assert ask(logged, key="not-a-key-of-anybody", name="refused-1").status_code == 401
+    assert line_of(path, "refused-1")["error"] == "authentication_error"
+    assert ask(logged, name="refused-2", colour="blue").status_code == 400
+    line = line_of(path, "refused-2")
+    assert (line["status"], line["error"]) == (400, "invalid_request_error")
+    httpx.get(f"{logged.url}/v1/%0aforged%1b[31m", headers={"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "refused-3"})
+    assert line_of(path, "refused-3")["status"] == 404
+    written = path.read_text()
+    assert SECRET not in written
+    assert not any(key in written for key in KEYS)
+    assert '"/health"' not in written
+    assert len(line_of(path, "refused-2")["owner"]) == 8
+
+
+def test_who_leaves_is_told_of(logged, path):
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "X-Request-Id": "leaves"}
+    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{logged.url}/v1/completions", json=body, headers=headers) as reply:
+        next(reply.iter_lines())
+    line = line_of(path, "leaves")
+    assert (line["error"], line["output_tokens"] > 0) == ("client_left", True)
+
+
+def test_a_moved_log_is_begun_anew(logged, path):
+    ask(logged, name="before")
+    line_of(path, "before")
+    path.rename(path.with_suffix(".old"))
+    ask(logged, name="after")
+    assert line_of(path, "after")
+    assert "before" not in path.read_text()
+    assert "after" not in path.with_suffix(".old").read_text()
+
+
+def test_a_flood_of_refusals_does_not_fill_the_disk(tmp_path):
+    log = RequestLog(tmp_path / "log")
+    for i in range(10_000):
+        log.write(Call(f"r{i}", path="/v1/x", status=401, error="authentication_error"))
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert 50 <= len(lines) < 100
+    log.write(Call("good", path="/v1/x", status=200))
+    assert "refused_untold=99" in (tmp_path / "log").read_text().splitlines()[-1]
+
+
+def test_no_path_forges_a_line(tmp_path):
+    log = RequestLog(tmp_path / "log")
+    log.write(Call("r", path="/a\n2026-01-01 id=forged status=200\x1b[31m é", status=200))
+    (line,) = (tmp_path / "log").read_bytes().splitlines()
+    assert b"\\n2026" in line
+    assert b"\x1b" not in line
+    assert line.isascii()

@@ -1,0 +1,269 @@
+"""Files: uploaded, listed, read and deleted by their owner, and by nobody else."""
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import Server
+from tidemill.server.storage import QuotaExceeded, Storage, StorageFull, StorageUnavailable, file_object
+
+KEYS = ("key-of-the-first-user", "key-of-the-other-user")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("files") / "deep" / "data"
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_folder, folder):
+    options = [word for key in KEYS for word in ("--api-key", key)]
+    running = Server(tiny_folder, *options, "--data-dir", str(folder), "--data-quota", "1MB").wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture
+def clients(shared):
+    made = [openai.OpenAI(base_url=f"{shared.url}/v1", api_key=key, max_retries=0) for key in KEYS]
+    yield made
+    for client in made:
+        for file in client.files.list():
+            client.files.delete(file.id)
+
+
+def upload(client, content=b'{"a": 1}\n', name="requests.jsonl", **more):
+    return client.files.create(file=(name, content), purpose="batch", **more)
+
+
+def test_nothing_is_on_the_disk_before_it_is_needed(shared, folder):
+    """The first test here, and so before any upload."""
+    assert not folder.parent.exists()
+
+
+def test_a_file_comes_and_goes(clients, folder):
+    client = clients[0]
+    content = bytes(range(256)) * 700
+    made = upload(client, content)
+    assert (made.object, made.bytes, made.filename, made.purpose) == ("file", len(content), "requests.jsonl", "batch")
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).read() == content
+    assert [one.id for one in client.files.list(purpose="batch")] == [made.id]
+    assert not list(client.files.list(purpose="assistants"))
+    (path,) = (folder / "files").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert client.files.delete(made.id).deleted
+    assert not list((folder / "files").iterdir())
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(made.id)
+
+
+def test_pages(clients):
+    client = clients[0]
+    ids = [upload(client).id for _ in range(5)]
+    assert [one.id for one in client.files.list(limit=2)] == ids[::-1]  # the client turns the pages
+    assert [one.id for one in client.files.list(limit=2, order="asc")] == ids
+    first = client.files.list(limit=2, order="asc")
+    assert first.has_more
+    assert [one.id for one in client.files.list(after=ids[3], order="asc").data] == ids[4:]
+    for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"after": "file-x"}, {"extra_query": {"what": "1"}}):
+        with pytest.raises(openai.BadRequestError):
+            client.files.list(**wrong)
+
+
+def test_another_key_sees_nothing(clients):
+    mine, other = clients
+    made = upload(mine)
+    assert not list(other.files.list())
+    for ask in (other.files.retrieve, other.files.content, other.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(made.id)
+    with pytest.raises(openai.BadRequestError):
+        other.files.list(after=made.id)
+    with pytest.raises(openai.NotFoundError):
+        other.batches.create(input_file_id=made.id, endpoint="/v1/completions", completion_window="24h")
+    assert mine.files.retrieve(made.id) == made
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("../../etc/passwd", "passwd"),
+        ("..\\..\\boot.ini", "boot.ini"),
+        ("a\x1b[31mb.jsonl", "a[31mb.jsonl"),
+        ("x" * 600, "x" * 255),
+    ],
+)
+def test_names_are_only_shown(clients, folder, given, shown):
+    made = upload(clients[0], name=given)
+    assert made.filename in (shown, shown.replace("a[31mb", "a%1B[31mb"))
+    assert [path.name for path in (folder / "files").iterdir()] == [made.id]
+
+
+@pytest.mark.parametrize(
+    "name", ["../lock", "..%2flock", "%2e%2e%2fstate.sqlite3", "file-x", "%00", "'; DROP TABLE files; --", "x" * 3000]
+)
+def test_ids_lead_nowhere_else(shared, name):
+    for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
+        reply = httpx.get(shared.url + path, headers={"Authorization": f"Bearer {KEYS[0]}"})
+        assert reply.status_code == 404, path
+        assert "error" in reply.json()
+
+
+def test_what_is_not_a_proper_form(shared):
+    def post(**how):
+        headers = {"Authorization": f"Bearer {KEYS[0]}"} | how.pop("headers", {})
+        reply = httpx.post(f"{shared.url}/v1/files", headers=headers, **how)
+        return reply.status_code, reply.json()["error"]["message"]
+
+    file = {"file": ("a", b"x")}
+    assert post(json={})[0] == 415
+    assert post(content=b"x", headers={"Content-Type": "multipart/form-data"})[0] == 415
+    boundary = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert post(content=b"nonsense", headers=boundary)[0] == 400
+    assert "breaks off" in post(content=b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc', headers=boundary)[1]
+    assert post(content=b"--b\r\n" + b"X" * 5000 + b": y\r\n\r\n", headers=boundary)[0] == 400
+    assert "purpose" in post(files=file)[1]
+    assert "'fine-tune'" in post(files=file, data={"purpose": "fine-tune"})[1]
+    assert "no file" in post(files={"file": ("a", b"")}, data={"purpose": "batch"})[1]
+    assert "'other'" in post(files=file, data={"purpose": "batch", "other": "1"})[1]
+    assert "twice" in post(files=[("file", ("a", b"x")), ("file", ("b", b"y"))], data={"purpose": "batch"})[1]
+    assert "longer than" in post(files=file, data={"purpose": "b" * 2000})[1]
+    assert (
+        "from 3600"
+        in post(files=file, data={"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"})[1]
+    )
+    assert post(files=file, data={"purpose": "batch", "expires_after[seconds]": "5000"})[0] == 400
+
+
+def test_expiry_is_told(clients):
+    made = upload(clients[0], expires_after={"anchor": "created_at", "seconds": 3600})
+    assert made.expires_at == made.created_at + 3600
+
+
+def test_the_quota_and_the_size_of_a_file(clients, shared, folder):
+    client = clients[0]
+    upload(client, b"x" * 600_000)
+    with pytest.raises(openai.APIStatusError) as refused:
+        upload(client, b"y" * 600_000)
+    assert (refused.value.status_code, refused.value.code) == (413, "storage_quota_exceeded")
+
+    def endless():
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        while True:
+            yield b"x" * 65536
+
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "multipart/form-data; boundary=b"}
+    with contextlib.suppress(httpx.HTTPError):  # it may be closed while we write
+        assert httpx.post(f"{shared.url}/v1/files", content=endless(), headers=headers).status_code == 413
+    assert len(list((folder / "files").iterdir())) == 1
+    with socket.create_connection(("127.0.0.1", shared.port)) as raw:  # a gigabyte is refused before a byte of it comes
+        raw.sendall(
+            b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+            b"Content-Length: 1073741824\r\n\r\n"
+        )
+        assert b" 413 " in raw.recv(100)
+
+
+def test_who_leaves_in_the_middle_leaves_nothing(shared, folder):
+    with socket.create_connection(("127.0.0.1", shared.port)) as raw:
+        raw.sendall(
+            b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+            + f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: 900000\r\n\r\n".encode()
+            + b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+            + b"x" * 300_000
+        )
+    for _ in range(50):
+        if not list((folder / "files").iterdir()):
+            break
+        time.sleep(0.1)
+    assert not list((folder / "files").iterdir())
+
+
+# ---- the storage itself
+
+
+async def keep(storage, content=b"x", owner="me", expire_s=None):
+    upload = storage.begin_file()
+    try:
+        await upload.write(content)
+        told = file_object(upload.file_id, len(content), "f", "batch", expire_s)
+        await upload.keep(owner, told)
+    finally:
+        await upload.end()
+    return told
+
+
+async def test_a_folder_belongs_to_one_server(tmp_path):
+    first, second = Storage(tmp_path, 10**6), Storage(tmp_path, 10**6)
+    await keep(first)
+    with pytest.raises(StorageUnavailable, match="Another server"):
+        await second.do(second.unfinished)
+    first.close()
+    assert len((await second.do(second.files, "me", None, None, 10, "asc"))[0]) == 1
+    second.close()
+
+
+async def test_a_folder_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    storage = Storage(tmp_path / "file" / "data", 10**6)
+    with pytest.raises(StorageUnavailable) as refused:
+        await storage.do(storage.unfinished)
+    assert str(tmp_path) not in str(refused.value)
+    storage.close()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "state.sqlite3").write_bytes(b"nonsense" * 1000)
+    storage = Storage(tmp_path / "data", 10**6)
+    with pytest.raises(StorageUnavailable):
+        await storage.do(storage.unfinished)
+    storage.close()
+
+
+async def test_a_full_disk(tmp_path, monkeypatch):
+    storage = Storage(tmp_path, 10**6)
+    await keep(storage)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tidemill.server.storage.os.fsync", full)
+    with pytest.raises(StorageFull):
+        await keep(storage)
+    monkeypatch.undo()
+    assert len(list((tmp_path / "files").iterdir())) == 1  # nothing of it is left
+    await keep(storage)
+    storage.close()
+
+
+async def test_uploads_under_way_count(tmp_path):
+    storage = Storage(tmp_path, 100_000)
+    first, second = storage.begin_file(), storage.begin_file()
+    await first.write(b"x" * 60_000)
+    with pytest.raises(QuotaExceeded):
+        await second.write(b"x" * 60_000)
+    await first.end()
+    await second.write(b"x" * 60_000)
+    await second.end()
+    storage.close()
+
+
+async def test_files_expire_and_leftovers_are_removed(tmp_path):
+    storage = Storage(tmp_path, 10**6)
+    await keep(storage, expire_s=-1)
+    kept = await keep(storage)
+    assert [one["id"] for one in (await storage.do(storage.files, "me", None, None, 10, "asc"))[0]] == [kept["id"]]
+    storage.close()
+    Path(tmp_path / "files" / "file-cut-off").write_bytes(b"half")
+    again = Storage(tmp_path, 10**6)
+    assert (await again.do(again.file, "me", kept["id"])) == kept
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [kept["id"]]
+    again.close()

@@ -1,0 +1,288 @@
+"""OpenAI's Batches API: a file of requests, answered in the background, whatever happens to the server meanwhile.
+
+A batch is a line of small steps (`Batches._steps`), each of which begins with what is stored and ends by storing what came of it.
+So going on after a restart, or after the disk was full, is the same as beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
+from tidemill.server import batch_lines
+from tidemill.server.body import body_of, parse, schema_of
+from tidemill.server.call import Call, RequestLog, new_id
+from tidemill.server.errors import error_body, internal_error
+from tidemill.server.files import kept_s, page, read_limit, read_query
+from tidemill.server.guard import Caller
+from tidemill.server.service import Service
+from tidemill.server.storage import OVER, Storage, StorageUnavailable
+
+_MAX_UNFINISHED = 100  # batches of one owner
+_MAX_WINDOW_S = 30 * 86400
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_TRY_AGAIN_S = 10.0  # after the disk, or the engine, failed
+_QUEUE_AGAIN_S = 1.0
+_NOT_ANSWERED = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+}
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_log = logging.getLogger("tidemill.server")
+_Short = Annotated[str, StringConstraints(max_length=64)]
+_Long = Annotated[str, StringConstraints(max_length=512)]
+
+
+class ExpiresAfter(BaseModel):
+    model_config = _STRICT
+
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class BatchRequest(BaseModel):
+    model_config = _STRICT
+
+    input_file_id: str = Field(max_length=128)
+    endpoint: str = Field(max_length=128)
+    completion_window: str = Field(max_length=16)
+    metadata: dict[_Short, _Long] | None = Field(default=None, max_length=16)
+    output_expires_after: ExpiresAfter | None = None
+
+    def window_s(self) -> int:
+        found = re.fullmatch(r"([0-9]{1,7})([smhd])", self.completion_window)
+        seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
+        if not 1 <= seconds <= _MAX_WINDOW_S:
+            raise InvalidRequest(
+                f"The completion_window is {self.completion_window!r}.",
+                fix="Give a number and s, m, h or d, like 24h; at most 30d.",
+                param="completion_window",
+            )
+        return seconds
+
+
+class TooManyBatches(TidemillError):
+    kind = "rate_limit_error"
+    status = 429
+
+
+class Batches:
+    """`is_known`: does the key of this owner still count?"""
+
+    def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool], log: RequestLog | None) -> None:
+        self._service, self._storage, self._is_known, self._log = service, storage, is_known, log
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(
+            service.ready.config.max_requests
+        )  # lines at once, of all batches: enough for a full engine
+        self._steps = {
+            "validating": self._validate,
+            "in_progress": self._answer_lines,
+            "finalizing": self._complete,
+            "cancelling": self._end_cancelled,
+        }
+
+    async def resume(self) -> None:
+        """Go on with what an earlier server left, as far as it is for this model and for keys that still count."""
+        if not self._storage.exists:
+            return
+        try:
+            for batch_id, owner, model in await self._storage.do(self._storage.unfinished):
+                if model == self._service.model_name and self._is_known(owner):
+                    self._start(owner, batch_id)
+        except TidemillError as error:
+            _log.error("batches cannot go on: %s", error)
+
+    async def stop(self) -> None:
+        """At once: what is not answered yet is answered next time."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def create(self, owner: str, body: BatchRequest) -> dict[str, Any]:
+        if self._service.is_draining:
+            raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
+        if body.endpoint not in self._service.whole_answers:
+            known = ", ".join(self._service.whole_answers)
+            raise InvalidRequest(f"The endpoint is {body.endpoint[:100]!r}.", fix=f"It may be {known}.", param="endpoint")
+        window_s, storage = body.window_s(), self._storage
+        if body.output_expires_after is not None:
+            kept_s(body.output_expires_after.seconds, "output_expires_after")
+        file = await storage.do(storage.file, owner, body.input_file_id)
+        if file["purpose"] != "batch":
+            raise InvalidRequest(f"The file's purpose is {file['purpose']!r}, not 'batch'.", param="input_file_id")
+        if sum(theirs == owner for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
+            raise TooManyBatches(f"{_MAX_UNFINISHED} batches are not finished.", fix="Wait for one, or cancel one.")
+        told = _batch_object(body, window_s, self._service.model_name)
+        await storage.do(storage.add_batch, owner, self._service.model_name, told)
+        self._start(owner, told["id"])
+        return told
+
+    async def cancel(self, owner: str, batch_id: str) -> dict[str, Any]:
+        storage = self._storage
+        if not await storage.do(lambda: storage.move(owner, batch_id, ("validating", "in_progress"), "cancelling")):
+            status = (await storage.do(storage.batch, owner, batch_id))["status"]
+            raise InvalidRequest(f"The batch is {status}; it cannot be cancelled any more.", param="batch_id")
+        task = self._tasks.get(batch_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        self._start(owner, batch_id)
+        return await storage.do(storage.batch, owner, batch_id)
+
+    def _start(self, owner: str, batch_id: str) -> None:
+        task = self._tasks[batch_id] = asyncio.create_task(self._run(owner, batch_id))
+        task.add_done_callback(lambda done: self._tasks.pop(batch_id) if self._tasks.get(batch_id) is done else None)
+
+    async def _run(self, owner: str, batch_id: str) -> None:
+        while not self._service.is_draining:
+            try:
+                batch = await self._storage.do(self._storage.batch, owner, batch_id)
+                if batch["status"] in OVER:
+                    return
+                await self._steps[batch["status"]](owner, batch)
+            except* TidemillError as group:
+                _log.error("batch %s waits: %s", batch_id, group.exceptions[0])
+                await asyncio.sleep(_TRY_AGAIN_S)
+            except* Exception:
+                _log.exception("batch %s waits", batch_id)
+                await asyncio.sleep(_TRY_AGAIN_S)
+
+    # ---- the steps
+
+    async def _validate(self, owner: str, batch: dict[str, Any]) -> None:
+        storage = self._storage
+        path = storage.path(batch["input_file_id"])
+        try:
+            num_lines, problems = await asyncio.to_thread(batch_lines.problems_of, path, batch["endpoint"])
+        except OSError as error:
+            raise StorageUnavailable(f"The input file cannot be read: {error.strerror}.") from error
+        counts = batch["request_counts"] | {"total": num_lines}
+        changes: dict[str, Any] = {"request_counts": counts}
+        if problems:
+            changes["errors"] = {"object": "list", "data": problems}
+        status = "failed" if problems else "in_progress"
+        await storage.do(lambda: storage.move(owner, batch["id"], ["validating"], status, **changes))
+
+    async def _answer_lines(self, owner: str, batch: dict[str, Any]) -> None:
+        storage = self._storage
+        try:
+            async with asyncio.timeout(batch["expires_at"] - time.time()), asyncio.TaskGroup() as group:
+                done = await storage.do(storage.answered, batch["id"])
+                lines = batch_lines.read(storage.path(batch["input_file_id"]), done)
+                while (found := await asyncio.to_thread(next, lines, None)) is not None:
+                    begins = asyncio.Event()
+                    group.create_task(self._answer_line(owner, batch, *found, begins))
+                    await begins.wait()  # so that no more is read than can be answered
+        except TimeoutError:
+            await self._end(owner, batch, "expired")
+        else:
+            await storage.do(lambda: storage.move(owner, batch["id"], ["in_progress"], "finalizing"))
+
+    async def _complete(self, owner: str, batch: dict[str, Any]) -> None:
+        await self._end(owner, batch, "completed")
+
+    async def _end_cancelled(self, owner: str, batch: dict[str, Any]) -> None:
+        await self._end(owner, batch, "cancelled")
+
+    async def _end(self, owner: str, batch: dict[str, Any], status: str) -> None:
+        storage = self._storage
+        if status in _NOT_ANSWERED and batch["request_counts"]["total"]:
+            done = await storage.do(storage.answered, batch["id"])
+            lines = batch_lines.read(storage.path(batch["input_file_id"]), done)
+            code = _NOT_ANSWERED[status]
+            texts = (
+                (number, batch_lines.unanswered(new_id("batch_req"), batch_lines.parse(text).custom_id, *code))
+                for number, text in lines
+            )
+            await storage.do(storage.add_unanswered, batch["id"], texts)
+        expire_s = (batch.get("output_expires_after") or {}).get("seconds")
+        await storage.do(storage.finish, owner, batch["id"], batch["status"], status, expire_s)
+
+    # ---- one line
+
+    async def _answer_line(self, owner: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
+        async with self._slots:
+            begins.set()
+            line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], owner=owner, is_named=True)
+            caller = Caller(owner, in_background=True, call=call)
+            call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
+            written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
+            await self._storage.do(self._storage.add_answer, batch["id"], number, call.status >= 400, written)
+            if self._log is not None:
+                self._log.write(call)
+
+    async def _answer(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        """As the route would: what is wrong with the line is its answer; what is wrong with the server is not."""
+        model, answer = self._service.whole_answers[endpoint]
+        while True:
+            try:
+                return 200, await answer(parse(model, body), caller)
+            except QueueFull:
+                caller.call.error, caller.call.num_prompt = "", 0
+                await asyncio.sleep(_QUEUE_AGAIN_S)
+            except Draining:
+                raise
+            except TidemillError as error:
+                if isinstance(error, EngineDead) and not self._service.client.alive:
+                    raise
+                caller.call.error = error.kind
+                return error.status, batch_lines.encode(error_body(error))
+            except Exception:
+                _log.exception("unexpected error in a line for %s", endpoint)
+                return 500, batch_lines.encode(internal_error())
+
+
+def _batch_object(body: BatchRequest, window_s: int, model: str) -> dict[str, Any]:
+    now = int(time.time())
+    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    return {
+        "id": new_id("batch"),
+        "object": "batch",
+        "endpoint": body.endpoint,
+        "model": model,
+        "errors": None,
+        "input_file_id": body.input_file_id,
+        "completion_window": body.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + window_s,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": body.metadata,
+        "output_expires_after": body.output_expires_after.model_dump() if body.output_expires_after else None,
+    } | dict.fromkeys((f"{name}_at" for name in times), None)
+
+
+def make_router(batches: Batches, storage: Storage) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/batches", openapi_extra=schema_of(BatchRequest))
+    async def create(request: Request, body: BatchRequest = Depends(body_of(BatchRequest))) -> dict[str, Any]:
+        return await batches.create(request.state.caller.owner, body)
+
+    @router.get("/v1/batches")
+    async def every(request: Request) -> dict[str, Any]:
+        query = read_query(request, "after", "limit")
+        limit = read_limit(query.get("limit"), 20, 100)
+        return page(*await storage.do(storage.batches, request.state.caller.owner, query.get("after"), limit))
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
+        return await storage.do(storage.batch, request.state.caller.owner, batch_id)
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+        return await batches.cancel(request.state.caller.owner, batch_id)
+
+    return router

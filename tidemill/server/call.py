@@ -1,0 +1,168 @@
+"""A call of the API: its name, what came of it, and the line about it in the log.
+
+The line says who asked for how much, how long it took and how it ended; never what was said. Whoever is refused is told of, too,
+but not more often than a disk can bear.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidemill.errors import ConfigError, InvalidRequest
+
+MAX_ID_CHARS = 128
+ID_PATTERN = rf"^[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}$"
+_PREFIXES = {
+    "/v1/completions": "cmpl",
+    "/v1/chat/completions": "chatcmpl",
+    "/v1/responses": "resp",
+    "/v1/messages": "msg",
+    "/v1/embeddings": "embd",
+}
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds; told of only if something is wrong
+_REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
+
+
+@dataclass(slots=True)
+class Call:
+    """Filled on its way through the server."""
+
+    request_id: str = ""
+    method: str = "POST"
+    path: str = ""
+    owner: str = ""
+    model: str = ""
+    begun_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0  # when the first token was there
+    queue_s: float = 0.0
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    finish_reason: str = ""
+    error: str = ""  # its type
+    status: int = 0
+    is_named: bool = False  # by the client
+
+    def fields(self) -> dict[str, Any]:
+        """What the log tells, without what there is nothing to tell of."""
+        now = time.monotonic()
+        told: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "id": self.request_id,
+            "status": self.status,
+            "method": self.method[:16],
+            "route": self.path[:200],
+            "owner": self.owner[:8],
+            "model": self.model,
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+        }
+        told = {name: value for name, value in told.items() if value}
+        if self.num_prompt:
+            told |= {"prompt_tokens": self.num_prompt, "cached_tokens": self.num_cached, "output_tokens": self.num_output}
+            told["queue_ms"] = round(1000 * self.queue_s, 1)
+        if self.first_s:
+            told["first_token_ms"] = round(1000 * (self.first_s - self.begun_s), 1)
+        if self.num_output > 1:
+            told["tokens_per_second"] = round((self.num_output - 1) / max(now - self.first_s, 1e-9), 1)
+        return told | {"total_ms": round(1000 * (now - self.begun_s), 1)}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def check_id(given: str) -> None:
+    if not re.fullmatch(ID_PATTERN, given):
+        raise InvalidRequest(
+            "The request id is not one.", fix=f"Give 1 to {MAX_ID_CHARS} letters, digits, '.', '_' or '-'.", param="request_id"
+        )
+
+
+class RequestLog:
+    """A line for each call that has ended, to stderr or to a file, which may be moved away at any time and is then made anew."""
+
+    def __init__(self, path: Path | None = None, form: str = "text") -> None:
+        if form not in ("text", "json"):
+            raise ConfigError(f"There is no log format {form!r}.", fix="Choose text or json.")
+        self._is_json = form == "json"
+        try:
+            self._handler: logging.Handler = WatchedFileHandler(path) if path else logging.StreamHandler(sys.stderr)
+        except OSError as error:
+            raise ConfigError(f"The log file cannot be written: {error}.", fix="Choose another --log-file.") from error
+        self._left, self._since_s = float(_REFUSED_AT_ONCE), time.monotonic()  # refusals that may be told of
+        self._num_untold = 0
+
+    def write(self, call: Call) -> None:
+        if call.path in _QUIET and call.status < 400:
+            return
+        if call.status >= 400 and not self._may_tell():
+            self._num_untold += 1
+            return
+        told = call.fields()
+        if self._num_untold:
+            told["refused_untold"], self._num_untold = self._num_untold, 0
+        text = msgspec.json.encode(told).decode() if self._is_json else _as_text(told)
+        self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))
+
+    def _may_tell(self) -> bool:
+        now = time.monotonic()
+        self._left = min(self._left + _REFUSED_PER_S * (now - self._since_s), float(_REFUSED_AT_ONCE))
+        self._since_s = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+def _as_text(told: dict[str, Any]) -> str:
+    """Values as they are where they cannot be mistaken for anything else."""
+    words = []
+    for name, value in told.items():
+        text = str(value)
+        if not text.isascii() or not text.isprintable() or " " in text or '"' in text:
+            text = msgspec.json.encode(text).decode().encode("ascii", "backslashreplace").decode()
+        words.append(text if name == "time" else f"{name}={text}")
+    return " ".join(words)
+
+
+class Called:
+    """Around everything else: names each call, sends the name back, and writes the line when it is over."""
+
+    def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
+        self._app, self._log = app, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
+        is_named = re.fullmatch(ID_PATTERN, given) is not None
+        name = given if is_named else new_id(_PREFIXES.get(path, "req"))
+        call = Call(name, scope["method"], path, is_named=is_named)
+        scope.setdefault("state", {})["call"] = call
+
+        def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+            return send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            if self._log is not None:
+                self._log.write(call)

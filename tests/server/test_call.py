@@ -34,7 +34,7 @@ def ask(server, route="/v1/completions", body=None, key=KEYS[0], name=None, **mo
 
 def line_of(path, name):
     for _ in range(100):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().splitlines() if path.exists() else ():
             if json.loads(line).get("id") == name:
                 return json.loads(line)
         time.sleep(0.02)

@@ -215,7 +215,7 @@ function sayPage(event) {
   const page = cell * where.per;
   if (column >= where.columns || page >= pages.kinds.length) return sayPages();
   const kind = pages.kinds[page];
-  const what = ["empty", "free, its content can still be found", "shared"][kind] ?? `held by ${pages.owners[kind - FIRST_OWNER][0]}`;
+  const what = ["empty", "free, its content can still be found", "shared"][kind] ?? `held by ${short(pages.owners[kind - FIRST_OWNER][0])}`;
   $("map-says").textContent = `Page ${page + 1}: ${what}.`;
 }
 
@@ -265,8 +265,11 @@ function requestRow(request, [num, own] = [0, 0]) {
   );
 }
 
-/** An id as short as tells it apart: a part's number only where there are several. */
-const short = (id) => id.replace(/^([a-z]+-\w{6})\w*/, "$1").replace(/-0$/, "");
+/** An id (owner/name/part) as short as tells it apart: a part's number only where there are several. */
+function short(id) {
+  const [, name, part] = id.split("/");
+  return (name ?? id).replace(/^([a-z]+-\w{6})\w*/, "$1") + (part > 0 ? `/${part}` : "");
+}
 
 const PHASES = { queued: "waits", preempted: "set aside", prefill: "reads", decode: "writes" };
 

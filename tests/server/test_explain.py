@@ -104,3 +104,28 @@ def test_a_lost_engine_is_part_of_the_story(model):
     assert spans["preempted"]["ms"] > 50
     assert "started again" in spans["preempted"]["because"]
     assert story.num_output == 30
+
+
+def test_what_is_told_of_many_at_once_is_what_is_told_of_each(model):
+    """Requests that decode together share an account until somebody looks. Here somebody looks after every event."""
+    core = make_core(model, kv_memory_bytes=200_000, max_context=128, token_budget=64)
+    for i in range(6):
+        params = SamplingParams(max_tokens=10 + 9 * i, ignore_eos=True, seed=1, n=1 + i % 2)
+        core.submit(Submit(f"/r{i}/0", [i + 1] * 40, params))
+    events = []
+    while core.has_work:
+        events += core.step()[0].events
+    events += core.take_events()
+    together, each = Explainer(), Explainer()
+    together.take(events)
+    for event in events:
+        each.take([event])
+        each.under_way()
+    for i in range(6):
+        (one,), (other,) = together.find(f"r{i}", None), each.find(f"r{i}", None)
+        spans = check(one)
+        assert spans.keys() == check(other).keys()
+        for name, span in check(other).items():
+            assert span["because"] == spans[name]["because"]
+            assert span["ms"] == pytest.approx(spans[name]["ms"], abs=0.01)
+    assert any("preempted" in check(together.find(f"r{i}", None)[0]) for i in range(6))

@@ -2,13 +2,16 @@
 
 Read from the engine's events and from nothing else. Between two events a request is in one state; when the state changes, the
 time since the last change is added to that state's span. So the spans add up, whatever happens.
+
+Requests that decode together from step to step have the same story, which is written once for all of them: a step of 256 would
+else cost a tenth of the server's time. Whoever leaves the company is given what it has gone through since they joined.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tidemill import events
@@ -16,6 +19,7 @@ from tidemill.events import Event
 
 _NUM_KEPT = 1000  # requests that have ended
 _NUM_REASONS = 16
+_MAX_AHEAD = 8  # steps planned and not done; one that failed never is
 
 
 @dataclass(slots=True)
@@ -25,6 +29,14 @@ class _Span:
     num_tokens: int = 0
     num_sharing: int = 0  # requests in its steps, itself included, summed
     num_beside: int = 0  # tokens of others in its steps, summed
+
+    def add(self, now: _Span, then: _Span) -> None:
+        """What has come to another one since then."""
+        self.seconds += now.seconds - then.seconds
+        self.num += now.num - then.num
+        self.num_tokens += now.num_tokens - then.num_tokens
+        self.num_sharing += now.num_sharing - then.num_sharing
+        self.num_beside += now.num_beside - then.num_beside
 
 
 @dataclass(slots=True)
@@ -97,20 +109,61 @@ def engine_id(owner: str, request_id: str, part: int | None = None) -> str:
     return f"{owner}/{request_id}/{'' if part is None else part}"
 
 
+class _Company:
+    """Requests that take part in every step with one token each, and whose state is the same."""
+
+    def __init__(self) -> None:
+        self._story = Story("", "", 0, 0.0, 0.0)
+        self.members: set[tuple[str, int]] = set()  # as a step has them: with one token
+        self._joined: dict[str, tuple[_Span, _Span]] = {}  # what the company had gone through by then
+
+    def _spans(self) -> tuple[_Span, _Span]:
+        return self._story.spans.setdefault("decode", _Span()), self._story.spans.setdefault("between steps", _Span())
+
+    def change(self, now: float, state: str) -> _Span:
+        return self._story.change(now, state)
+
+    def go_on(self, now: float) -> None:
+        """A step begins, unless the one before still runs."""
+        if self._story.state != "decode":
+            self._story.change(now, "decode")
+
+    def take_in(self, story: Story) -> None:
+        """If they have been in the same state since the same time."""
+        if not self.members:
+            self._story.state, self._story.since_s = story.state, story.since_s
+        if (story.state, story.since_s) == (self._story.state, self._story.since_s):
+            self.members.add((story.request_id, 1))
+            self._joined[story.request_id] = tuple(replace(span) for span in self._spans())  # type: ignore[assignment]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._joined
+
+    def let_go(self, story: Story) -> None:
+        self.members.discard((story.request_id, 1))
+        for name, now, then in zip(("decode", "between steps"), self._spans(), self._joined.pop(story.request_id), strict=True):
+            if now != then:
+                story.spans.setdefault(name, _Span()).add(now, then)
+        story.state, story.since_s = self._story.state, self._story.since_s
+
+
 class Explainer:
     def __init__(self) -> None:
         self._live: dict[str, Story] = {}
         self._ended: OrderedDict[str, Story] = OrderedDict()
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
+        self._company = _Company()
 
     def find(self, request_id: str, owner: str | None) -> list[Story]:
         """The parts of a request, by the id its client knows. `owner`: only if they are theirs."""
+        self._dissolve()
         every = (*self._ended.values(), *self._live.values())
         mine = (story for story in every if owner is None or story.owner == owner)
         return [story for story in mine if story.request_id.startswith(engine_id(story.owner, request_id))]
 
     def under_way(self) -> Iterable[Story]:
         """In the order in which they came."""
+        self._dissolve()
         return self._live.values()
 
     def take(self, batch: list[Event]) -> None:
@@ -128,15 +181,17 @@ class Explainer:
                 self._end(event.step, now)
             case events.EngineRestarted():
                 self._steps.clear()
+                self._dissolve()
                 for one in self._live.values():
                     one.lose_engine()
             case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken():
-                story = self._live.get(event.request_id)
+                story = self._alone(event.request_id)
                 if story is not None:
                     self._tell(story, event, now)
             case events.Finished() | events.Aborted():
-                story = self._live.pop(event.request_id, None)
+                story = self._alone(event.request_id)
                 if story is not None:
+                    del self._live[event.request_id]
                     step = next((one for one in self._steps.values() if any(name == event.request_id for name, _ in one)), None)
                     span = story.change(now, "over")
                     if step is not None and isinstance(event, events.Finished):  # it is told before the step's end
@@ -146,6 +201,17 @@ class Explainer:
                     self._ended[event.request_id] = story
                     while len(self._ended) > _NUM_KEPT:
                         self._ended.popitem(last=False)
+
+    def _alone(self, request_id: str) -> Story | None:
+        """Its story, no longer told with others'."""
+        story = self._live.get(request_id)
+        if story is not None and request_id in self._company:
+            self._company.let_go(story)
+        return story
+
+    def _dissolve(self) -> None:
+        for request_id, _ in [*self._company.members]:
+            self._alone(request_id)
 
     def _tell(self, story: Story, event: Event, now: float) -> None:
         match event:
@@ -165,7 +231,13 @@ class Explainer:
 
     def _begin(self, event: events.StepPlanned, now: float) -> None:
         self._steps[event.step] = event.tokens_of
-        for request_id, count in event.tokens_of:
+        self._steps.pop(event.step - _MAX_AHEAD, None)
+        here, company = set(event.tokens_of), self._company
+        for request_id, _ in company.members - here:
+            self._alone(request_id)
+        if company.members:
+            company.go_on(now)
+        for request_id, count in here - company.members:
             story = self._live.get(request_id)
             if story is not None and story.state not in ("prefill", "decode"):  # or its step before is still running
                 story.change(now, "prefill" if count > 1 or story.first_token_s is None else "decode")
@@ -174,13 +246,22 @@ class Explainer:
         tokens_of = self._steps.pop(step, ())
         ahead = {request_id: count for others in self._steps.values() for request_id, count in others}
         num_tokens = sum(count for _, count in tokens_of)
-        for request_id, count in tokens_of:
+        here, company = set(tokens_of), self._company
+        staying = company.members & here & ahead.items() if self._steps else company.members & here
+        for request_id, _ in company.members - staying:
+            self._alone(request_id)
+        if company.members:
+            _count(company.change(now, "decode" if self._steps else "between steps"), 1, len(tokens_of), num_tokens)
+        for request_id, count in here - company.members:
             story = self._live.get(request_id)
             if story is None or story.state not in ("prefill", "decode"):
                 continue
             following = ahead.get(request_id)
+            was_decoding = story.state == "decode"
             state = "between steps" if following is None else "prefill" if following > 1 else "decode"
             _count(story.change(now, state), count, len(tokens_of), num_tokens)
+            if was_decoding and count == 1 and state != "prefill":
+                company.take_in(story)
 
 
 def _count(span: _Span, mine: int, num_requests: int, num_tokens: int) -> None:

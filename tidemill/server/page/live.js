@@ -268,7 +268,7 @@ function requestRow(request, [num, own] = [0, 0]) {
 /** An id (owner/name/part) as short as tells it apart: a part's number only where there are several. */
 function short(id) {
   const [, name, part] = id.split("/");
-  return (name ?? id).replace(/^([a-z]+-\w{6})\w*/, "$1") + (part > 0 ? `/${part}` : "");
+  return (name ?? id).replace(/^([a-z]+-\w{6})\w*/, "$1") + (part && part !== "0" ? `/${part}` : "");
 }
 
 const PHASES = { queued: "waits", preempted: "set aside", prefill: "reads", decode: "writes" };

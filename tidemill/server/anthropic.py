@@ -18,6 +18,7 @@ from tidemill.frontend.tools import AnswerParser, CallBegins, Piece, Words, call
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
+from tidemill.server.openai_types import MAX_MESSAGES
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -114,7 +115,7 @@ class Prompt(BaseModel):
     model_config = _STRICT
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=256)
     tool_choice: ToolChoice | None = None

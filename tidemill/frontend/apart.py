@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import resource
 import signal
@@ -172,6 +173,7 @@ def _work() -> None:
     """What it is for, then tasks, until there are no more."""
     asking, telling = sys.stdin.buffer, sys.stdout.buffer
     kind, *how = _read(asking)
+    os.nice(10)  # others first
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
     make, seconds = _MAKERS[kind]
     do = make(*how)

@@ -9,13 +9,17 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
+from tidemill.server.sse import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
-MAX_PARTS = 2**17  # objects, lists and members; a text holds fewer braces and colons unless no context could hold it
+# While a body is parsed, everybody waits. A text has fewer braces, colons and commas, unless no context could hold it.
+MAX_PARTS = 2**16  # objects, lists and members
+MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are told apart
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
@@ -47,8 +51,8 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
         if coding != "identity":
             raise NotJSON(f"The content encoding {coding[:100]!r} is not read.", fix="Send the body as it is.")
         data = await _read(request)
-        if data.count(b"{") + data.count(b"[") + data.count(b":") > MAX_PARTS:  # while it is parsed, everybody waits
-            raise RequestTooLarge(f"The body is made of more than {MAX_PARTS} parts.")
+        if data.count(b"{") + data.count(b"[") + data.count(b":") > MAX_PARTS or data.count(b",") > MAX_ITEMS:
+            raise RequestTooLarge(f"The body is made of more than {MAX_PARTS} objects and members, or {MAX_ITEMS} items.")
         try:
             return model.model_validate_json(data)
         except ValidationError as error:
@@ -66,6 +70,8 @@ async def _read(request: Request) -> bytes:
             part = await asyncio.wait_for(anext(stream), min(_NEXT_PART_WITHIN_S, end - time.monotonic()))
         except StopAsyncIteration:
             break
+        except ClientDisconnect:
+            raise ClientGone from None
         except TimeoutError:
             raise TooSlow(f"A body has {_ALL_WITHIN_S:.0f} s, its next part {_NEXT_PART_WITHIN_S:.0f} s.") from None
         num_bytes += len(part)

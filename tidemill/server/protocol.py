@@ -36,14 +36,19 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
         if self._in_headers and self._num_bytes > MAX_HEADER_BYTES and b"\r\n\r\n" not in data[:MAX_HEADER_BYTES]:
-            self._disarm()
-            self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._refuse()
             return
         super().data_received(data)
+        if self._in_headers and self._num_bytes > MAX_HEADER_BYTES:  # empty lines, which the parser takes for nothing
+            self._refuse()
         is_answered = self.cycle is not None and self.cycle.response_complete
         if self._in_body and self._num_bytes > (MAX_BODY_BYTES if is_answered else MAX_HEADER_BYTES):
             self.transport.close()  # trailers without end, or a body that nobody wants
+
+    def _refuse(self) -> None:
+        self._disarm()
+        self.transport.write(_TOO_LARGE)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

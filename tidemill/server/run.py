@@ -90,7 +90,7 @@ async def serve(
                 app,
                 http=BoundedProtocol,
                 ws="none",
-                log_level="warning",
+                log_level="error",
                 access_log=False,
                 lifespan="off",
                 server_header=False,

@@ -172,12 +172,13 @@ def rules(num, rule):
 
 
 REF = "#/$defs/"
+OF_A = {"$ref": REF + "a"}
 FORMS = {
     "a schema 10,000 deep": ({"json": nested(10_000)}, 400),
     "an enum of 1 MB": ({"json": {"enum": ["x" * 50 + str(i) for i in range(20_000)]}}, 400),
     "a reference to itself": ({"json": {"$ref": "#"}}, 400),
-    "two references to each other": ({"json": {"$defs": {"a": {"$ref": REF + "b"}, "b": {"$ref": REF + "a"}}, "$ref": REF + "a"}}, 400),
-    "a list of itself": ({"json": {"$defs": {"a": {"type": "array", "items": {"$ref": REF + "a"}}}, "$ref": REF + "a"}}, 200),
+    "two references to each other": ({"json": {"$defs": {"a": {"$ref": REF + "b"}, "b": {"$ref": REF + "a"}}, **OF_A}}, 400),
+    "a list of itself": ({"json": {"$defs": {"a": {"type": "array", "items": OF_A}}, **OF_A}}, 200),
     "a reference to elsewhere": ({"json": {"$ref": "http://127.0.0.1:1/x"}}, 400),
     "a file": ({"json": {"$ref": "file:///etc/passwd"}}, 400),
     "no schema": ({"json": "{"}, 400),

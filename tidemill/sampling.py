@@ -32,11 +32,11 @@ REALS = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "typical_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 100.0),
+    "repetition_penalty": (0.01, 100.0),  # beyond it, quotients are not numbers any more
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
-ABOVE = frozenset({"top_p", "typical_p", "repetition_penalty"})  # the lower limit itself is not allowed
+ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 
 

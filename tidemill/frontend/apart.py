@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from tidemill.errors import InvalidRequest, TidemillError
 
-TEMPLATE_CPU_S = 2.0  # a conversation of 100,000 tokens takes a hundredth of it
+TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
 FORM_CPU_S = 0.5  # a schema of 1,000 properties takes half of it
 _MEMORY_BYTES = {"template": 2**29, "forms": 2**31}  # of addresses; a vocabulary takes some hundred MiB
 _STACK_BYTES = 2**21  # less than where forms are compiled in earnest, so that what passes here passes there
@@ -173,7 +173,7 @@ def _work() -> None:
     """What it is for, then tasks, until there are no more."""
     asking, telling = sys.stdin.buffer, sys.stdout.buffer
     kind, *how = _read(asking)
-    os.nice(10)  # others first
+    os.nice(5)  # others first
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
     make, seconds = _MAKERS[kind]
     do = make(*how)

@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 
+from tidemill.bench.http import event_lines
 from tidemill.bench.plots import _pyplot, _save
 from tidemill.bench.workload import Item, synthetic
 
@@ -86,7 +87,7 @@ async def ask(run: Run, http: httpx.AsyncClient, kind: str, body: dict[str, Any]
             assert told["usage"]["completion_tokens"] == 2 * body["max_tokens"], "tokens are missing"
             return
         ended = False
-        async for line in reply.aiter_lines():
+        async for line in event_lines(reply):
             if line == "data: [DONE]":
                 ended = True
             if not line.startswith("data: {"):

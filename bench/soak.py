@@ -264,9 +264,9 @@ def draw(told: dict[str, Any], title: str, path: Path) -> None:
     axes[3].plot(minutes, [one["requests_waiting"] for one in samples], label="waiting")
     axes[3].plot(minutes, [one["load"] for one in samples], label="load of the whole machine", color="#999999")
     axes[3].set(ylabel="requests", ylim=(0, None), xlabel="minutes")
-    for axis in axes:
+    for axis, place in zip(axes, ("center right", "upper right", "upper right", "lower center"), strict=True):
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper right", fontsize=8)
+        axis.legend(loc=place, fontsize=8, ncol=3)
     _save(figure, path)
 
 

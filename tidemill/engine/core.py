@@ -92,9 +92,9 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def has_form(self, request: Submit) -> bool:
-        """Its answer is free, or must have a form that need not be compiled first."""
-        return request.params.grammar is None or (self._grammars is not None and request.params.grammar in self._grammars)
+    def has_form(self, grammar: Grammar) -> bool:
+        """It need not be compiled first."""
+        return self._grammars is not None and grammar in self._grammars
 
     def compile_form(self, grammar: Grammar) -> Matcher:
         """May take a while; may be called from another thread."""

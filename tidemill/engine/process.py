@@ -81,13 +81,11 @@ class EngineProcess:
         while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
-                if core.has_form(message) or message.params.grammar is None:
+                grammar = message.params.grammar
+                if grammar is None or core.has_form(grammar):
                     self._submit(core, message)
                 else:  # everybody else's next step does not wait for it
-                    self._compiling[message.request_id] = (
-                        message,
-                        self._compiler.submit(core.compile_form, message.params.grammar),
-                    )
+                    self._compiling[message.request_id] = message, self._compiler.submit(core.compile_form, grammar)
             elif isinstance(message, Abort):
                 self._compiling.pop(message.request_id, None)
                 core.abort(message)

@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 MODEL ?= smollm2
 ARGS ?=
 
-.PHONY: serve test test-slow lint clean
+.PHONY: serve test test-slow lint soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
@@ -17,6 +17,9 @@ test: $(VENV)/.test-ready
 
 test-slow: $(VENV)/.test-ready
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
+
+soak: $(VENV)/.ready
+	$(PY) -m bench.soak --model $(MODEL) $(ARGS)
 
 lint: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check tidemill tests bench setup.py

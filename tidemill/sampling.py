@@ -17,6 +17,28 @@ MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 GREEDY_BELOW = 1e-5
 
+# From, to. Checked below, and told to clients by the server's description of its API.
+INTEGERS = {
+    "n": (1, MAX_N),
+    "top_k": (-1, 2**31 - 1),  # -1 is the other common spelling of "all"
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**63 - 1),
+}
+REALS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),  # beyond it, quotients are not numbers any more
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
+_MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
+
 
 class Grammar(msgspec.Struct, frozen=True):
     """The form an answer must have."""
@@ -72,29 +94,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequest(f"{field} must be true or false; got {getattr(self, field)!r}.", param=field)
-        if self.top_k == -1:  # the other common spelling of "all"
+        for field in INTEGERS:
+            if getattr(self, field) is not None or field not in _MAY_BE_NONE:
+                _integer(self, field)
+        for field in REALS:
+            _real(self, field)
+        if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
-        _integer(self, "n", 1, MAX_N)
-        _real(self, "temperature", 0.0, 100.0)
-        _integer(self, "top_k", 0, 2**31 - 1)
-        _real(self, "top_p", 0.0, 1.0, above=True)
-        _real(self, "min_p", 0.0, 1.0)
-        _real(self, "typical_p", 0.0, 1.0, above=True)
-        _real(self, "repetition_penalty", 0.0, 100.0, above=True)
-        _real(self, "presence_penalty", -2.0, 2.0)
-        _real(self, "frequency_penalty", -2.0, 2.0)
-        if self.max_tokens is not None:
-            _integer(self, "max_tokens", 1, 2**31 - 1)
-        _integer(self, "min_tokens", 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self, field) is not None:
-                _integer(self, field, 0, MAX_LOGPROBS)
         if self.pooling not in (None, "mean", "last"):
             raise InvalidRequest(f"pooling is mean or last; got {self.pooling!r}.", param="pooling")
-        if self.seed is not None:
-            _integer(self, "seed", -(2**63), 2**63 - 1)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
@@ -159,14 +169,14 @@ def _is_real(value: Any) -> bool:
     return (_is_int(value) or isinstance(value, float)) and math.isfinite(value)
 
 
-def _integer(params: SamplingParams, field: str, low: int, high: int) -> None:
-    value = getattr(params, field)
+def _integer(params: SamplingParams, field: str) -> None:
+    value, (low, high) = getattr(params, field), INTEGERS[field]
     if not _is_int(value) or not low <= value <= high:
         raise InvalidRequest(f"{field} must be an integer from {low} to {high}; got {value!r}.", param=field)
 
 
-def _real(params: SamplingParams, field: str, low: float, high: float, above: bool = False) -> None:
-    value = getattr(params, field)
+def _real(params: SamplingParams, field: str) -> None:
+    value, (low, high), above = getattr(params, field), REALS[field], field in ABOVE
     if not _is_real(value) or not low <= value <= high or (above and value == low):
         words = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
         raise InvalidRequest(f"{field} must be a number {words}; got {value!r}.", param=field)

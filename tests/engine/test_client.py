@@ -12,7 +12,7 @@ from tidemill.engine import client as client_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.link import EngineLink
 from tidemill.errors import Cancelled, DeadlineExceeded, EngineDead
-from tidemill.events import EngineRestarted, Submitted
+from tidemill.events import Aborted, EngineRestarted, Finished, Submitted
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -44,8 +44,8 @@ def run(test, folder, **settings):
 
 def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder):
     async def test(client, seen):
-        undisturbed = await collect(client, "before", n=3, seed=5)
-        going = asyncio.create_task(collect(client, "after", n=3, seed=5))
+        undisturbed = await collect(client, "before", n=3, seed=5, length=300)
+        going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
         while not any(client._pending["after"].outputs if "after" in client._pending else ()):
             await asyncio.sleep(0.001)
         os.kill(client._link._process.pid, signal.SIGSTOP)
@@ -110,5 +110,30 @@ def test_an_engine_that_cannot_come_back_is_told(tiny_folder, monkeypatch):
         assert not client.alive
         with pytest.raises(EngineDead):
             await collect(client, "y")
+
+    run(test, tiny_folder)
+
+
+def test_who_comes_and_goes_while_there_is_no_engine(tiny_folder):
+    """What comes then is no suspect; what goes then is accounted for."""
+
+    async def test(client, seen):
+        left = asyncio.create_task(collect(client, "left", n=2, length=400))
+        while not any(isinstance(event, Submitted) for event in seen):
+            await asyncio.sleep(0.001)
+        client._link.kill()
+        while client._link is not None:
+            await asyncio.sleep(0.001)
+        left.cancel()
+        came = asyncio.create_task(collect(client, "came", temperature=0))
+        await asyncio.sleep(0)
+        assert not client._pending["came"].is_submitted
+        while client._link is None:
+            await asyncio.sleep(0.01)
+        assert client._pending["came"].num_deaths == 0
+        await came
+        begun = sorted(event.request_id for event in seen if isinstance(event, Submitted))
+        ended = sorted(event.request_id for event in seen if isinstance(event, Finished | Aborted))
+        assert begun == ended == ["came", "left:0", "left:1"]
 
     run(test, tiny_folder)

@@ -60,7 +60,7 @@ class Server:
     def engine_pid(self, missing: int = 0) -> int:
         """`missing`: what to say if there is none at the moment."""
         children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        found = [int(pid) for path in children for pid in path.read_text().split()]
+        found = [int(pid) for path in children for pid in path.read_text().split() if b"tidemill.engine" in command_of(pid)]
         return found[0] if found else missing
 
     def stop(self, number: int = signal.SIGINT) -> int:
@@ -70,6 +70,14 @@ class Server:
             return self.process.wait(20)
         finally:
             self.process.kill()
+
+
+def command_of(pid: int | str) -> bytes:
+    """Empty: there is no such process, or not any more."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "x" * 600}, "prompt", "context holds 512"),
     ({"prompt": "x" * 5_000_000}, "prompt", "characters"),
     ({"prompt": [1.5] * 300_000}, "prompt", "at most 256"),
-    ({"prompt": [[0.5]] * 300_000}, "prompt", ""),
+    ({"prompt": [[0.5]] * 30_000}, "prompt", ""),
     ({"prompt": [1, "a"]}, "prompt", "list of token ids"),
     ({"prompt": ["a"] * 20, "n": 100}, "n", "at most 256"),
     ({"prompt": {"a": 1}}, "prompt", ""),
@@ -186,7 +186,7 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
     "body",
     [
         b"", b"{", b"[]", b"null", b'"text"', b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "\\ud800"}', b"\xff\xfe",
-        b"[" * 100_000, b'{"prompt": "x", "temperature": 1e999}',
+        b"[" * 50_000, b'{"prompt": "x", "temperature": 1e999}',
     ],
 )  # fmt: skip
 def test_bad_bodies(server, body):

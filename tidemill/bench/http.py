@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from tidemill.bench.record import Record
@@ -52,7 +52,7 @@ async def run_load(
                         text = (await reply.aread()).decode(errors="replace")
                         record.error = f"{reply.status_code}: {text[:200]}"
                     else:
-                        async for line in reply.aiter_lines():
+                        async for line in event_lines(reply):
                             _take_line(line, record, time.perf_counter() - begin)
             except (httpx.HTTPError, ValueError) as error:
                 record.error = type(error).__name__
@@ -70,6 +70,15 @@ async def run_load(
             tasks.append(asyncio.create_task(one(item, record)))
         await asyncio.gather(*tasks)
     return records
+
+
+async def event_lines(reply: Any) -> AsyncGenerator[str, None]:
+    """Lines as server-sent events have them. httpx's own also end at the separators that Unicode knows, within a text."""
+    rest = b""
+    async for part in reply.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def _take_line(line: str, record: Record, now_s: float) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -87,6 +87,7 @@ class EngineClient:
         self._last_sign_s = 0.0  # of progress
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
+        self._told: set[str] = set()  # samples that an engine has told the beginning of, and none the end
         self.num_restarts = 0
         self.ready: Ready | None = None
 
@@ -129,6 +130,7 @@ class EngineClient:
             raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = _Pending(request, asyncio.Queue(), [[] for _ in range(request.params.n)])
+        pending.is_submitted = self._link is not None  # what comes while there is none cannot have harmed one
         if not self._pending:
             self._last_sign_s = time.monotonic()  # it had nothing to do until now
         self._pending[request.request_id] = pending
@@ -155,6 +157,8 @@ class EngineClient:
             self._pending.pop(request.request_id, None)
             if num_left:
                 self._send(Abort(request.request_id, "client left"))
+            if not pending.is_submitted:  # the engine there is now knows nothing of it
+                self._tell_lost(name for name in list(self._told) if name.partition(":")[0] == request.request_id)
             if self._on_trial == request.request_id:
                 self._try_next()
 
@@ -255,9 +259,19 @@ class EngineClient:
                 self._suspects.append(request_id)
             else:
                 self._submit_again(pending)
+        self._tell_lost(list(self._told))
         self._suspects = deque(sorted(self._suspects, key=lambda name: self._pending[name].num_deaths))
         self._tell([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
         self._try_next()
+
+    def _tell_lost(self, names: Iterable[str]) -> None:
+        """Of samples that have ended, but not in an engine that lived to tell."""
+        for name in names:
+            request_id, _, index = name.partition(":")
+            pending = self._pending.get(request_id)
+            if pending is None or int(index or 0) in pending.over:
+                num_output = 0 if pending is None else len(pending.outputs[int(index or 0)])
+                self._tell([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
 
     def _try_next(self) -> None:
         self._on_trial = None
@@ -301,7 +315,10 @@ class EngineClient:
 
     def _tell(self, batch: list[Event]) -> None:
         for event in batch:
-            if isinstance(event, events.Submitted):
+            if isinstance(event, events.Finished | events.Aborted):
+                self._told.discard(event.request_id)
+            elif isinstance(event, events.Submitted):
+                self._told.add(event.request_id)
                 pending = self._pending.get(event.request_id.partition(":")[0])  # after it: the sample
                 if pending is not None:
                     pending.is_known = True

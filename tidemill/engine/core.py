@@ -94,8 +94,20 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def submit(self, request: Submit) -> None:
-        """Queue a request, or raise what is wrong with it."""
+    def has_form(self, grammar: Grammar) -> bool:
+        """It need not be compiled first."""
+        return self._grammars is not None and grammar in self._grammars
+
+    def compile_form(self, grammar: Grammar) -> Matcher:
+        """May take a while; may be called from another thread."""
+        if self._grammars is None:
+            if self.tokenizer_path is None:
+                raise InvalidRequest("Without a tokenizer there is no form to keep to.", param="grammar")
+            self._grammars = Grammars(Tokenizer.load(self.tokenizer_path), self.model_config.vocab_size)
+        return self._grammars.compile(grammar)
+
+    def submit(self, request: Submit, form: Matcher | None = None) -> None:
+        """Queue a request, or raise what is wrong with it. `form`: what its answer must be, if that has just been compiled."""
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         num_waiting = self.scheduler.num_waiting(request.priority >= BACKGROUND)
@@ -104,7 +116,7 @@ class EngineCore:
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
         request.params.check_vocabulary(self.model_config.vocab_size)
         resumed = request.resumed
-        matcher = None if request.params.grammar is None else self._matcher(request.params.grammar)
+        matcher = None if request.params.grammar is None else self._matcher(request.params.grammar, form)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -126,12 +138,11 @@ class EngineCore:
                 mine.take(sample.tokens[sample.num_prompt :])
         self._live[request.request_id] = live
 
-    def _matcher(self, grammar: Grammar) -> Matcher:
+    def _matcher(self, grammar: Grammar, form: Matcher | None) -> Matcher:
         if self._grammars is None:
-            if self.tokenizer_path is None:
-                raise InvalidRequest("Without a tokenizer there is no form to keep to.", param="grammar")
-            self._grammars = Grammars(Tokenizer.load(self.tokenizer_path), self.model_config.vocab_size)
-        return self._grammars.matcher(grammar)
+            form = self.compile_form(grammar)
+        assert self._grammars is not None
+        return self._grammars.matcher(grammar, form)
 
     def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
         vocab_size, context = self.model_config.vocab_size, self.config.max_context
@@ -208,7 +219,8 @@ class EngineCore:
         failed = self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
         if self._matchers:
-            progress = [self._follow_form(one) for one in progress]
+            progress = [self._follow_form(one, failed) for one in progress]
+            progress = [one for one in progress if one.request.seq in self._id_of]
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
         return StepOutput(self._deltas(done, result, progress, now), self._events.take()), failed
@@ -224,13 +236,20 @@ class EngineCore:
             now = self._clock.now()
             self._events(events.MasksMade(now, len(masks), now - began))
 
-    def _follow_form(self, progress: Progress) -> Progress:
-        """A token has come; where the form allows nothing more, the answer is complete."""
+    def _follow_form(self, progress: Progress, failed: list[Refused]) -> Progress:
+        """A token has come; where the form allows nothing more, the answer is complete. Where it has become too much to follow,
+        the request fails: it would end as if it were complete."""
         matcher = self._matchers.get(progress.request.seq)
-        if matcher is None or progress.finish_reason:
+        if matcher is None:
             return progress
-        matcher.take([progress.token_id])
-        if not matcher.is_over:
+        if not progress.finish_reason:
+            matcher.take([progress.token_id])
+        if matcher.error:
+            request_id, what = self._id_of[progress.request.seq], matcher.error.splitlines()[0][:300]
+            failed.append(refusal(request_id, InvalidRequest(f"The answer's form cannot be followed further: {what}")))
+            self.abort(Abort(request_id, "its form cannot be followed"))
+            return progress
+        if progress.finish_reason or not matcher.is_over:
             return progress
         self.scheduler.finish(progress.request, "stop")
         return msgspec.structs.replace(progress, finish_reason="stop")

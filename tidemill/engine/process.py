@@ -10,12 +10,15 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
 from tidemill.engine.core import EngineCore, refusal
 from tidemill.errors import TidemillError
+from tidemill.frontend.structured import Matcher
 from tidemill.wire import (
     Abort,
     Finish,
@@ -32,6 +35,8 @@ from tidemill.wire import (
 )
 
 _PROGRESS_EVERY_S = 0.1
+_LOOK_EVERY_MS = 2  # for a form to be compiled, when there is nothing else to do
+_STACK_BYTES = 2**24  # compilers of forms are recursive
 
 
 class EngineProcess:
@@ -45,6 +50,9 @@ class EngineProcess:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
         self._running = True
+        threading.stack_size(_STACK_BYTES)
+        self._compiler = ThreadPoolExecutor(1)
+        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}  # requests that wait for their form
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -71,6 +79,7 @@ class EngineProcess:
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             self._take_messages(core, wait=not core.has_work)
+            self._take_forms(core)
             output, failed = core.step()
             if output.deltas or output.events:
                 self.send(output)
@@ -78,18 +87,20 @@ class EngineProcess:
                 self.send(refused)
 
     def _take_messages(self, core: EngineCore, wait: bool) -> None:
-        ready = dict(self._poller.poll(None if wait else 0))
+        ready = dict(self._poller.poll(0 if not wait else _LOOK_EVERY_MS if self._compiling else None))
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
             self._parent_gone()
             return
         while self._socket.poll(0):
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
-                try:
-                    core.submit(message)
-                except TidemillError as error:
-                    self.send(refusal(message.request_id, error))
+                grammar = message.params.grammar
+                if grammar is None or core.has_form(grammar):
+                    self._submit(core, message)
+                else:  # everybody else's next step does not wait for it
+                    self._compiling[message.request_id] = message, self._compiler.submit(core.compile_form, grammar)
             elif isinstance(message, Abort):
+                self._compiling.pop(message.request_id, None)
                 core.abort(message)
             elif isinstance(message, Finish):
                 core.finish(message)
@@ -98,6 +109,18 @@ class EngineProcess:
             elif isinstance(message, Shutdown):
                 self._running = False
                 return
+
+    def _take_forms(self, core: EngineCore) -> None:
+        for request_id, (message, form) in list(self._compiling.items()):
+            if form.done():
+                del self._compiling[request_id]
+                self._submit(core, message, form)
+
+    def _submit(self, core: EngineCore, message: Submit, form: Future[Matcher] | None = None) -> None:
+        try:
+            core.submit(message, None if form is None else form.result())
+        except TidemillError as error:
+            self.send(refusal(message.request_id, error))
 
     def _parent_gone(self) -> None:
         """It was killed, so it could not clean up: the socket's folder is removed here."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -18,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tidemill.errors import CheckpointError, InvalidRequest
 
 MAX_CHARS = 16 * 2**20
-MAX_SECONDS = 5.0
+_ERROR_CHARS = 300
 
 
 class _Generation(Extension):
@@ -31,10 +30,24 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class Template(Protocol):
+    """What turns a conversation into a prompt: a ChatTemplate here, or one in a process of its own."""
+
+    source: str
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str: ...
+
+
 class ChatTemplate:
     """Compiled once; rendering can call nothing but what is given here."""
 
     def __init__(self, source: str) -> None:
+        self.source = source
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
@@ -45,28 +58,36 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"The model's chat template cannot be compiled: {error}.") from error
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **variables: Any) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
         """A template that knows nothing of tools finds them described in the system's message."""
-        plain = [_plain(message) for message in messages]
-        if tools and not self._knows_tools:
-            plain = _with_tools(plain, tools)
         try:
-            return _bounded(self._template.generate(messages=plain, tools=tools or None, documents=None, **variables))
+            plain = [_plain(message) for message in messages]
+            if tools and not self._knows_tools:
+                plain = _with_tools(plain, tools)
+            known = {"documents": None, **(variables or {}), "messages": plain, "tools": tools or None}
+            return _bounded(self._template.generate(known))
+        except InvalidRequest:
+            raise
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"The model's chat template refuses these messages: {error}.", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-            raise InvalidRequest(
-                f"The model's chat template fails on these messages: {type(error).__name__}: {error}.", param="messages"
-            ) from error
+            what = f"refuses these messages: {str(error)[:_ERROR_CHARS]}"
+            raise InvalidRequest(f"The model's chat template {what}.", param="messages") from error
+        except Exception as error:  # of the model's own code
+            what = f"fails on these messages: {type(error).__name__}: {str(error)[:_ERROR_CHARS]}"
+            raise InvalidRequest(f"The model's chat template {what}.", param="messages") from error
 
 
 def _bounded(parts: Iterator[str]) -> str:
-    """A template that writes and writes is stopped."""
-    written, num_chars, end = [], 0, time.monotonic() + MAX_SECONDS
+    """A template that writes and writes is stopped. One that loops and writes nothing is, too, where it runs `apart`."""
+    written, num_chars = [], 0
     for part in parts:
         written.append(part)
         num_chars += len(part)
-        if num_chars > MAX_CHARS or time.monotonic() > end:
+        if num_chars > MAX_CHARS:
             raise InvalidRequest("The model's chat template does not come to an end with these messages.", param="messages")
     return "".join(written)
 

@@ -7,6 +7,7 @@ memory; compiled forms are kept, the most recent ones, and copied for each sampl
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from tidemill.sampling import Grammar
 MAX_CHARS = 128 * 1024
 MAX_DEPTH = 64
 _NUM_KEPT = 32
+_KEPT_BELOW_S = 0.2  # what took longer is large
 _LIMITS: Any = {
     "initial_lexer_fuel": 2_000_000,  # some 40 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
@@ -34,6 +36,8 @@ _LIMITS: Any = {
 
 class Matcher:
     """Where one sample stands in its form."""
+
+    compiled_s = 0.0
 
     def __init__(self, inner: llguidance.LLMatcher, num_tokens: int) -> None:
         self._inner, self._num_words = inner, -(-num_tokens // 32)
@@ -70,18 +74,25 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(words, n_vocab=num_tokens, eos_token=list(tokenizer.eos_token_ids) or None)
         self._make = partial(llguidance.LLMatcher, self._tokenizer, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """At the beginning; raises what is wrong with the form."""
-        kept = self._kept.pop(grammar, None)
-        if kept is None:
-            kept = Matcher(self._make(_compiled(grammar)), self._num_tokens)
-            trial = kept.copy()
-            trial.mask()  # some forms are too much only now
-            if trial.error:
-                raise InvalidRequest(
-                    f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind
-                )
-        self._kept[grammar] = kept
+    def compile(self, grammar: Grammar) -> Matcher:
+        """At the beginning; raises what is wrong with the form. Safe to call from any thread."""
+        began = time.monotonic()
+        made = Matcher(self._make(_compiled(grammar)), self._num_tokens)
+        made.compiled_s = time.monotonic() - began
+        trial = made.copy()
+        trial.mask()  # some forms are too much only now
+        if trial.error:
+            raise InvalidRequest(f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind)
+        return made
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        return grammar in self._kept
+
+    def matcher(self, grammar: Grammar, made: Matcher | None = None) -> Matcher:
+        """`made`: it has just been compiled."""
+        kept = self._kept.pop(grammar, None) or made or self.compile(grammar)
+        if kept.compiled_s < _KEPT_BELOW_S:
+            self._kept[grammar] = kept
         while len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
         return kept.copy()

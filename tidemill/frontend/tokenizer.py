@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from tidemill.errors import CheckpointError, InvalidRequest
-from tidemill.frontend.chat import ChatTemplate
+from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_json
@@ -34,6 +34,7 @@ class Tokenizer:
         backend.no_truncation()  # a tokenizer.json may carry settings of a training run
         backend.no_padding()
         self._backend = backend
+        self.path: Path | None = None  # where it was loaded from
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))  # the first is the one to write
         self.bos_token_id = bos_token_id
         self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
@@ -44,7 +45,7 @@ class Tokenizer:
         self._longest_bytes = max(map(len, self._token_bytes.values()), default=1)
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
-        self.chat_template: ChatTemplate | None = None
+        self.chat_template: Template | None = None
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
@@ -55,7 +56,9 @@ class Tokenizer:
     @staticmethod
     def load(path: Path) -> Tokenizer:
         """From a checkpoint: a GGUF file or a Hugging Face folder."""
-        return _from_folder(path) if path.is_dir() else _from_gguf(path)
+        made = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        made.path = path
+        return made
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
@@ -90,16 +93,15 @@ class Tokenizer:
         """The prompt that a conversation becomes. `continue_final_message`: it ends within the last message, not after it."""
         if self.chat_template is None:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
-        text = self.chat_template.render(
-            messages,
-            tools,
-            **{
-                **(variables or {}),
-                "bos_token": self._bos_text,
-                "eos_token": self._eos_text,
-                "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            },
-        )
+        ours = {
+            "bos_token": self._bos_text,
+            "eos_token": self._eos_text,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        taken = next((name for name in ("messages", "tools", *ours) if name in (variables or {})), None)
+        if taken is not None:
+            raise InvalidRequest(f"chat_template_kwargs may not set {taken!r}.", param="chat_template_kwargs")
+        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours})
         if not continue_final_message:
             return text
         last = messages[-1].get("content")

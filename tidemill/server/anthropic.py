@@ -19,6 +19,7 @@ from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.openai_types import MAX_MESSAGES
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -115,7 +116,7 @@ class Prompt(BaseModel):
     model_config = _STRICT
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=256)
     tool_choice: ToolChoice | None = None

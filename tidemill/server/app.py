@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
@@ -21,7 +21,9 @@ _READY_WITHIN_S = 10.0
 
 
 def create_app(service: Service, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None) -> ASGIApp:
-    app = FastAPI(title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
+    )
     app.add_middleware(Guard, access=access)
     errors.install(app)
     app.include_router(openai.make_router(service))
@@ -46,7 +48,7 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
             return JSONResponse({"status": error.message}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
+from tidemill.sampling import ABOVE, INTEGERS, REALS
+from tidemill.server.sse import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
 MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
+# While a body is parsed, everybody waits. A text has fewer braces, colons and commas, unless no context could hold it.
+MAX_PARTS = 2**16  # objects, lists and members
+MAX_ITEMS = 2**20
+_MAX_MISTAKES = 1000  # that are told apart
 _NEXT_PART_WITHIN_S = 20.0
+_ALL_WITHIN_S = 120.0
+UPLOAD_WITHIN_S = 3600.0
 
 
 class NotJSON(InvalidRequest):
@@ -39,33 +49,36 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
                 f"The content type is {content_type[:100]!r}.",
                 fix="Send application/json (curl: -H 'Content-Type: application/json').",
             )
-        return parse(model, await _read(request))
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise NotJSON(f"The content encoding {coding[:100]!r} is not read.", fix="Send the body as it is.")
+        return parse(model, b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)]))
 
     return read
 
 
 def parse(model: type[M], body: bytes) -> M:
+    if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS:
+        raise RequestTooLarge(f"The body is made of more than {MAX_PARTS} objects and members, or {MAX_ITEMS} items.")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
 
 
-async def _read(request: Request) -> bytes:
-    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES)])
-
-
-async def parts_of(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
+async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGenerator[bytes, None]:
     """The body as it comes, given up as soon as it is too large, whatever its header said."""
     num_bytes = 0
-    stream = request.stream()
+    stream, end = request.stream(), time.monotonic() + within_s
     while True:
         try:
-            part = await asyncio.wait_for(anext(stream), _NEXT_PART_WITHIN_S)
+            part = await asyncio.wait_for(anext(stream), min(_NEXT_PART_WITHIN_S, end - time.monotonic()))
         except StopAsyncIteration:
             return
+        except ClientDisconnect:
+            raise ClientGone from None
         except TimeoutError:
-            raise TooSlow(f"Nothing more of the body came within {_NEXT_PART_WITHIN_S:.0f} s.") from None
+            raise TooSlow(f"A body has {within_s:.0f} s, its next part {_NEXT_PART_WITHIN_S:.0f} s.") from None
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise RequestTooLarge(f"The body is larger than {max_bytes} bytes.")
@@ -74,11 +87,36 @@ async def parts_of(request: Request, max_bytes: int) -> AsyncGenerator[bytes, No
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
     """What a route adds to the API's description."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+    schema = model.model_json_schema()
+    made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
+    if "stream" in model.model_fields:
+        made["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    return made
+
+
+def _inlined(schema: Any, root: dict[str, Any]) -> Any:
+    """Without references, which would be looked for in the whole document; with the limits that SamplingParams sets."""
+    if isinstance(schema, list):
+        return [_inlined(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    made = {name: _inlined(value, root) for name, value in schema.items() if name not in ("$defs", "discriminator")}
+    for name, inner in made.get("properties", {}).items():
+        for kind in inner.get("anyOf", [inner]):
+            if kind.get("type") == "integer" and name in INTEGERS:
+                kind["minimum"], kind["maximum"] = INTEGERS[name]
+            elif kind.get("type") == "number" and name in REALS:
+                low, kind["maximum"] = REALS[name]
+                kind["exclusiveMinimum" if name in ABOVE else "minimum"] = low
+    return made
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
     """The first problem, by the parameter's name; where something may be of several kinds, of the kind that fits best."""
+    if error.error_count() > _MAX_MISTAKES:  # to write them all down would take seconds
+        return InvalidRequest(f"The body holds {error.error_count()} mistakes.", fix="Compare it with /openapi.json.")
     problems = error.errors(include_url=False, include_context=True, include_input=False)
     first = max((one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":

@@ -16,6 +16,19 @@ from tidemill.server.sse import ClientGone
 _log = logging.getLogger("tidemill.server")
 
 
+_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR = {
+    "type": "object",
+    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT, "code": _TEXT},
+    "required": ["message", "type", "param", "code"],
+}
+_SCHEMA = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
+DESCRIBED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "Refused, and why.", "content": {"application/json": {"schema": _SCHEMA}}},
+    "5XX": {"description": "Not the client's fault.", "content": {"application/json": {"schema": {"type": "object"}}}},
+}
+
+
 def error_body(error: TidemillError) -> dict[str, Any]:
     return _body(str(error), error.kind, error.param, error.code)
 

@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import FileResponse, Response
 
 from tidemill.errors import InvalidRequest
-from tidemill.server.body import MAX_UPLOAD_BYTES, NotJSON, parts_of
+from tidemill.server.body import MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S, NotJSON, parts_of
 from tidemill.server.storage import Storage, Upload, file_object
 
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 86400  # of files that are to expire
@@ -86,7 +86,7 @@ def page(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 async def _receive(request: Request, upload: Upload) -> _Form:
     """The form, its file written as it comes."""
     form = _Form(request.headers.get("content-type", ""))
-    async for part in parts_of(request, MAX_UPLOAD_BYTES):
+    async for part in parts_of(request, MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S):
         form.feed(part)
         if len(form.data) >= _WRITTEN_AT_ONCE:
             await upload.write(form.take())

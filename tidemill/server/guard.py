@@ -140,6 +140,8 @@ class Guard:
             if b"x-request-id" in headers:
                 check_id(headers[b"x-request-id"])
             self._check_path(scope)
+            if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+                raise InvalidRequest("There is more than one Host header.")
             self._check_host(headers.get(b"host", ""))
             self._check_origin(origin, headers.get(b"host", ""))
             self._check_length(scope["path"], headers.get(b"content-length", "0"))
@@ -175,7 +177,7 @@ class Guard:
             ) from None
 
     def _check_origin(self, origin: str, host: str) -> None:
-        if origin and origin not in self._access.origins and urlsplit(origin).netloc != host.lower():
+        if origin and origin not in self._access.origins and origin.partition("://")[2] != host.lower():
             raise Forbidden(
                 f"Pages of {origin[:100]!r} may not ask here.", fix="Serve with --allowed-origin if that page is yours."
             )

@@ -162,7 +162,7 @@ def make_router(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         if body.messages is not None:
-            ids = await service.encode_chat(body.messages)
+            ids = await service.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
         else:
             ids = await service.encode(body.prompt or "", body.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}

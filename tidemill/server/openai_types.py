@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validat
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.tools import call_schema
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.call import ID_PATTERN
 
 MAX_CHOICES = 256  # prompts times samples of one request
+MAX_MESSAGES = 2**14
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 PromptField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]})]
@@ -83,9 +84,9 @@ class SamplingRequest(BaseModel):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     user: str | None = Field(default=None, max_length=1024)  # for the caller's own records
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None
@@ -93,7 +94,7 @@ class SamplingRequest(BaseModel):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -145,7 +146,7 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
 
     def params(self) -> SamplingParams:
         """Of the samples that are drawn; best_of of them, of which n are sent."""
@@ -180,7 +181,10 @@ def one_kind(prompt: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int and -(2**63) <= token < 2**63 for token in value)
+    """Asked of millions, so without a loop of Python's own."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= -(2**63) and max(value) < 2**63)
 
 
 class CalledFunction(BaseModel):
@@ -245,7 +249,7 @@ class ChatMessages(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=256)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -268,9 +272,9 @@ class ChatMessages(BaseModel):
 
 class ChatRequest(SamplingRequest, ChatMessages):
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: bool | None = None
 
     @property
@@ -320,7 +324,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
 
 

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -21,6 +21,7 @@ from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import new_id
 from tidemill.server.guard import Caller
+from tidemill.server.openai_types import MAX_MESSAGES
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -67,7 +68,7 @@ class ResponseRequest(BaseModel):
     model_config = _STRICT
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=128)
     max_output_tokens: int | None = Field(default=None, ge=1)

@@ -104,7 +104,8 @@ async def serve(
             uvicorn.Config(
                 app,
                 http=BoundedProtocol,
-                log_level="warning",
+                ws="none",
+                log_level="error",
                 access_log=False,
                 lifespan="off",
                 server_header=False,
@@ -122,6 +123,8 @@ async def serve(
     finally:
         if batches is not None:
             await batches.stop()
+        if service is not None:
+            service.close()
         await client.close()
         data.close()
         listening.close()

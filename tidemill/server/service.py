@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
+from tidemill.frontend.apart import FormChecker, Renderer
 from tidemill.frontend.output import TextDelta, TextStream
-from tidemill.frontend.structured import Grammars
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.request import BACKGROUND
@@ -25,6 +28,7 @@ from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
 WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
+_NUM_FORMS = 32  # known to be good
 _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 
@@ -46,8 +50,13 @@ class Service:
         self.live = live
         self.created_s = int(time.time())
         self.is_draining = False
-        self._grammars: Grammars | None = None
-        self._compiling = asyncio.Semaphore(1)  # one form at a time: a flood of them leaves the other core alone
+        # Whoever waits for a worker holds up nobody else's thread. One form at a time: a flood of them leaves other cores alone.
+        self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
+        self._forms: FormChecker | None = None
+        self._known_forms: OrderedDict[Grammar, None] = OrderedDict()
+        self._renderer: Renderer | None = None
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template = self._renderer = Renderer(tokenizer.chat_template.source)
         # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
         self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
         # By owner and the id that they know: the call, and its parts in the engine.
@@ -69,26 +78,37 @@ class Service:
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-        return await asyncio.to_thread(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        work = partial(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
-        return await asyncio.to_thread(self.tokenizer.render_chat, messages, **how)
+        work = partial(self.tokenizer.render_chat, messages, **how)
+        return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def close(self) -> None:
+        for threads in (self._checking, self._rendering):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._forms, self._renderer):
+            if workers is not None:
+                workers.close()
 
     async def check_form(self, params: SamplingParams) -> None:
-        """Raise what is wrong with the form an answer is to have, before the engine hears of it. Not on the event loop."""
-        if params.grammar is None:
-            return
-        async with self._compiling:
-            await asyncio.to_thread(self._check_form, params.grammar)
+        """Raise what is wrong with the form an answer is to have, before the engine hears of it."""
+        if params.grammar is not None and params.grammar not in self._known_forms:
+            await asyncio.get_running_loop().run_in_executor(self._checking, self._check_form, params.grammar)
 
     def _check_form(self, grammar: Grammar) -> None:
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, self.ready.model.vocab_size)
-        self._grammars.matcher(grammar)
+        if self._forms is None:
+            assert self.tokenizer.path is not None
+            self._forms = FormChecker(self.tokenizer.path, self.ready.model.vocab_size)
+        self._forms.check(grammar.kind, grammar.text)
+        self._known_forms[grammar] = None
+        while len(self._known_forms) > _NUM_FORMS:
+            self._known_forms.popitem(last=False)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
-            raise ModelUnknown(f"There is no model {name!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
+            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
 
     async def prove(self, within_s: float) -> None:
         """Raise unless the engine has made a step lately, or makes one now."""

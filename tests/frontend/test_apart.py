@@ -1,0 +1,81 @@
+"""Work that may not end, in processes of its own."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import CHAT_TEMPLATE
+from tidemill.errors import InvalidRequest
+from tidemill.frontend import apart
+from tidemill.frontend.apart import FormChecker, Renderer
+from tidemill.frontend.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "Ebbe und Flüt"}]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def rendered():
+    made = []
+
+    def make(source):
+        made.append(Renderer(source))
+        return made[-1]
+
+    yield make
+    for renderer in made:
+        renderer.close()
+
+
+def test_it_renders_as_the_template_does(rendered):
+    how = (MESSAGES, [{"type": "function", "function": {"name": "f"}}], {"add_generation_prompt": True, "big": 10**40})
+    assert rendered(CHAT_TEMPLATE).render(*how) == ChatTemplate(CHAT_TEMPLATE).render(*how)
+    with pytest.raises(InvalidRequest, match="not supported") as told:
+        rendered(CHAT_TEMPLATE).render([{"role": "user", "content": [{"type": "image"}]}])
+    assert told.value.fix == "Send text."
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (LOOP, "does not come to an end"),
+        ("{{ 'x' * 10**11 }}", "MemoryError"),
+        ("{{ '{:999999999999}'.format(1) }}", "MemoryError"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_what_does_not_end_is_ended(rendered, source, why):
+    renderer = rendered("{% if hostile %}" + source + "{% else %}fine{% endif %}")
+    for _ in range(3):  # more often than there are workers
+        begin = time.monotonic()
+        with pytest.raises(InvalidRequest, match=why):
+            renderer.render(MESSAGES, None, {"hostile": True})
+        assert time.monotonic() - begin < 20
+    assert renderer.render(MESSAGES) == "fine"
+
+
+def test_a_worker_ends_with_its_server_even_in_a_loop(rendered):
+    renderer = rendered(LOOP)
+    worker = renderer._pool._begin()
+    apart._write(worker.stdin, [MESSAGES])
+    worker.stdin.close()  # as when the server is gone
+    assert worker.wait(30) < 0
+    worker.stdout.close()
+
+
+def test_forms_are_checked_at_a_bounded_price(tiny_folder: Path):
+    checker = FormChecker(tiny_folder, 320)
+    try:
+        checker.check("regex", "[a-c]+")
+        for kind, text, why in [
+            ("regex", "(a{1000}){1000}", "too much"),
+            ("grammar", "\n".join(["start: r0", *(f'r{i}: "x" r{i + 1}' for i in range(4000)), 'r4000: "a"']), "too much"),
+            ("regex", "(", "cannot be"),
+        ]:
+            with pytest.raises(InvalidRequest, match=why) as told:
+                checker.check(kind, text)
+            assert told.value.param == kind
+        checker.check("regex", "[a-c]+")
+    finally:
+        checker.close()

@@ -1,0 +1,180 @@
+"""Under load, engines are killed, clients leave and the server is told to stop: nothing is lost, nothing is said twice, every
+answer is the one that an undisturbed server gives, and nothing is left behind.
+
+Load comes in waves. Engines are killed at most twice in a wave, at random moments, so no request sees the three deaths after
+which it would be given up: what is asserted holds by rule, not by luck.
+"""
+
+import asyncio
+import glob
+import json
+import os
+import random
+import signal
+import tempfile
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server
+from tests.server.test_lifecycle import gone
+from tests.server.watch import children
+
+LONG = 250
+
+
+def request(i: int) -> tuple[str, dict]:
+    """Greedy and seeded, streamed and whole; of several samples, with logprobs, of a given form; text and chat."""
+    body = {"max_tokens": LONG, "ignore_eos": True, "seed": i, "temperature": float(i % 2), "stream": i % 3 != 0}
+    text = {"prompt": f"request number {i} ", **body}
+    match i % 4:
+        case 0:
+            return "/v1/completions", text
+        case 1:
+            return "/v1/completions", text | {"n": 2, "logprobs": 1}
+        case 2:
+            return "/v1/completions", text | {"structured_outputs": {"regex": f"[a-f ]{{{LONG}}}"}}
+        case _:
+            return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": f"number {i}"}]}
+
+
+class Answer:
+    """What one client got: by choice, the text, logprobs and how it ended."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.ended: dict[int, str] = {}
+        self.is_whole = False
+        self.num_pieces = 0
+
+    def take(self, told: dict) -> None:
+        assert "error" not in told, told
+        self.num_pieces += 1
+        for choice in told["choices"]:
+            index = choice["index"]
+            said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+            self.texts[index] = self.texts.get(index, "") + said
+            if choice.get("logprobs"):
+                self.logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
+            if choice["finish_reason"]:
+                assert index not in self.ended, "it ended twice"
+                self.ended[index] = choice["finish_reason"]
+
+    def take_line(self, line: str) -> bool:
+        """False: there is nothing in it to take."""
+        if line.startswith("data: {"):
+            self.take(json.loads(line[6:]))
+        return line.startswith("data: {")
+
+    def begins(self, other: "Answer") -> bool:
+        return all(other.texts[i].startswith(text) for i, text in self.texts.items()) and all(
+            other.logprobs[i][: len(values)] == values for i, values in self.logprobs.items()
+        )
+
+
+async def ask(http: httpx.AsyncClient, i: int, leaves_s: float | None = None, answer: Answer | None = None) -> Answer:
+    path, body = request(i)
+    answer = answer or Answer()
+
+    async def read() -> None:
+        async with http.stream("POST", path, json=body) as reply:
+            if not body["stream"]:
+                told = json.loads(await reply.aread())
+                assert reply.status_code == 200, told
+                answer.take(told)
+            else:
+                assert reply.status_code == 200, await reply.aread()
+                lines = [line async for line in reply.aiter_lines() if line and not answer.take_line(line)]
+                assert lines == ["data: [DONE]"]
+        answer.is_whole = True
+
+    try:
+        await asyncio.wait_for(read(), leaves_s or 120)
+    except TimeoutError:
+        assert leaves_s, f"request {i} was lost"
+    return answer
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """By name; of those with labels, the sum."""
+    told: dict[str, float] = {}
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith("tidemill_") and "_bucket" not in line:
+            name, value = line.removeprefix("tidemill_").rsplit(" ", 1)
+            name = name.partition("{")[0]
+            told[name] = told.get(name, 0.0) + float(value)
+    return told
+
+
+async def kill_engines(server: Server, num: int, rng: random.Random, answers: list[Answer]) -> None:
+    """Each when it has given some tokens, but by far not all."""
+    for _ in range(num):
+        begun = sum(answer.num_pieces for answer in answers)
+        some = rng.randrange(1, 300)
+        while sum(answer.num_pieces for answer in answers) < begun + some:
+            await asyncio.sleep(0.001)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        await asyncio.sleep(0.2)  # what it had said until then has arrived
+
+
+async def settled(server: Server) -> dict[str, float]:
+    for _ in range(200):
+        told = metrics(server)
+        if told["requests_running"] == told["requests_waiting"] == 0 and server.engine_pid():
+            return told
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"it does not come to rest: {told}")
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "waves", "seed"),
+    [(12, [2], 1), pytest.param(48, [2, 1, 2], 2, marks=pytest.mark.slow)],
+    ids=["short", "full"],
+)
+async def test_chaos(tiny_folder, num_clients, waves, seed):
+    rng = random.Random(seed)
+    folders = set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*"))
+    server = Server(tiny_folder).wait()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
+        first = await ask(http, 0)
+        free = (await settled(server))["kv_pages_free"]
+        undisturbed = await asyncio.gather(*(ask(http, i) for i in range(num_clients)))
+        assert undisturbed[0].texts == first.texts
+
+        for num in waves:
+            leavers = set(rng.sample(range(num_clients), num_clients // 3))
+            answers = [Answer() for _ in range(num_clients)]
+            clients = [ask(http, i, rng.uniform(0.05, 4) if i in leavers else None, answers[i]) for i in range(num_clients)]
+            await asyncio.gather(kill_engines(server, num, rng, answers), *clients)
+            for i, (answer, expected) in enumerate(zip(answers, undisturbed, strict=True)):
+                if answer.is_whole:
+                    assert (answer.texts, answer.ended) == (expected.texts, expected.ended), i
+                    assert answer.logprobs == expected.logprobs, i
+                else:
+                    assert i in leavers
+                    assert answer.begins(expected), i
+            told = await settled(server)
+            assert told["requests_submitted_total"] == told["requests_finished_total"]
+        assert told["engine_restarts_total"] == sum(waves)
+
+        await ask(http, 0)  # so that the engine there is now has told of its pages
+        told = await settled(server)
+        assert told["kv_pages_free"] == free
+        assert told["requests_submitted_total"] == told["requests_finished_total"]
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+
+        last = [asyncio.create_task(ask(http, i)) for i in range(num_clients)]
+        while not metrics(server)["requests_running"]:
+            await asyncio.sleep(0.01)
+        processes = children(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        for i, outcome in enumerate(await asyncio.gather(*last, return_exceptions=True)):
+            if isinstance(outcome, Answer):
+                assert outcome.texts == undisturbed[i].texts
+            else:  # it came when no more were taken, and was told so
+                assert "server_stopping" in str(outcome), outcome
+    assert server.process.wait(40) == 0
+    assert all(gone(pid) for pid in processes)
+    assert set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*")) <= folders

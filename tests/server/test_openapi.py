@@ -1,0 +1,68 @@
+"""What /openapi.json says is true: schemathesis asks whatever it allows, and whatever it forbids."""
+
+from contextlib import suppress
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+CHECKS = [
+    not_a_server_error,
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    made = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    made.config.checks.negative_data_rejection.expected_statuses = ["400", "404", "405", "413", "415"]
+    return made
+
+
+def ask_all(api, mode, num_examples):
+    """Of every route, by hypothesis; its plugin for pytest is not used, since it follows pytest's insides."""
+    operations = [result.ok() for result in api.get_all_operations()]
+    assert len(operations) > 15
+    for operation in operations:
+
+        @settings(
+            max_examples=num_examples,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case):
+            response = case.call(timeout=60)
+            case.validate_response(response, checks=CHECKS)
+            if response.status_code >= 400 and mode is GenerationMode.POSITIVE:
+                # What the description allows may still be too long, of another model, at odds with itself, or have no time.
+                assert response.json()["error"]["type"] in ("invalid_request_error", "deadline_exceeded")
+                assert response.json()["error"]["message"]
+
+        with suppress(Unsatisfiable):  # there may be nothing that is forbidden
+            ask()
+
+
+@pytest.mark.parametrize("num_examples", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "forbidden"])
+def test_what_is_allowed_and_what_is_forbidden(api, mode, num_examples):
+    ask_all(api, mode, num_examples)

@@ -50,6 +50,9 @@ VALID = {
     "/v1/messages/count_tokens": PROMPT,
     "/tokenize": {"messages": SAID},
     "/detokenize": {"tokens": [5]},
+    "/v1/batches": {  # of a file that is not there
+        "input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"x": "y"},
+    },
 }  # fmt: skip
 # What the description leaves open and the routes look at all the same.
 FREE = {

@@ -127,15 +127,26 @@ async def settled(server: Server) -> dict[str, float]:
     raise AssertionError(f"it does not come to rest: {told}")
 
 
+@pytest.fixture
+def folders():
+    """Of sockets, before there is a server."""
+    return set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*"))
+
+
+@pytest.fixture
+def server(folders, tiny_folder):
+    running = Server(tiny_folder).wait()
+    yield running
+    running.stop()  # if it was not told to
+
+
 @pytest.mark.parametrize(
     ("num_clients", "waves", "seed"),
     [(12, [2], 1), pytest.param(48, [2, 1, 2], 2, marks=pytest.mark.slow)],
     ids=["short", "full"],
 )
-async def test_chaos(tiny_folder, num_clients, waves, seed):
+async def test_chaos(folders, server, num_clients, waves, seed):
     rng = random.Random(seed)
-    folders = set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*"))
-    server = Server(tiny_folder).wait()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
         first = await ask(http, 0)

@@ -52,8 +52,8 @@ def percentile(ordered: list[float], percent: float) -> float:
 
 
 def resident_mb(server: Server) -> float:
-    """Of the server, its engine and whatever else it started."""
-    return sum(_resident_mb(pid) for pid in [server.process.pid, *children(server.process.pid)])
+    """Of the server and its engine. Its workers come and go, within bounds of their own."""
+    return _resident_mb(server.process.pid) + _resident_mb(server.engine_pid())
 
 
 def children(pid: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
+from tidemill.kernels.cuda import attention, elementwise, gemm, sampling, tuning
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -94,6 +94,32 @@ def test_every_measured_tile_is_one():
             for tile in filter(None, by_rows.values()):
                 made = gemm.Tile(*tile)
                 assert min(made.rows, made.outs, made.ins) >= 16
+
+
+def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
+    """The search itself needs a GPU (bench/gpu.py); what it found is there at the next start, and a broken file is begun anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(gemm, "_measured", lambda known={}: known)
+    searched, weight = [], torch.zeros(48, 32)
+
+    def search(weight, gated, library):
+        searched.append(weight.shape)
+        return {1: gemm.Tile(16, 32, 64, 3, 2), 64: gemm.LIBRARY}
+
+    monkeypatch.setattr(tuning, "_search", search)
+    (tmp_path / "tidemill").mkdir()
+    (tmp_path / "tidemill" / "tiles.json").write_text('{"some GPU": {"48x')
+    tuning.find_tiles(weight, False, True)
+    assert gemm.choose_tile(1, 48, 32) == gemm.Tile(16, 32, 64, 3, 2)
+    assert gemm.choose_tile(2, 48, 32) is gemm.LIBRARY
+    tuning.find_tiles(weight, False, True)
+    gemm._measured().clear()
+    tuning.find_tiles(weight, False, True)
+    assert len(searched) == 1
+    assert gemm.choose_tile(64, 48, 32) is gemm.LIBRARY
+    assert [path.name for path in (tmp_path / "tidemill").iterdir()] == ["tiles.json"]
+    gemm.choose_tile.cache_clear()
 
 
 @pytest.fixture

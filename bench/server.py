@@ -1,10 +1,11 @@
 """What the server itself costs: streams from a model that costs nothing.
 
-    python -m bench.server [--streams 1,32,256] [--tokens 200]
+    python -m bench.server [--streams 1,32,256] [--tokens 200] [--step-ms 0]
 
-The engine is real but for its runner, which says a token at once. Reported per number of concurrent streams: requests and tokens
-per second, the API process's CPU time per token (so: tokens per second that one core could stream), and the time between a
-stream's tokens. The load generator reads raw sockets; with fewer cores than processes the rates are those of all together.
+The engine is real but for its runner, which says a token at once, or after `--step-ms`. Reported per number of concurrent
+streams: requests and tokens per second, how many tokens came at a time (more than one if the server falls behind), the API
+process's CPU time per token (so: tokens per second that one core could stream), and the time between a stream's pieces. The load
+generator reads raw sockets; with fewer cores than processes the rates are those of all together.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ def engine() -> None:
     from tidemill.runner.base import StepResult
     from tidemill.runner.state import RowState
 
+    step_s = float(os.environ.get("STEP_MS", "0")) / 1000
+
     class StubRunner:
         steps_ahead = 0
 
         def __init__(self, model: Any, config: Any) -> None:
             self.state = RowState(config.max_requests, config.max_context, config.page_size)
+            self._next_s = 0.0
 
         def launch(self, plan: Any) -> StepResult:
+            self._next_s = max(self._next_s + step_s, time.monotonic())
+            time.sleep(max(self._next_s - time.monotonic(), 0.0))
             return StepResult({item.row: 97 for item in plan.items if item.samples})
 
         def collect(self, launched: StepResult) -> StepResult:
@@ -62,38 +68,48 @@ def engine() -> None:
     process.main()
 
 
-async def one(prompt: int, num_tokens: int, gaps: list[float]) -> int:
+async def one(prompt: int, num_tokens: int, gaps: list[float]) -> tuple[int, int]:
+    """Pieces and tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
     body = json.dumps(
-        {"prompt": [97] * prompt, "max_tokens": num_tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+        {
+            "prompt": [97] * prompt,
+            "max_tokens": num_tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream_options": {"include_usage": True},
+        }
     ).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-    num, last = 0, 0.0
+    num_pieces, last, text = 0, 0.0, b""
     while line := await reader.readline():
         if line.startswith(b"data: {"):
-            num += 1
+            num_pieces, text = num_pieces + 1, line
             now = time.perf_counter()
             if last:
                 gaps.append(now - last)
             last = now
     writer.close()
-    return num
+    usage: dict[str, int] = json.loads(text[6:])["usage"]
+    return num_pieces, usage["completion_tokens"]
 
 
-async def load(num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, int, list[float]]:
+async def load(num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, int, int, list[float]]:
     gaps: list[float] = []
     left = asyncio.Semaphore(num_streams)
 
-    async def ask() -> int:
+    async def ask() -> tuple[int, int]:
         async with left:
             return await one(16, num_tokens, gaps)
 
     begin = time.perf_counter()
     counts = await asyncio.gather(*(ask() for _ in range(num_requests)))
-    return time.perf_counter() - begin, sum(counts), gaps
+    num_pieces, num = map(sum, zip(*counts, strict=True))
+    return time.perf_counter() - begin, num_pieces, num, gaps
 
 
 def cpu_seconds(pid: int) -> float:
@@ -105,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,32,256")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--step-ms", type=float, default=0.0, help="what a step of the model takes")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     sys.path.insert(0, os.getcwd())
@@ -113,7 +130,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     make_llama(folder, vocab_size=320, max_position_embeddings=2048)
     byte_tokenizer(folder)
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "STEP_MS": str(arguments.step_ms)}
     server = subprocess.Popen([sys.executable, "-m", "bench.server", "serve", str(folder)], env=environment)
     try:
         asyncio.run(wait())
@@ -122,12 +139,13 @@ def main() -> None:
             num_requests = max(20, 2 * num_streams)
             asyncio.run(load(num_streams, num_streams, arguments.tokens))
             before = cpu_seconds(server.pid)
-            seconds, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
+            seconds, num_pieces, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
             cpu = cpu_seconds(server.pid) - before
             line = {
                 "streams": num_streams,
                 "requests_per_s": num_requests / seconds,
                 "tokens_per_s": num_tokens / seconds,
+                "tokens_per_piece": num_tokens / num_pieces,
                 "api_us_per_token": 1e6 * cpu / num_tokens,
                 "tokens_per_core_s": num_tokens / cpu,
                 "gap_ms_median": 1000 * statistics.median(gaps),

@@ -22,6 +22,7 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineOptions
+from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink, error_from
 from tidemill.errors import DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
@@ -52,7 +53,7 @@ class _Pending:
     """A request under way: what it would take to ask for the rest of it."""
 
     request: Submit
-    queue: asyncio.Queue[Delta | TidemillError]
+    inbox: Inbox
     outputs: list[list[int]]  # delivered, by sample
     over: set[int] = field(default_factory=set)  # samples that have ended
     is_submitted: bool = True  # to the engine there is now
@@ -129,7 +130,7 @@ class EngineClient:
         if self._death or self.ready is None:
             raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
-        pending = _Pending(request, asyncio.Queue(), [[] for _ in range(request.params.n)])
+        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)])
         pending.is_submitted = self._link is not None  # what comes while there is none cannot have harmed one
         if not self._pending:
             self._last_sign_s = time.monotonic()  # it had nothing to do until now
@@ -137,11 +138,11 @@ class EngineClient:
         num_left = request.params.n
         too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.") if timeout_s is not None else None
         loop = asyncio.get_running_loop()
-        alarm = None if too_late is None else loop.call_later(timeout_s or 0, pending.queue.put_nowait, too_late)
+        alarm = None if too_late is None else loop.call_later(timeout_s or 0, pending.inbox.put, too_late)
         try:
             self._send(request)
             while num_left:
-                item = await pending.queue.get()
+                item = await pending.inbox.take()
                 if isinstance(item, TidemillError):
                     num_left = 0
                     raise item
@@ -166,7 +167,7 @@ class EngineClient:
         """End a request; its stream raises `why`. False: there is none of that name."""
         pending = self._pending.get(request_id)
         if pending is not None:
-            pending.queue.put_nowait(why)
+            pending.inbox.put(why)
         return pending is not None
 
     def finish(self, request_id: str, index: int) -> None:
@@ -253,7 +254,7 @@ class EngineClient:
             pending.is_submitted = pending.has_told = False
             if pending.num_deaths >= MAX_DEATHS:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
-                pending.queue.put_nowait(EngineDead(what, fix="Try again, perhaps with a smaller request."))
+                pending.inbox.put(EngineDead(what, fix="Try again, perhaps with a smaller request."))
                 del self._pending[request_id]
             elif pending.num_deaths:
                 self._suspects.append(request_id)
@@ -289,7 +290,7 @@ class EngineClient:
     def _give_up(self, why: str) -> None:
         self._death = self._death or why
         for pending in self._pending.values():
-            pending.queue.put_nowait(EngineDead(self._death, fix="Restart the server."))
+            pending.inbox.put(EngineDead(self._death, fix="Restart the server."))
 
     # ---- what it says
 
@@ -305,13 +306,13 @@ class EngineClient:
                         self._try_next()
                     if delta.finish_reason:
                         pending.over.add(delta.index)
-                    pending.queue.put_nowait(delta)
+                    pending.inbox.put(delta)
             if message.events:
                 self._tell(message.events)
         elif isinstance(message, Pages) and self._on_pages:
             self._on_pages(message)
         elif isinstance(message, Refused) and message.request_id in self._pending:
-            self._pending[message.request_id].queue.put_nowait(error_from(message))
+            self._pending[message.request_id].inbox.put(error_from(message))
 
     def _tell(self, batch: list[Event]) -> None:
         for event in batch:

@@ -20,6 +20,7 @@ from tidemill.wire import FromEngine, Loading, Ready, Refused, Shutdown, Start, 
 
 _STOP_S = 5.0
 _LAST_WORDS_S = 0.5
+_AT_ONCE = 16  # messages
 
 
 class EngineLink:
@@ -92,11 +93,14 @@ class EngineLink:
                 if not receiving.done():
                     self.last_words = self.last_words or f"The engine process ended with code {process.returncode}."
                     return
-                message = decode_from_engine(receiving.result())
-                if isinstance(message, Refused) and message.request_id is None:
-                    self.last_words = message.message
-                take(message)
-                receiving = asyncio.ensure_future(self._socket.recv())
+                for _ in range(_AT_ONCE):  # what is there already, before those whom it concerns get on with it
+                    message = decode_from_engine(receiving.result())
+                    if isinstance(message, Refused) and message.request_id is None:
+                        self.last_words = message.message
+                    take(message)
+                    receiving = asyncio.ensure_future(self._socket.recv())
+                    if not receiving.done():
+                        break
         finally:
             died.cancel()
             receiving.cancel()

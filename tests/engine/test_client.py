@@ -10,10 +10,12 @@ import pytest
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
 from tidemill.engine.client import EngineClient
+from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
 from tidemill.errors import Cancelled, DeadlineExceeded, EngineDead
 from tidemill.events import Aborted, EngineRestarted, Finished, Submitted
 from tidemill.sampling import SamplingParams
+from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
 
 
@@ -56,6 +58,34 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
         assert not client.num_pending
 
     run(test, tiny_folder, stall_s=1.0)
+
+
+def test_an_engine_that_is_done_is_not_taken_for_a_stalled_one(tiny_folder):
+    """A client reads slowly what was computed long ago."""
+
+    async def test(client, seen):
+        request = Submit("slow", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True, n=2, seed=1))
+        async with aclosing(client.submit(request)) as deltas:
+            first = await anext(deltas)
+            await asyncio.sleep(2.5)
+            rest = [delta async for delta in deltas]
+        assert sum(len(delta.token_ids) for delta in [first, *rest]) == 10
+        assert client.num_restarts == 0
+
+    run(test, tiny_folder, stall_s=0.5)
+
+
+def test_people_are_tried_before_batches():
+    pending = [
+        client_module._Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
+        for name, priority, num in (("batch", BACKGROUND, 1), ("late", 5, 2), ("person", 0, 2), ("first", 3, 1))
+    ]
+    assert [one.request.request_id for one in sorted(pending, key=lambda one: one.trial_rank)] == [
+        "first",
+        "person",
+        "late",
+        "batch",
+    ]
 
 
 def test_a_request_that_kills_engines_is_given_up_alone(tiny_folder, monkeypatch):

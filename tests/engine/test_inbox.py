@@ -24,18 +24,18 @@ async def test_what_waits_together_is_taken_together():
         Delta("r", 0, [8, 9], "length", logprobs=scores[2] + scores[3], num_cached=7, timings=timings),
         Delta("r", 1, [2], "stop"),
     )
-    assert await inbox.take() == Delta("r", 0, [5, 6], None, scores[0] + scores[1], scores[3], 7)
-    assert await inbox.take() == Delta("r", 1, [1], None, scores[2], None, 7)
-    assert await inbox.take() == Delta("r", 0, [8, 9], "length", scores[2] + scores[3], None, 7, timings)
-    assert await inbox.take() == Delta("r", 1, [2], "stop")
+    every = [entry for one in (0, 1, 2, 3) for entry in scores[one]]
+    assert await inbox.take() == Delta("r", 0, [5, 6, 8, 9], "length", every, scores[3], 7, timings)
+    assert await inbox.take() == Delta("r", 1, [1, 2], "stop", scores[2])
 
 
 async def test_an_end_and_an_error_are_not_passed_over():
     inbox, lost = Inbox(), EngineDead("gone")
-    said(inbox, Delta("r", 0, [5]), Delta("r", 0, [6], "stop"), Delta("r", 0, [7]), lost)
+    said(inbox, Delta("r", 0, [5]), Delta("r", 1, [1]), Delta("r", 0, [6]), lost, Delta("r", 0, [7], "stop"))
     assert (await inbox.take()).token_ids == [5, 6]
-    assert (await inbox.take()).token_ids == [7]
+    assert (await inbox.take()).token_ids == [1]
     assert await inbox.take() is lost
+    assert (await inbox.take()).token_ids == [7]
 
 
 async def test_a_taker_waits():

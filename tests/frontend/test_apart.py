@@ -55,6 +55,18 @@ def test_what_does_not_end_is_ended(rendered, source, why):
     assert renderer.render(MESSAGES) == "fine"
 
 
+def test_a_worker_that_somebody_ended_is_replaced(rendered):
+    renderer = rendered(CHAT_TEMPLATE)
+    expected = [renderer.render(MESSAGES) for _ in range(2)]
+    idle = [renderer._pool._idle.get() for _ in range(2)]
+    for worker in idle:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+        renderer._pool._idle.put(worker)
+    assert [renderer.render(MESSAGES) for _ in range(2)] == expected
+
+
 def test_a_worker_ends_with_its_server_even_in_a_loop(rendered):
     renderer = rendered(LOOP)
     worker = renderer._pool._begin()

@@ -109,6 +109,7 @@ def test_a_file_with_problems_fails_with_all_of_them(client):
         post | {"custom_id": ""},
     ]  # fmt: skip
     content = "\n".join(map(json.dumps, lines)).encode() + b"\n\n{nonsense\n\xff\xfe\0\n"
+    content += json.dumps(post | {"custom_id": "f", "body": {"stream": "?"}}).encode().replace(b"?", b"\xff") + b"\n"
     batch = end(client, begin(client, url, content))
     assert batch.status == "failed"
     assert batch.failed_at
@@ -119,6 +120,7 @@ def test_a_file_with_problems_fails_with_all_of_them(client):
         (5, "invalid_parameter", "body.stream"), (6, "invalid_request", None), (7, "invalid_request", None),
         (8, "invalid_body", "body"), (9, "invalid_request", None), (10, "invalid_custom_id", "custom_id"),
         (12, "invalid_json_line", None), (13, "invalid_json_line", None),
+        (14, "invalid_json_line", "body"),
     ]  # fmt: skip
     assert "'stream'" in batch.errors.data[3].message
     assert end(client, begin(client, url, b"\n\n \n")).errors.data[0].code == "empty_file"

@@ -244,6 +244,32 @@ async def test_a_full_disk(tmp_path, monkeypatch):
     storage.close()
 
 
+async def test_a_batch_ends_wholly_or_not_at_all(tmp_path, monkeypatch):
+    """No room for its files, then cancelled while they were written: its answers are kept, and nothing else."""
+    storage = Storage(tmp_path, 10**6)
+    batch = {"id": "batch_1", "status": "in_progress", "input_file_id": "f", "request_counts": {"total": 2}}
+    await storage.do(storage.add_batch, "me", "m", batch)
+    await storage.do(storage.add_answer, "batch_1", 1, False, b'{"a": 1}')
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tidemill.server.storage.os.fsync", full)
+    with pytest.raises(StorageFull):
+        await storage.do(storage.finish, "me", "batch_1", "in_progress", "expired", None)
+    monkeypatch.undo()
+    await storage.do(lambda: storage.move("me", "batch_1", ["in_progress"], "cancelling"))
+    await storage.do(storage.finish, "me", "batch_1", "in_progress", "expired", None)
+    assert not list((tmp_path / "files").iterdir())
+    assert await storage.do(storage.answered, "batch_1") == {1}
+    assert (await storage.do(storage.batch, "me", "batch_1"))["status"] == "cancelling"
+    await storage.do(storage.finish, "me", "batch_1", "cancelling", "cancelled", None)
+    told = await storage.do(storage.batch, "me", "batch_1")
+    assert (told["status"], told["request_counts"]["completed"]) == ("cancelled", 1)
+    assert storage.path(told["output_file_id"]).read_bytes() == b'{"a": 1}\n'
+    storage.close()
+
+
 async def test_uploads_under_way_count(tmp_path):
     storage = Storage(tmp_path, 100_000)
     first, second = storage.begin_file(), storage.begin_file()

@@ -1,9 +1,11 @@
 """Who may ask what. Against a real server with keys."""
 
+import contextlib
 import hashlib
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -165,6 +167,64 @@ def test_many_headers_are_cut_off(server):
         except OSError:
             pass
         assert i < 10**6 - 1
+
+
+def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
+    import asyncio
+
+    import uvicorn
+
+    from tidemill.server import protocol
+
+    monkeypatch.setattr(protocol, "READ_WITHIN_S", 0.4)
+    size = 30 * 2**20
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    async def test():
+        config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
+        running = uvicorn.Server(config)
+        task = asyncio.create_task(running.serve())
+        while not running.started:
+            await asyncio.sleep(0.01)
+        port = running.servers[0].sockets[0].getsockname()[1]
+        for pause_s, is_whole in ((0.04, True), (1.5, False)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            num = 0
+            with contextlib.suppress(ConnectionError):
+                while num < size and (part := await reader.read(2**20)):
+                    num += len(part)
+                    await asyncio.sleep(pause_s)
+            assert (num == size) is is_whole
+            writer.close()
+        running.should_exit = True
+        await task
+
+    asyncio.run(test())
+
+
+def test_ids_are_their_owners_even_without_an_admin(tiny_folder):
+    """Two keys, no admin key, the same id: each means their own."""
+    keys = ("key-of-the-first-user", "key-of-the-other-user")
+    running = Server(tiny_folder, *(word for key in keys for word in ("--api-key", key))).wait()
+    try:
+        headers = [{"Authorization": f"Bearer {key}", "X-Request-Id": "same"} for key in keys]
+        body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True}
+        with ThreadPoolExecutor() as threads:
+            asked = [
+                threads.submit(httpx.post, f"{running.url}/v1/completions", json=body, headers=one, timeout=60) for one in headers
+            ]
+            while httpx.delete(f"{running.url}/v1/requests/same", headers=headers[0]).status_code != 200:
+                assert not asked[0].done()
+            assert [one.result().status_code for one in asked] == [499, 200]
+        stories = httpx.get(f"{running.url}/v1/requests/same/explain", headers=headers[1]).json()["data"]
+        assert [story["status"] for story in stories] == ["length"]
+    finally:
+        assert running.stop() == 0
 
 
 def test_a_connection_that_says_nothing_is_closed(tiny_folder, monkeypatch):

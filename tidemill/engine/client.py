@@ -26,6 +26,7 @@ from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink, error_from
 from tidemill.errors import DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
+from tidemill.sched.request import BACKGROUND
 from tidemill.wire import (
     Abort,
     Delta,
@@ -59,8 +60,18 @@ class _Pending:
     is_submitted: bool = True  # to the engine there is now
     has_told: bool = False  # it got a token out of it
     num_deaths: int = 0  # of engines that did not give it a token
-
     is_known: bool = False  # an engine has told of it
+
+    @property
+    def is_over(self) -> bool:
+        """The engine is done with it, if not its reader."""
+        return len(self.over) == len(self.outputs)
+
+    @property
+    def trial_rank(self) -> tuple[bool, int, int]:
+        """Suspects are tried in this order: batches after people, and who has seen fewer deaths first."""
+        priority = self.request.priority
+        return priority >= BACKGROUND, self.num_deaths, priority
 
     def again(self) -> Submit:
         if not self.is_known:
@@ -237,7 +248,8 @@ class EngineClient:
                     if reading.exception() is not None:
                         return f"its messages cannot be read: {type(reading.exception()).__name__}"
                     return link.last_words
-                if self._pending and self.last_step_s > self._stall_s:
+                has_work = any(not pending.is_over for pending in self._pending.values())
+                if self.last_step_s > self._stall_s and has_work:
                     link.kill()
                     return f"no step in {self._stall_s:.0f} s though requests are under way"
         finally:
@@ -249,6 +261,8 @@ class EngineClient:
         self.num_restarts += 1
         self._suspects.clear()
         for request_id, pending in list(self._pending.items()):
+            if pending.is_over:
+                continue
             if pending.is_submitted:
                 pending.num_deaths = 0 if pending.has_told else pending.num_deaths + 1
             pending.is_submitted = pending.has_told = False
@@ -261,7 +275,7 @@ class EngineClient:
             else:
                 self._submit_again(pending)
         self._tell_lost(list(self._told))
-        self._suspects = deque(sorted(self._suspects, key=lambda name: self._pending[name].num_deaths))
+        self._suspects = deque(sorted(self._suspects, key=lambda name: self._pending[name].trial_rank))
         self._tell([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
         self._try_next()
 
@@ -278,14 +292,14 @@ class EngineClient:
         self._on_trial = None
         while self._suspects and self._on_trial is None:
             request_id = self._suspects.popleft()
-            if request_id in self._pending:
+            pending = self._pending.get(request_id)
+            if pending is not None and not pending.is_over:
                 self._on_trial = request_id
-                self._submit_again(self._pending[request_id])
+                self._submit_again(pending)
 
     def _submit_again(self, pending: _Pending) -> None:
         pending.is_submitted = True
-        if len(pending.over) < len(pending.outputs):
-            self._send(pending.again())
+        self._send(pending.again())
 
     def _give_up(self, why: str) -> None:
         self._death = self._death or why

@@ -30,13 +30,18 @@ class Inbox:
         return item if not self._items or isinstance(item, TidemillError) else self._joined(item)
 
     def _joined(self, first: Delta) -> Delta:
-        parts = [first]
+        """With what waits of the same sample, up to its end or an error. Samples keep their order, not that among them."""
+        parts, others = [first], list[Delta | TidemillError]()
         while self._items and parts[-1].finish_reason is None:
             item = self._items[0]
-            if isinstance(item, TidemillError) or item.index != first.index:
+            if isinstance(item, TidemillError):
                 break
-            parts.append(item)
             self._items.popleft()
+            if item.index == first.index:
+                parts.append(item)
+            else:
+                others.append(item)
+        self._items.extendleft(reversed(others))
         if len(parts) == 1:
             return first
         last = parts[-1]

@@ -44,7 +44,8 @@ class _Pool:
         """What the worker makes of it, or raises; `too_much`, if it did not live to tell."""
         worker = self._idle.get()
         try:
-            worker = worker or self._begin()
+            if worker is None or worker.poll() is not None:  # somebody else may have ended it
+                worker = self._begin()
             told = _exchange(worker, task)
             if told is None:
                 _end(worker)
@@ -113,7 +114,7 @@ def _exchange(worker: subprocess.Popen[bytes], asked: Any) -> dict[str, Any] | N
         _write(worker.stdin, asked)
         told: dict[str, Any] | None = _read(worker.stdout)
         return told
-    except OSError:
+    except (OSError, ValueError):  # it ended amid a word
         return None
 
 
@@ -174,7 +175,8 @@ def _work() -> None:
     asking, telling = sys.stdin.buffer, sys.stdout.buffer
     kind, *how = _read(asking)
     os.nice(5)  # others first
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
+    with contextlib.suppress(ValueError, OSError):  # not every system can
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
     make, seconds = _MAKERS[kind]
     do = make(*how)
     _write(telling, {})

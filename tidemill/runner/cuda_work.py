@@ -47,7 +47,7 @@ class Work:
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, self.prompts), (programs[0], programs[1], 0, programs[2]), strict=True
+            (self.singles, self.shared, self.members, self.prompts), (programs[0], programs[1], 0, 2 * programs[2]), strict=True
         ):
             places.append(at)
             end = at + values.size

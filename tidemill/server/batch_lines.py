@@ -52,19 +52,19 @@ def problems_of(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
     for number, text in read(path):
         num_lines += 1
         if num_lines > MAX_LINES:
-            problems.append(_problem("too_many_tasks", f"The file has more than {MAX_LINES} requests.", None, None))
+            problems.append(problem("too_many_tasks", f"The file has more than {MAX_LINES} requests.", None, None))
             break
         code, message, param = _problem_of(text, endpoint, seen)
         if code:
-            problems.append(_problem(code, message, number, param))
+            problems.append(problem(code, message, number, param))
             if len(problems) == _NUM_PROBLEMS:
                 break
     if num_lines == 0:
-        problems.append(_problem("empty_file", "The file has no requests.", None, None))
+        problems.append(problem("empty_file", "The file has no requests.", None, None))
     return num_lines, problems
 
 
-def _problem(code: str, message: str, line: int | None, param: str | None) -> dict[str, Any]:
+def problem(code: str, message: str, line: int | None, param: str | None) -> dict[str, Any]:
     return {"code": code, "message": message, "line": line, "param": param}
 
 
@@ -92,6 +92,8 @@ def _problem_of(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str, s
             return "invalid_parameter", "The parameter 'stream' is not possible in a batch.", "body.stream"
     except msgspec.ValidationError:
         return "invalid_body", "The body must be an object.", "body"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return "invalid_json_line", f"The body is not JSON: {_first_words(error)}.", "body"
     return "", "", None
 
 

@@ -24,7 +24,7 @@ from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
 from tidemill.server.guard import Caller
 from tidemill.server.service import Service
-from tidemill.server.storage import OVER, Storage, StorageUnavailable
+from tidemill.server.storage import OVER, QuotaExceeded, Storage, StorageFull, StorageUnavailable
 
 _MAX_UNFINISHED = 100  # batches of one owner
 _MAX_WINDOW_S = 30 * 86400
@@ -161,9 +161,14 @@ class Batches:
 
     async def _validate(self, owner: str, batch: dict[str, Any]) -> None:
         storage = self._storage
+        if time.time() >= batch["expires_at"]:
+            await self._end(owner, batch, "expired")
+            return
         path = storage.path(batch["input_file_id"])
         try:
             num_lines, problems = await asyncio.to_thread(batch_lines.problems_of, path, batch["endpoint"])
+        except FileNotFoundError:
+            num_lines, problems = 0, [batch_lines.problem("missing_file", "The input file is gone.", None, "input_file_id")]
         except OSError as error:
             raise StorageUnavailable(f"The input file cannot be read: {error.strerror}.") from error
         counts = batch["request_counts"] | {"total": num_lines}
@@ -196,9 +201,10 @@ class Batches:
 
     async def _end(self, owner: str, batch: dict[str, Any], status: str) -> None:
         storage = self._storage
-        if status in _NOT_ANSWERED and batch["request_counts"]["total"]:
+        path = storage.path(batch["input_file_id"])
+        if status in _NOT_ANSWERED and batch["request_counts"]["total"] and await asyncio.to_thread(path.exists):
             done = await storage.do(storage.answered, batch["id"])
-            lines = batch_lines.read(storage.path(batch["input_file_id"]), done)
+            lines = batch_lines.read(path, done)
             code = _NOT_ANSWERED[status]
             texts = (
                 (number, batch_lines.unanswered(new_id("batch_req"), batch_lines.parse(text).custom_id, *code))
@@ -217,9 +223,18 @@ class Batches:
             caller = Caller(owner, in_background=True, call=call)
             call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
             written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
-            await self._storage.do(self._storage.add_answer, batch["id"], number, call.status >= 400, written)
+            await self._store(batch["id"], number, call.status >= 400, written)
             if self._log is not None:
                 self._log.write(call)
+
+    async def _store(self, batch_id: str, number: int, failed: bool, text: bytes) -> None:
+        """Where there is no room, an answer waits for it: to compute it again would help nobody."""
+        while True:
+            try:
+                return await self._storage.do(self._storage.add_answer, batch_id, number, failed, text)
+            except (StorageFull, QuotaExceeded) as error:
+                _log.error("an answer of batch %s waits: %s", batch_id, error)
+                await asyncio.sleep(_TRY_AGAIN_S)
 
     async def _answer(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """As the route would: what is wrong with the line is its answer; what is wrong with the server is not."""

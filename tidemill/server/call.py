@@ -47,6 +47,7 @@ class Call:
     begun_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0  # when the first token was there
     queue_s: float = 0.0
+    decode_s: float = 0.0  # in the engine, from the first token to the last
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
@@ -75,8 +76,8 @@ class Call:
             told["queue_ms"] = round(1000 * self.queue_s, 1)
         if self.first_s:
             told["first_token_ms"] = round(1000 * (self.first_s - self.begun_s), 1)
-        if self.num_output > 1:
-            told["tokens_per_second"] = round((self.num_output - 1) / max(now - self.first_s, 1e-9), 1)
+        if self.num_output > 1 and self.decode_s:
+            told["tokens_per_second"] = round((self.num_output - 1) / self.decode_s, 1)
         return told | {"total_ms": round(1000 * (now - self.begun_s), 1)}
 
 

@@ -79,10 +79,11 @@ class _Clock:
 
     def body(self, num_output: int) -> dict[str, float]:
         now = time.monotonic()
+        decode_s = now - self.first_s if self.engine is None else self.engine.decode_s  # tokens may have come here together
         told = {
             "total_ms": 1000 * (now - self.begun_s),
             "first_token_ms": 1000 * (self.first_s - self.begun_s),
-            "tokens_per_second": (num_output - 1) / max(now - self.first_s, 1e-9) if num_output > 1 else 0.0,
+            "tokens_per_second": (num_output - 1) / max(decode_s, 1e-6) if num_output > 1 else 0.0,
         }
         if self.engine is not None:
             engine = self.engine

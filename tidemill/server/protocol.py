@@ -80,7 +80,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client has left unread as much as may wait for it."""
         super().pause_writing()
-        self._unread = self.loop.call_later(READ_WITHIN_S, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        self._unread = self.loop.call_later(READ_WITHIN_S, self._see_reading, self.transport.get_write_buffer_size())
+
+    def _see_reading(self, num_bytes: int) -> None:
+        """Whoever has taken anything meanwhile is only slow."""
+        if self.transport.get_write_buffer_size() < num_bytes:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         if self._unread is not None:

@@ -236,7 +236,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if service.cancel(response_id, None if caller.is_admin else caller.owner):
+        if service.cancel(response_id, caller.owner):
             items, body = store.get(caller.owner, response_id)
             store.put(caller.owner, items, body | {"status": "cancelled"})
         return store.get(caller.owner, response_id)[1]

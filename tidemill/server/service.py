@@ -177,7 +177,9 @@ class Service:
                         ended.add(delta.index)
                         call.finish_reason = text.finish_reason
                         call.num_cached += delta.num_cached if delta.index == 0 else 0
-                        call.queue_s = max(call.queue_s, delta.timings.queue_s if delta.timings else 0.0)
+                        if delta.timings is not None:
+                            call.queue_s = max(call.queue_s, delta.timings.queue_s)
+                            call.decode_s = max(call.decode_s, delta.timings.decode_s)
                         if not delta.finish_reason:
                             self.client.finish(request_id, delta.index)
                     yield delta, text

@@ -264,34 +264,42 @@ class Storage:
         """Answers become files, and the batch is over: all of it or nothing, however it is interrupted."""
         assert self._opened is not None
         told = self.batch(owner, batch_id)
-        files = {}
-        for failed, name in enumerate(("output", "error")):
-            sql = "SELECT text FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
-            lines = self._opened.execute(sql, (batch_id, failed))
-            if (made := self._write(lines, f"{batch_id}_{name}.jsonl", expire_s)) is not None:
-                files[f"{name}_file_id"] = made
-        self._rows("BEGIN")
+        files: dict[str, dict[str, Any]] = {}
+        is_kept = False
         try:
+            for failed, name in enumerate(("output", "error")):
+                sql = "SELECT text FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
+                lines = self._opened.execute(sql, (batch_id, failed))
+                if (made := self._write(lines, f"{batch_id}_{name}.jsonl", expire_s)) is not None:
+                    files[f"{name}_file_id"] = made
+            self._rows("BEGIN")
             for made in files.values():
                 self.add_file(owner, made)
             ids = {name: made["id"] for name, made in files.items()}
-            self.move(owner, batch_id, [since], status, request_counts=told["request_counts"], **ids)
-            self._rows("DELETE FROM answers WHERE batch = ?", batch_id)
-            self._rows("COMMIT")
-        except BaseException:
-            self._opened.rollback()
-            raise
+            if self.move(owner, batch_id, [since], status, request_counts=told["request_counts"], **ids):
+                self._rows("DELETE FROM answers WHERE batch = ?", batch_id)
+                self._rows("COMMIT")
+                is_kept = True
         finally:
+            if not is_kept:  # it was cancelled meanwhile, or there is no room
+                if self._opened.in_transaction:
+                    self._opened.rollback()
+                for made in files.values():
+                    self.path(made["id"]).unlink(missing_ok=True)
             self._count_bytes()
 
     def _write(self, lines: Iterable[tuple[bytes]], filename: str, expire_s: int | None) -> dict[str, Any] | None:
         file_id = new_id("file")
-        with open(self.path(file_id), "xb", opener=_private) as file:
-            for (line,) in lines:
-                file.write(line + b"\n")
-            num_bytes = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.path(file_id), "xb", opener=_private) as file:
+                for (line,) in lines:
+                    file.write(line + b"\n")
+                num_bytes = file.tell()
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self.path(file_id).unlink(missing_ok=True)  # a full disk should not be fuller for it
+            raise
         if num_bytes == 0:
             self.path(file_id).unlink()
             return None

@@ -282,7 +282,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # Few enough pages that all are in use by the end of the warm-up: a page takes memory when it is first written.
-    options = ["--port", str(port), "--kv-memory", "128MiB", "--max-requests", "16"]
+    options = ["--port", str(port), "--kv-memory", "128MiB", "--max-requests", "16", "--no-request-log"]
     server = subprocess.Popen([sys.executable, "-m", "tidemill", "serve", given.model, *options])
     try:
         url = f"http://127.0.0.1:{port}"

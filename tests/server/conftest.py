@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -9,12 +10,17 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import ASGIApp
 
 from tests.helpers import byte_tokenizer, make_llama
+from tidemill.server.protocol import BoundedProtocol
 
 
 class Server:
@@ -78,6 +84,20 @@ def command_of(pid: int | str) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+@asynccontextmanager
+async def behind_our_protocol(app: ASGIApp) -> AsyncIterator[int]:
+    """An app of the test's own, served as ours is; its port."""
+    running = uvicorn.Server(uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", lifespan="off"))
+    task = asyncio.create_task(running.serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield running.servers[0].sockets[0].getsockname()[1]
+    finally:
+        running.should_exit = True
+        await task
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Who may ask what. Against a real server with keys."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -11,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, behind_our_protocol
 from tidemill.errors import ConfigError
-from tidemill.server import page
+from tidemill.server import page, protocol
 from tidemill.server.guard import Access
 
 KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
@@ -169,13 +170,7 @@ def test_many_headers_are_cut_off(server):
         assert i < 10**6 - 1
 
 
-def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
-    import asyncio
-
-    import uvicorn
-
-    from tidemill.server import protocol
-
+async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
     monkeypatch.setattr(protocol, "READ_WITHIN_S", 0.4)
     size = 30 * 2**20
 
@@ -183,13 +178,7 @@ def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
         await send({"type": "http.response.body", "body": b"x" * size})
 
-    async def test():
-        config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
-        running = uvicorn.Server(config)
-        task = asyncio.create_task(running.serve())
-        while not running.started:
-            await asyncio.sleep(0.01)
-        port = running.servers[0].sockets[0].getsockname()[1]
+    async with behind_our_protocol(app) as port:
         for pause_s, is_whole in ((0.04, True), (1.5, False)):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -201,10 +190,6 @@ def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
                     await asyncio.sleep(pause_s)
             assert (num == size) is is_whole
             writer.close()
-        running.should_exit = True
-        await task
-
-    asyncio.run(test())
 
 
 def test_ids_are_their_owners_even_without_an_admin(tiny_folder):
@@ -227,26 +212,14 @@ def test_ids_are_their_owners_even_without_an_admin(tiny_folder):
         assert running.stop() == 0
 
 
-def test_a_connection_that_says_nothing_is_closed(tiny_folder, monkeypatch):
-    import asyncio
-
-    import uvicorn
-
-    from tidemill.server import protocol
-
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
     monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 0.3)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
-    async def test():
-        config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
-        running = uvicorn.Server(config)
-        task = asyncio.create_task(running.serve())
-        while not running.started:
-            await asyncio.sleep(0.01)
-        port = running.servers[0].sockets[0].getsockname()[1]
+    async with behind_our_protocol(app) as port:
         for start in (b"", b"GET / HTTP/1.1\r\nHo"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
@@ -259,10 +232,6 @@ def test_a_connection_that_says_nothing_is_closed(tiny_folder, monkeypatch):
             assert b"200" in await asyncio.wait_for(reader.readline(), 3)
             await reader.readuntil(b"\r\n\r\n")
             await asyncio.sleep(0.15)
-        running.should_exit = True
-        await task
-
-    asyncio.run(test())
 
 
 def test_what_keys_may_be_and_where_they_are_needed(tmp_path):

@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import uvicorn
 
-from tests.server.conftest import Server
+from tests.server.conftest import Server, behind_our_protocol
 from tests.server.watch import Bystander, percentile, resident_mb
 from tidemill.server import protocol
 
@@ -431,24 +430,17 @@ async def test_who_does_not_read_is_left_behind(monkeypatch):
             ended.set()
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(app, port=0, http=protocol.BoundedProtocol, log_level="error", lifespan="off")
-    running = uvicorn.Server(config)
-    task = asyncio.create_task(running.serve())
-    while not running.started:
-        await asyncio.sleep(0.01)
-    port = running.servers[0].sockets[0].getsockname()[1]
-    with socket.create_connection(("127.0.0.1", port)) as raw:
-        raw.setblocking(False)
-        await asyncio.get_running_loop().sock_sendall(raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.wait_for(ended.wait(), 5)
-        assert num_sent < 20 * 2**20  # what the two kernels hold
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
-    begin = time.monotonic()
-    assert b" 200 " in await asyncio.wait_for(reader.read(), 5)  # and then it is closed
-    assert 0.3 < time.monotonic() - begin < 3
-    running.should_exit = True
-    await task
+    async with behind_our_protocol(app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(raw, b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), 5)
+            assert num_sent < 20 * 2**20  # what the two kernels hold
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc")
+        begin = time.monotonic()
+        assert b" 200 " in await asyncio.wait_for(reader.read(), 5)  # and then it is closed
+        assert 0.3 < time.monotonic() - begin < 3
 
 
 def test_a_body_that_never_ends_is_not_waited_for(server):

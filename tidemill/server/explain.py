@@ -134,7 +134,8 @@ class _Company:
             self._story.state, self._story.since_s = story.state, story.since_s
         if (story.state, story.since_s) == (self._story.state, self._story.since_s):
             self.members.add((story.request_id, 1))
-            self._joined[story.request_id] = tuple(replace(span) for span in self._spans())  # type: ignore[assignment]
+            decode, between = self._spans()
+            self._joined[story.request_id] = replace(decode), replace(between)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._joined

@@ -22,5 +22,5 @@ def test_the_real_model_alone_and_in_a_crowd(smollm2_path, dtype):
             assert run(make_core(real, page_size=page_size), {"x": (prompt, params)})["x"] == lone
         assert run(core, {"x": (prompt, params)})["x"] == lone
         assert run(core, {"x": (prompt, params)})["x"] == lone  # cached now
-        crowd = {f"o{i}": (ids(real, 1 + 3 * i, i + 1), greedy(4)) for i in range(31)}
+        crowd = {f"o{i}": (ids(real, 1 + i, i + 1), greedy(4)) for i in range(31)}
         assert run(make_core(real, kv_memory_bytes=2**28), crowd | {"x": (prompt, params)})["x"] == lone

@@ -179,7 +179,7 @@ async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
         await send({"type": "http.response.body", "body": b"x" * size})
 
     async with behind_our_protocol(app) as port:
-        for pause_s, is_whole in ((0.04, True), (1.5, False)):
+        for pauses, is_whole in ([0.04] * 40, True), ([1.5], False):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n")
@@ -187,7 +187,7 @@ async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
             with contextlib.suppress(ConnectionError):
                 while num < size and (part := await reader.read(2**20)):
                     num += len(part)
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(pauses.pop() if pauses else 0)
             assert (num == size) is is_whole
             writer.close()
 

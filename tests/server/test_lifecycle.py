@@ -80,6 +80,37 @@ def test_interrupt_while_loading(tiny_folder, delay_s):
     assert not set(glob.glob(f"{tempfile.gettempdir()}/tidemill-*")) - files
 
 
+def test_ctrl_c_is_not_lost_while_modules_are_read():
+    """As an exception it may come where Python swallows it; so it ends the process until a command heeds it."""
+    script = """if True:
+        import runpy, signal, sys
+
+        class See:
+            def find_spec(self, name, path=None, target=None):
+                if name in ("typer", "uvicorn"):
+                    print(name, signal.getsignal(signal.SIGINT).name)
+
+        sys.meta_path.insert(0, See())
+        sys.argv = ["tidemill", "serve", "/nowhere"]
+        runpy.run_module("tidemill", run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["typer", "SIG_DFL", "uvicorn", "SIG_DFL"], done.stderr
+    assert "There is no model" in done.stderr
+
+
+def test_any_free_port_is_told(tiny_folder):
+    command = [sys.executable, "-m", "tidemill", "serve", str(tiny_folder), "--port", "0", "--served-name", "tiny"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = next(word for line in process.stderr for word in line.split() if word.startswith("http://"))
+            assert httpx.get(f"{address}/health").status_code == 200
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
 def test_a_model_without_tokenizer_leaves_nothing_behind(tiny_folder, tmp_path):
     before = engines()
     shutil.copytree(tiny_folder, tmp_path / "m")

@@ -38,6 +38,11 @@ TimeScale = Annotated[float, typer.Option(help="Multiply a trace's times by this
 LengthScale = Annotated[float, typer.Option(help="Multiply a trace's lengths by this.")]
 
 
+@app.callback()
+def root() -> None:
+    opt.heed_interrupts()
+
+
 @app.command()
 def latency(
     model: opt.Model = "smollm2",

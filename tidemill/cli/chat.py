@@ -38,6 +38,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
     console = Console(stderr=True, highlight=False)
+    opt.heed_interrupts()
     llm = LLM(model, progress=console.is_terminal, threads=threads)
     console.print(f"Talking to {model}. {_HELP}", style="dim")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)

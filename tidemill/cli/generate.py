@@ -36,6 +36,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
     console = Console(stderr=True, highlight=False)
+    opt.heed_interrupts()
     llm = LLM(model, progress=console.is_terminal, threads=threads)
     interrupted = False
 

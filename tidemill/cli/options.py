@@ -1,7 +1,8 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what Ctrl-C is to them."""
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import typer
@@ -43,3 +44,8 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 
 def memory_bytes(text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
+
+
+def heed_interrupts() -> None:
+    """From here on Ctrl-C is an exception: what has been begun (a progress bar, an engine) is ended in order."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

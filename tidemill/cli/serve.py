@@ -87,7 +87,7 @@ def serve(
     def on_loading(message: Loading) -> None:
         bar.update(task, completed=message.done_bytes, total=message.total_bytes)
 
-    def on_ready(ready: Ready) -> None:
+    def on_ready(ready: Ready, port: int) -> None:
         bar.stop()
         name = served_name or model
         console.print(budget_table(name, ready))
@@ -100,6 +100,7 @@ def serve(
             markup=False, soft_wrap=True,
         )  # fmt: skip
 
+    opt.heed_interrupts()
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):

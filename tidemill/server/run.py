@@ -47,14 +47,14 @@ async def serve(
     host: str,
     port: int,
     on_loading: Callable[[Loading], None] | None = None,
-    on_ready: Callable[[Ready], None] | None = None,
+    on_ready: Callable[[Ready, int], None] | None = None,
     drain_s: float = 30.0,
     access: Access | None = None,
     data: Storage | None = None,
     log: RequestLog | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
-    not wait."""
+    not wait. `on_ready` is told the port, too: 0 asks for any that is free."""
     access = access or Access()
     access.check_host_is_safe(host)
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
@@ -118,7 +118,7 @@ async def serve(
         if server.started:
             await batches.resume()
             if on_ready:
-                on_ready(ready)
+                on_ready(ready, listening.getsockname()[1])
         await serving
     finally:
         if batches is not None:

@@ -22,7 +22,7 @@ import torch
 import triton
 
 from bench import gpu_checks
-from bench.gpu_checks import TILES, Scene
+from bench.gpu_checks import TILES, Scene, has_flash
 from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
@@ -34,7 +34,7 @@ from tidemill.wire import Submit
 
 CHECKS = (
     "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_odd_requests", "stress_engine",
+    "check_flash", "check_fast_math", "check_odd_requests", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
@@ -114,12 +114,14 @@ def time_attention() -> list[dict[str, Any]]:
         print(f"decode attention {label} B={batch} L={length} common {common}: {us:.1f} us, {rate:.2f} TB/s", flush=True)
     for label, batch, length, heads in (("llama8b", 4, 4096, 32), ("llama8b", 1, 16384, 32), ("qwen06b", 4, 4096, 16)):
         scene = Scene([length] * batch, heads, 8, 128)
-        _, lists = scene.prepare([(i, 0, length) for i in range(batch)])
         out = torch.empty(batch * length, heads * 128, device="cuda", dtype=torch.bfloat16)
-        us = time_us([partial(attend, scene.qkv, scene.cache, 0, scene.table, lists, out, heads)], 3)
-        rate = batch * length * length / 2 * heads * 128 * 4 / us / 1e6
-        lines.append({"model": label, "prefill": length, "batch": batch, "us": us, "TFLOP/s": rate})
-        print(f"prefill attention {label} {batch}x{length}: {us:.0f} us, {rate:.0f} TFLOP/s", flush=True)
+        for by_flash in (False, True) if has_flash() else (False,):
+            _, lists = scene.prepare([(i, 0, length) for i in range(batch)], by_flash=by_flash)
+            us = time_us([partial(attend, scene.qkv, scene.cache, 0, scene.table, lists, out, heads)], 3)
+            rate = batch * length * length / 2 * heads * 128 * 4 / us / 1e6
+            lines.append({"model": label, "prefill": length, "batch": batch, "flash": by_flash, "us": us, "TFLOP/s": rate})
+            whose = "flash-attn-4" if by_flash else "ours"
+            print(f"prefill attention {label} {batch}x{length}, {whose}: {us:.0f} us, {rate:.0f} TFLOP/s", flush=True)
     return lines
 
 
@@ -214,7 +216,8 @@ def time_workloads(model: str, mode: str, only: str | None) -> tuple[list[dict[s
     )
     started = time.perf_counter() - begin
     print(
-        f"{model} {mode}: ready in {started:.1f} s; {core.config.num_kv_tokens:,} KV tokens",
+        f"{model} {mode}: ready in {started:.1f} s; {core.config.num_kv_tokens:,} KV tokens; "
+        f"flash-attn-4: {core.runner.flash.why}",
         flush=True,
     )
     run_workload(core, [([5] * 600, 8)] * 4)

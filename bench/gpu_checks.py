@@ -23,7 +23,7 @@ from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels.cuda import attention, elementwise, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, product
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -145,14 +145,17 @@ class Scene:
         scores.masked_fill_(torch.arange(k.shape[0], device="cuda") > positions[:, None], float("-inf"))
         return torch.einsum("ntl,lnd->tnd", scores.softmax(-1), v.repeat_interleave(num_repeats, 1)).flatten(1)
 
-    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0) -> tuple[Work, attention.Lists]:
+    def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, attention.Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
         tile, members = attention.prompt_rows(group, self.dim) // group, attention.shared_rows(group) // group
+        tile = flash.WHOLE if by_flash else tile
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)
-        if not extra and len(work.prompts):
+        if by_flash:
+            programs = (*programs[:2], flash.MOST_PROMPTS)
+        elif not extra and len(work.prompts):
             programs = (*programs[:2], attention.num_prompt_programs(len(work.prompts), self.kv_heads, self.dim))
         words = np.zeros(2**22, np.int32)
         size = work.rows.size
@@ -160,10 +163,11 @@ class Scene:
         device = torch.from_numpy(words).cuda()
         partial = torch.full((max(1, work.num_slots), self.heads, self.dim + 2), float("nan"), device="cuda")
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
-        return work, attention.Lists(device, device[attention.HEADER + 2 * padded(size) :], *programs, partial, done)
+        prompts = flash.Prompts.of(device, self.table) if by_flash else None
+        return work, attention.Lists(device, device[attention.HEADER + 2 * padded(size) :], *programs, partial, done, prompts)
 
-    def run(self, items: list[tuple[int, int, int]], extra: int = 0) -> torch.Tensor:
-        work, lists = self.prepare(items, extra)
+    def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> torch.Tensor:
+        work, lists = self.prepare(items, extra, by_flash)
         where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
@@ -197,6 +201,27 @@ def check_attention() -> None:
     alone = torch.cat([scene.run([item]) for item in items])
     assert torch.equal(scene.run(items), alone), "a shared beginning"
     assert torch.equal(scene.run(items, extra=5), alone), "a shared beginning, few programs"
+
+
+def has_flash() -> bool:
+    try:
+        return flash.forward() is not None
+    except ImportError as error:
+        print(f"  flash-attn-4 is not there: {error}")
+        return False
+
+
+def check_flash() -> None:
+    """Prompts by flash-attn-4: whole, in chunks, several in a step with single tokens between them."""
+    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (9, 3, 64)) if has_flash() else ():
+        lengths = [1301, 65, 2070, 513, 64]
+        scene = Scene(lengths, heads, kv_heads, dim)
+        items = [(0, 0, 1301), (1, 64, 1), (2, 1000, 1070), (3, 0, 513), (4, 0, 64)]
+        out, first = scene.run(items, by_flash=True), 0
+        for item in items:
+            expected = scene.expected(*item)
+            assert (out[first : first + item[2]].float() - expected).abs().max() < 0.02, (heads, item)
+            first += item[2]
 
 
 def check_heads() -> None:
@@ -314,6 +339,24 @@ def without_graphs(core: EngineCore) -> EngineCore:
     return core
 
 
+def assert_near(reference: Any, core: EngineCore, prompt: list[int]) -> None:
+    """Log probabilities of a prompt are as near to float32 as those of Transformers in bfloat16 (which `reference` is then)."""
+    targets = torch.tensor(prompt[1:], device="cuda")[:, None]
+
+    def scores(model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, targets).flatten()
+
+    exact = scores(reference)
+    theirs = (scores(with_weights(reference, torch.bfloat16)) - exact).pow(2).mean().sqrt().item()
+    scored = ask(core, {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
+    ours = torch.tensor([entry.logprob for entry in scored], device="cuda")
+    error = (ours - exact).pow(2).mean().sqrt().item()
+    print(f"  error of {len(targets)} log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}")
+    assert error < 1.3 * theirs
+
+
 def check_engine() -> None:
     """Near Transformers; and the same bits alone, among 255 others, in chunks, cached, preempted, with and without graphs."""
     folder = Path(tempfile.mkdtemp())
@@ -327,20 +370,7 @@ def check_engine() -> None:
         return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 256} | options)))
 
     prompt = ids(700)
-    targets = torch.tensor(prompt[1:], device="cuda")[:, None]
-
-    def scores(model: Any) -> torch.Tensor:
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt], device="cuda")).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, targets).flatten()
-
-    exact = scores(reference)
-    theirs = (scores(with_weights(reference, torch.bfloat16)) - exact).pow(2).mean().sqrt().item()
-    scored = ask(core(), {"x": (prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))})["x"][1]
-    ours = torch.tensor([entry.logprob for entry in scored], device="cuda")
-    error = (ours - exact).pow(2).mean().sqrt().item()
-    print(f"  error of 699 log probabilities against float32: {error:.4f}; Transformers in bfloat16: {theirs:.4f}")
-    assert error < 1.3 * theirs
+    assert_near(reference, core(), prompt)
     for params in (
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
@@ -362,6 +392,19 @@ def check_engine() -> None:
         family = {f"s{i}": (prompt[: 600 + i % 3] + ids(5), SamplingParams(temperature=0.0, max_tokens=30)) for i in range(60)}
         assert ask(core(), family | x)["x"] == lone, "among 60 that begin like it"
         assert ask(without_graphs(core()), x)["x"] == lone, "without graphs"
+
+
+def check_fast_math() -> None:
+    """Prompts by flash-attn-4, whether it is faster or not."""
+    folder = Path(tempfile.mkdtemp())
+    reference = random_llama(folder)
+    core = EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64, fast_math=True))
+    runner: Any = core.runner
+    print(f"  flash-attn-4: {runner.flash.why}")
+    if has_flash() and not runner.flash.is_taken:
+        with torch.inference_mode():
+            runner._take_flash()
+    assert_near(reference, core, [random.Random(5).randrange(2000) for _ in range(1900)])
 
 
 def check_odd_requests() -> None:

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, gemm, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, sampling, tuning
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -157,7 +157,7 @@ class Scene:
             expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5).flatten(1))
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
-    def attend(self, work, size, programs):
+    def attend(self, work, size, programs, by_flash=False):
         """All tokens of the step by the three kernels, their words as the runner writes them."""
         kv_heads = self.cache.shape[3]
         words = np.full(4096, 10**6, np.int32)
@@ -168,16 +168,17 @@ class Scene:
         partial = torch.full((max(1, work.num_slots), self.heads, 18), float("nan"))
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
         singles = words[attention.HEADER + 2 * cuda_work.padded(size) :]
-        lists = attention.Lists(words, singles, *programs, partial, done)
+        prompts = flash.Prompts.of(words, self.table) if by_flash else None
+        lists = attention.Lists(words, singles, *programs, partial, done, prompts)
         attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.heads)
         assert not done.any()
         return out
 
-    def work(self, members_per_tile=16):
+    def work(self, members_per_tile=16, tile=None):
         items = np.array([(row, *request) for row, request in enumerate(self.requests)], np.int32)
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
-        tile = attention.prompt_rows(group, 16) // group
+        tile = tile or attention.prompt_rows(group, 16) // group
         return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
 
 
@@ -193,6 +194,30 @@ def test_attention(heads, kv_heads, small_blocks):
     assert work.positions.tolist() == [0, 31, 32, 80, *range(9), *range(40, 80)]
     for programs in ((2, 1, 1), (20, 1, 9)):
         assert torch.allclose(scene.attend(work, 60, programs), scene.expected, atol=1e-4)
+
+
+def flash_reference(q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q, page_table, causal, tile_mn, out):
+    """What flash-attn-4 does, by its documentation; it needs a GPU itself."""
+    assert causal
+    assert tile_mn[1] == k.shape[1]  # a tile is a page
+    assert page_table.stride(1) == q.stride(2) == k.stride(3) == 1
+    assert cu_seqlens_q.dtype == seqused_q.dtype == seqused_k.dtype == page_table.dtype == torch.int32
+    assert cu_seqlens_q.shape[0] - 1 == seqused_q.shape[0] == seqused_k.shape[0] == page_table.shape[0]
+    for first, num, num_keys, pages in zip(cu_seqlens_q, seqused_q, seqused_k, page_table, strict=False):
+        assert num <= max_seqlen_q
+        positions = torch.arange(num_keys)
+        keys, values = (x[pages[positions // k.shape[1]], positions % k.shape[1]] for x in (k, v))
+        new = slice(first, first + num)
+        out[new] = attention_reference(q[new], keys, values, positions[num_keys - num :], q.shape[-1] ** -0.5)
+
+
+def test_prompts_are_handed_to_flash_attention(small_blocks, monkeypatch):
+    """Whole requests, the longest first; single tokens between them stay ours."""
+    monkeypatch.setattr(flash, "forward", lambda: flash_reference)
+    scene = Scene([(0, 1), (0, 9), (80, 1), (40, 40)], 4, 2)
+    work = scene.work(tile=flash.WHOLE)
+    assert work.prompts[:, 1].tolist() == [40, 9]
+    assert torch.allclose(scene.attend(work, 60, (20, 1, flash.MOST_PROMPTS), by_flash=True), scene.expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("members_per_tile", [2, 16])

@@ -9,15 +9,17 @@ padded to a few sizes. What a step is about goes into one buffer that all graphs
 from __future__ import annotations
 
 import gc
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
+from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import HEADER, SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.sampling import pick_tokens
@@ -32,6 +34,8 @@ from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
 _SHARED_PROGRAMS = 128
+_FLASH_FROM = 1024  # tokens of a step that another's attention may take: below, attention hardly counts
+_TRIAL, _AGREES = 16384, 0.3  # tokens of the context it is tried in, and how far a token's hidden state may be from ours
 
 
 @dataclass(slots=True)
@@ -61,6 +65,14 @@ class Graph:
     size: int
     programs: tuple[int, int, int]  # of the attention kernels: singles, shared, prompts
     out: torch.Tensor  # tokens of a decoding step, hidden states of another
+
+
+@dataclass(frozen=True, slots=True)
+class FlashTrial:
+    """Whether flash-attn-4 takes prompts, and why or why not."""
+
+    is_taken: bool
+    why: str
 
 
 @dataclass(slots=True)
@@ -116,10 +128,13 @@ class CudaRunner:
         self._tokens = [_pinned(config.max_requests, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._pool = torch.cuda.graph_pool_handle()
         self._mixed_graphs = {
-            (size, has_singles): self._record_mixed(size, has_singles)
+            (size, has_singles, False): self._record_mixed(size, has_singles)
             for size in reversed(self._mixed_sizes)
             for has_singles in (False, True)
         }
+        self.flash = self._try_flash() if config.fast_math else FlashTrial(False, "batch-invariant")
+        if self.flash.is_taken:
+            self._take_flash()
         self._decode_graphs = {
             (size, shares): self._record_decoding(size, shares)
             for size in reversed(self._decode_sizes)
@@ -135,10 +150,10 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> Launched:
         self._stage(plan)
         items, result = plan.items, StepResult()
-        work = self._work(items)
+        work, by_flash = self._work(items)
         sampling = [item for item in items if item.samples]
         if work.prompts.size or len(sampling) < len(items) or any(self._asks_prompt[item.row] for item in items):
-            tokens, logits = self._mixed(items, work, result)
+            tokens, logits = self._mixed(items, work, by_flash, result)
         else:
             tokens, logits = self._decode(work)
         rows, logprobs = [item.row for item in sampling], None
@@ -176,9 +191,13 @@ class CudaRunner:
             sources, targets = zip(*plan.page_copies, strict=True)
             copy_pages(self.cache, list(sources), list(targets))
 
-    def _work(self, items: list[StepItem]) -> Work:
+    def _work(self, items: list[StepItem]) -> tuple[Work, bool]:
+        """And whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([(item.row, item.start, item.count, item.samples) for item in items], np.int32)
-        return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, self._prompt_tile)
+        counts = table[:, 2]
+        by_flash = self.flash.is_taken and counts.sum() >= _FLASH_FROM and (counts > 1).sum() <= flash.MOST_PROMPTS
+        tile = flash.WHOLE if by_flash else self._prompt_tile
+        return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, tile), by_flash
 
     def _send_back(
         self, rows: list[int], tokens: torch.Tensor | None, logprobs: AskedLogprobs | None, result: StepResult
@@ -231,8 +250,11 @@ class CudaRunner:
 
     # ---- prompts among them: a replay up to the hidden states
 
-    def _mixed(self, items: list[StepItem], work: Work, result: StepResult) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        graph = self._mixed_graphs[self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)], work.singles.size > 0]
+    def _mixed(
+        self, items: list[StepItem], work: Work, by_flash: bool, result: StepResult
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
+        graph = self._mixed_graphs[size, work.singles.size > 0, by_flash]
         begin, end = self._replay(graph, work)
         first = 0
         for item in items:
@@ -244,15 +266,61 @@ class CudaRunner:
         last = self._words[begin:end]
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
-    def _record_mixed(self, size: int, has_singles: bool) -> Graph:
+    def _record_mixed(self, size: int, has_singles: bool, by_flash: bool = False) -> Graph:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
-        shape = self.model.config
-        programs = (*singles, num_prompt_programs(-(-size // self._prompt_tile), shape.num_kv_heads, shape.head_dim))
+        shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
+        num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, shape.head_dim)
+        programs = (*singles, num_prompts)
 
         def step() -> torch.Tensor:
-            return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs))
+            return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash))
 
         return self._record(step, size, programs)
+
+    # ---- whose attention takes the prompts
+
+    def _try_flash(self) -> FlashTrial:
+        """flash-attn-4 in steps of one prompt, near the beginning of a context and far into it."""
+        size, page_size = self._mixed_sizes[-1], self.state.page_size
+        num_pages = min(self.cache.shape[0] - 1, self._pages.shape[1], _TRIAL // page_size)
+        last = num_pages * page_size - size
+        if size < _FLASH_FROM or last < 0:
+            return FlashTrial(False, "steps or contexts are too small for it")
+        try:
+            flash.forward()
+            with warnings.catch_warnings(action="ignore"):
+                theirs = self._record_mixed(size, False, by_flash=True)
+        except Exception as error:  # not there, or not for this GPU, or not as we know it
+            return FlashTrial(False, f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])
+        self.state.pages[0, :num_pages] = torch.arange(1, num_pages + 1, dtype=torch.int32, device=self._device)
+        self.state.tokens[0].random_(self.model.config.vocab_size)
+        ours, times, apart = self._mixed_graphs[size, False, False], [0.0, 0.0], 0.0
+        for start in sorted({0, min(size, last), last}):
+            seen = []
+            for i, (graph, tile) in enumerate(((ours, self._prompt_tile), (theirs, flash.WHOLE))):
+                work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), self._pages, 1, tile)
+                times[i] += min(self._time(graph, work) for _ in range(3))
+                seen.append(self._hidden[:size].double())
+            error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
+            apart = max(apart, error_T.nan_to_num(torch.inf).max().item())
+        for used in (self.state.pages[0], self.state.tokens[0], self._words):
+            used.zero_()  # a graph is recorded with no work to do
+        agrees, share = apart < _AGREES, times[1] / times[0]
+        return FlashTrial(agrees and share < 1, f"takes {share:.3f} of our time, hidden states differ by {apart:.3f}")
+
+    def _take_flash(self) -> None:
+        self.flash = replace(self.flash, is_taken=True)
+        for size in self._mixed_sizes[bisect_left(self._mixed_sizes, _FLASH_FROM) :]:
+            for has_singles in (False, True):
+                self._mixed_graphs[size, has_singles, True] = self._record_mixed(size, has_singles, by_flash=True)
+
+    def _time(self, graph: Graph, work: Work) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self._replay(graph, work)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
 
     # ---- common to both
 
@@ -272,11 +340,14 @@ class CudaRunner:
         second = HEADER + padded(size)
         return self._words[HEADER : HEADER + size], self._words[second : second + size]
 
-    def _forward(self, rows_T: torch.Tensor, positions_T: torch.Tensor, programs: tuple[int, int, int]) -> torch.Tensor:
+    def _forward(
+        self, rows_T: torch.Tensor, positions_T: torch.Tensor, programs: tuple[int, int, int], by_flash: bool = False
+    ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.pages, self.state.page_size)
         singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
-        step = CudaStep(self._kv, Lists(self._words, singles, *programs, self._partial, self._done), positions_T, slots)
-        return self.model(self.model.embed_tokens(ids), step)
+        prompts = flash.Prompts.of(self._words, self.state.pages) if by_flash else None
+        lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts)
+        return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 import triton
@@ -264,6 +265,12 @@ def _attend_single(
         slot0, num_splits, num_here = tl.load(tile + 4), num_next, tl.load(tile + 6)
 
 
+class PromptAttention(Protocol):
+    """Somebody else's attention, for the prompts of a step."""
+
+    def attend(self, qkv_TC: torch.Tensor, cache: torch.Tensor, layer: int, out_TC: torch.Tensor, num_heads: int) -> None: ...
+
+
 @dataclass(slots=True)
 class Lists:
     """A step's work on the device, and how many programs each kernel gets (0: it is not launched). Each list ends in as many
@@ -276,6 +283,7 @@ class Lists:
     num_prompts: int
     partial: torch.Tensor  # float32 [slots, heads, D + 2]
     done: torch.Tensor  # int32 [tokens, KV heads], zeros
+    prompts: PromptAttention | None = None  # None: ours
 
 
 def attend(
@@ -298,7 +306,9 @@ def attend(
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
             ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **common,
         )  # fmt: skip
-    if lists.num_prompts and by_roles(dim):
+    if lists.prompts is not None:
+        lists.prompts.attend(qkv_TC, cache, layer, out_TC, num_heads)
+    elif lists.num_prompts and by_roles(dim):
         from tidemill.kernels.cuda import hopper_attention
 
         hopper_attention.attend_prompts(

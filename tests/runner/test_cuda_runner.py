@@ -1,0 +1,218 @@
+"""The GPU's runner without a GPU: its kernels interpreted, in float32, on a device that is the CPU under another name. Graphs are
+steps that run again. What it says must be what the CPU's engine says, whose kernels and order of work are others."""
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
+from tests.kernels.test_cuda import flash_reference
+from tidemill import config
+from tidemill.config import EngineOptions, resolve
+from tidemill.engine.core import EngineCore
+from tidemill.events import Preempted
+from tidemill.kernels import machine
+from tidemill.kernels.cuda import attention, flash, gemm, tuning
+from tidemill.models.registry import model_class
+from tidemill.runner import cuda_runner, cuda_work
+from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.wire import Abort, Submit
+
+
+class OnCpu(TorchFunctionMode):
+    """Whoever asks for the GPU, for pinned memory or for bfloat16 (which numpy does not have) gets the next best."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def instead(value):
+            if value is torch.bfloat16:
+                return torch.float32
+            is_gpu = (isinstance(value, torch.device) and value.type == "cuda") or value == "cuda"
+            return torch.device("cpu") if is_gpu else value
+
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        args = tuple(instead(value) if isinstance(value, torch.device | torch.dtype | str) else value for value in args)
+        kwargs = {
+            name: instead(value) if isinstance(value, torch.device | torch.dtype | str) else value
+            for name, value in (kwargs or {}).items()
+            if name != "pin_memory"
+        }
+        return func(*args, **kwargs)
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class Again:
+    """In the place of a recorded graph."""
+
+    def __init__(self, step, size, programs):
+        self.step, self.size, self.programs, self.graph, self.out = step, size, programs, self, None
+
+    def replay(self):
+        self.out = self.step()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda")
+    make_llama(
+        path, vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048,
+    )  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def on_gpu(folder, monkeypatch):
+    """Makes an engine for the GPU with the given options."""
+    for name, value in {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph_pool_handle": lambda: None,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_record", lambda self, step, size, programs: Again(step, size, programs))
+    for module, name, value in (
+        (config, "GPU_PAGE", 16),
+        (attention, "BLOCK", 16),
+        (attention, "SPLIT", 32),
+        (cuda_work, "SPLIT", 32),
+        (cuda_work, "_PER_SPLIT", 2),
+        (cuda_runner, "SPLIT", 32),
+        (cuda_runner, "_SHARED_PROGRAMS", 2),
+        (cuda_runner, "_num_singles", lambda num_requests: 3),
+        (cuda_runner, "num_prompt_programs", lambda num_tiles, num_kv_heads, dim: 2),
+        (gemm, "choose_tile", lambda num_rows, num_out, num_in: gemm.Tile(32, 256, 64, 1, 4)),
+    ):
+        monkeypatch.setattr(module, name, value)
+    with OnCpu():
+
+        def make(**options):
+            checkpoint = open_checkpoint(folder)
+            cls = model_class(checkpoint)
+            shape = cls.read_config(checkpoint)
+            options = {
+                "device": "cuda", "kv_memory_bytes": 2**22, "max_requests": 8, "token_budget": 32, "max_context": 128
+            } | options  # fmt: skip
+            here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
+            method = "bfloat16-fast" if options.get("fast_math") else "bfloat16"
+            return EngineCore(
+                cls.load(checkpoint, shape, method, None, "cuda", False), resolve(EngineOptions(**options), shape, here)
+            )
+
+        yield make
+
+
+def ids(num, seed):
+    draw = random.Random(seed)
+    return [draw.randrange(2, 64) for _ in range(num)]
+
+
+COMMON = ids(40, 1)
+REQUESTS = {
+    "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
+    "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
+    "asks": (ids(33, 3), SamplingParams(temperature=1.2, seed=5, top_k=9, top_p=0.9, min_p=0.01, max_tokens=4, logprobs=1)),
+    "avoids": (
+        ids(5, 4),
+        greedy(4, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3, logit_bias={9: -3.0}, min_tokens=4),
+    ),
+    "one": ([*COMMON, 8], greedy(3)),
+    "other": ([*COMMON, 9, 10], greedy(3)),
+    "several": ([11] * 17, SamplingParams(temperature=1.0, seed=6, n=2, max_tokens=3)),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return run(make_core(load_model(folder), max_requests=8), REQUESTS)
+
+
+def assert_same(answers, expected):
+    for name, answer in expected.items():
+        assert answers[name].tokens == answer.tokens, name
+        assert answers[name].finish_reason == answer.finish_reason
+        mine, theirs = (
+            [entry.logprob for entry in (*one.logprobs, *(one.prompt_logprobs or [])) if entry] for one in (answers[name], answer)
+        )
+        assert mine == pytest.approx(theirs, abs=1e-3)
+
+
+def test_it_says_what_the_cpu_says(expected, on_gpu):
+    core = on_gpu()
+    assert_same(run(core, REQUESTS), expected)
+    again = {name: REQUESTS[name] for name in ("one", "asks")}
+    assert_same(run(core, again), {name: expected[name] for name in again})  # from the prefix cache
+
+
+def test_preempted_and_aborted_while_steps_are_in_flight(folder, on_gpu, monkeypatch):
+    """Somebody leaves in the middle; then a request has to make room for a more important one."""
+    requests = {"low": (ids(70, 1), greedy(4)), "high": (ids(60, 2), greedy(3))}
+    core = on_gpu(kv_memory_bytes=8 * 16 * 2 * 2 * 16 * 2, prefix_caching=False)
+    seen, answers = [], {name: Answer() for name in requests}
+    monkeypatch.setattr(core.scheduler, "_emit", seen.append)
+    core.submit(Submit("leaves", ids(20, 9), greedy(50)))
+    for _ in range(3):
+        core.step()
+    core.abort(Abort("leaves", "left"))
+    for name, priority in (("low", 1), ("high", 0)):
+        core.submit(Submit(name, *requests[name], priority=priority))
+        for _ in range(4):
+            take(core, answers)
+    while core.has_work:
+        take(core, answers)
+    core.scheduler.check_integrity()
+    assert_same(answers, run(make_core(load_model(folder)), requests))
+    assert [event.request_id for event in seen if isinstance(event, Preempted)] == ["low"]
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_flash_attention_is_tried_first(expected, on_gpu, monkeypatch, is_right):
+    calls = []
+
+    def forward(q, k, v, **more):
+        calls.append(q.shape[0])
+        flash_reference(q, k, v if is_right else -v, **more)
+
+    monkeypatch.setattr(flash, "forward", lambda: forward)
+    monkeypatch.setattr(cuda_runner, "_FLASH_FROM", 20)
+    monkeypatch.setattr(cuda_runner, "_TRIAL", 32)
+    core = on_gpu(fast_math=True)
+    assert core.runner.flash.is_taken == is_right, core.runner.flash.why
+    calls.clear()
+    assert_same(run(core, {"long": REQUESTS["long"]}), {"long": expected["long"]})
+    assert calls == [32] * 4 * is_right  # two steps of two layers; the third is too small
+
+
+def test_without_flash_attention(on_gpu):
+    core = on_gpu(fast_math=True, token_budget=1024, max_context=1024)
+    assert core.runner.flash.why == "cannot be used: ModuleNotFoundError: No module named 'flash_attn'"

@@ -22,6 +22,14 @@ if native.lib:
     native.lib.set_threads(2)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers (`make test`): files are kept whole, and all that start processes stay with one of them."""
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent)
+        starts = place.parts[0] in ("server", "cli", "bench") or place.name == "test_client.py"
+        item.add_marker(pytest.mark.xdist_group("processes" if starts else str(place)))
+
+
 @pytest.fixture(params=["compiled", "torch"])
 def backend(request, monkeypatch) -> str:
     """Every op by the compiled kernels, and by its torch reference."""

@@ -14,11 +14,11 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
 
 import numpy as np
 
-from tidemill.frontend.structured import Grammars
+from tidemill.frontend.structured import BACKENDS, Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar
 from tidemill.weights.locate import locate
@@ -47,59 +47,38 @@ def allowed(words: np.ndarray) -> np.ndarray:
 
 
 def follow(mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: random.Random) -> list[float]:
-    """One answer; the time of each of its masks. `take`: a token has come; is it over?"""
+    """One answer; the time of each of its masks, with that of taking a token. `take`: a token has come; is it over?"""
     times = []
     for _ in range(MAX_TOKENS):
         begin = time.perf_counter()
         words = mask()
-        times.append(time.perf_counter() - begin)
+        middle = time.perf_counter()
         choice = allowed(words)
-        if not len(choice) or take(int(choice[draw.randrange(len(choice))])):
+        if not len(choice):
+            break
+        token = int(choice[draw.randrange(len(choice))])
+        again = time.perf_counter()
+        is_over = take(token)
+        times.append(middle - begin + time.perf_counter() - again)
+        if is_over:
             break
     return times
 
 
-def with_llguidance(tokenizer: Tokenizer, form: Grammar, num_answers: int) -> tuple[float, list[float]]:
-    grammars = Grammars(tokenizer, tokenizer.vocab_size)
+def measure(backend: str, tokenizer: Tokenizer, form: Grammar, num_answers: int) -> tuple[float, list[float]]:
+    """How long the form took to compile, and each mask."""
+    grammars = Grammars.of(backend, tokenizer, tokenizer.vocab_size)
     begin = time.perf_counter()
     grammars.matcher(form)
     compiled_s, times = time.perf_counter() - begin, []
     for i in range(num_answers):
         matcher = grammars.matcher(form)
 
-        def take(token: int, matcher: Any = matcher) -> bool:
+        def take(token: int, matcher: Matcher = matcher) -> bool:
             matcher.take([token])
-            return bool(matcher.is_over)
+            return matcher.is_over
 
         times += follow(matcher.mask, take, random.Random(i))
-    return compiled_s, times
-
-
-def with_xgrammar(tokenizer: Tokenizer, form: Grammar, num_answers: int) -> tuple[float, list[float]]:
-    import torch
-    import xgrammar
-
-    words: list[Any] = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, stop_token_ids=list(tokenizer.eos_token_ids))
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
-    begin = time.perf_counter()
-    if form.kind == "regex":
-        compiled = compiler.compile_regex(form.text)
-    else:
-        compiled = compiler.compile_json_schema(form.text, any_whitespace=False)
-    compiled_s, times = time.perf_counter() - begin, []
-    for i in range(num_answers):
-        matcher = xgrammar.GrammarMatcher(compiled)
-
-        def mask(matcher: Any = matcher) -> np.ndarray:
-            bits = np.full((1, -(-tokenizer.vocab_size // 32)), -1, np.int32)
-            matcher.fill_next_token_bitmask(torch.from_numpy(bits))
-            return bits[0]
-
-        def take(token: int, matcher: Any = matcher) -> bool:
-            return token >= tokenizer.vocab_size or not matcher.accept_token(token) or matcher.is_terminated()
-
-        times += follow(mask, take, random.Random(i))
     return compiled_s, times
 
 
@@ -109,17 +88,11 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=20)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.load(locate(arguments.model))
-    backends: dict[str, Callable[..., tuple[float, list[float]]]] = {"llguidance": with_llguidance}
-    try:
-        import xgrammar  # noqa: F401
-
-        backends["xgrammar"] = with_xgrammar
-    except ImportError:
-        print("xgrammar is not installed")
+    backends = [name for name in BACKENDS if find_spec(name)]
     print(f"{tokenizer.vocab_size} tokens")
     for name, form in FORMS.items():
-        for backend, measure in backends.items():
-            compiled_s, times = measure(tokenizer, form, arguments.answers)
+        for backend in backends:
+            compiled_s, times = measure(backend, tokenizer, form, arguments.answers)
             micros = [1e6 * one for one in times]
             tail = statistics.quantiles(micros, n=100)[98]
             print(

@@ -22,6 +22,7 @@ if native.lib:
     native.lib.set_threads(2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers (`make test`): files are kept whole, and all that start processes stay with one of them."""
     for item in items:

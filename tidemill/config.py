@@ -143,6 +143,7 @@ class EngineOptions:
     prefix_caching: bool = True
     threads: int | None = None
     fast_math: bool = False
+    structured_backend: str = "llguidance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,7 @@ class EngineConfig:
     prefix_caching: bool
     threads: int
     fast_math: bool
+    structured_backend: str
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
@@ -296,6 +298,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         prefix_caching=options.prefix_caching,
         threads=threads,
         fast_math=options.fast_math,
+        structured_backend=options.structured_backend,
         weight_bytes=weights,
         kv_bytes=num_pages * per_page,
         activation_bytes=activations,

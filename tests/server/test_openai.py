@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 
+from tests.server.conftest import Server
 from tidemill.engine.llm import LLM
 from tidemill.sampling import SamplingParams
 
@@ -492,6 +493,21 @@ def test_every_sampling_parameter_is_taken(client):
     assert len(reply.choices) == 2
     with pytest.raises(openai.BadRequestError, match="suffix"):
         client.completions.create(model="tiny", prompt="x", suffix="y")
+
+
+def test_forms_by_xgrammar(tiny_folder):
+    running = Server(tiny_folder, "--structured-backend", "xgrammar").wait()
+    try:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        settings = {"model": "tiny", "prompt": "x", "max_tokens": 100, "seed": 1, "n": 2}
+        form = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+        for choice in client.completions.create(**settings, extra_body={"structured_outputs": {"json": form}}).choices:
+            assert json.loads(choice.text)["n"] in (1, 2)
+            assert choice.finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="parenthesis"):
+            client.completions.create(**settings, extra_body={"structured_outputs": {"regex": "("}})
+    finally:
+        assert running.stop() == 0
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])

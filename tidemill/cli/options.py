@@ -28,6 +28,9 @@ TokenBudget = Annotated[int | None, typer.Option(help="Tokens computed in one st
 KVMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, like 512M or 4G.")]
 PolicyName = Annotated[str, typer.Option(help=f"How requests are batched: {', '.join(POLICIES)}.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Compute equal beginnings once.")]
+StructuredBackend = Annotated[
+    str, typer.Option(help="What keeps answers to their form: llguidance, or xgrammar (slower, and only for trusted clients).")
+]
 FastMath = Annotated[
     bool,
     typer.Option(help="On a GPU: use the vendor's matrix products where they are faster. Tokens may then depend on the batch."),

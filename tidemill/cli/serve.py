@@ -37,6 +37,7 @@ def serve(
     prefix_caching: opt.PrefixCaching = True,
     threads: opt.Threads = None,
     fast_math: opt.FastMath = False,
+    structured_backend: opt.StructuredBackend = "llguidance",
     load_format: opt.LoadFormat = "auto",
     api_key: Annotated[list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")] = None,
     api_key_file: Annotated[str | None, typer.Option(help="A file of keys, or of sha256:HEX of them, one a line.")] = None,
@@ -78,6 +79,7 @@ def serve(
         prefix_caching=prefix_caching,
         threads=threads,
         fast_math=fast_math,
+        structured_backend=structured_backend,
         load_format=load_format,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())

@@ -15,7 +15,7 @@ from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
-from tidemill.frontend.structured import Grammars, Matcher
+from tidemill.frontend.structured import Grammars, Matcher, check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
@@ -77,6 +77,7 @@ class EngineCore:
     ) -> EngineCore:
         """From what a user typed to an engine that can run."""
         make_policy(options.policy)  # a wrong name is told before gigabytes are read
+        check_backend(options.structured_backend)
         checkpoint = open_checkpoint(locate(options.model))
         architecture = model_class(checkpoint)
         model_config = architecture.read_config(checkpoint)
@@ -103,7 +104,8 @@ class EngineCore:
         if self._grammars is None:
             if self.tokenizer_path is None:
                 raise InvalidRequest("Without a tokenizer there is no form to keep to.", param="grammar")
-            self._grammars = Grammars(Tokenizer.load(self.tokenizer_path), self.model_config.vocab_size)
+            tokenizer = Tokenizer.load(self.tokenizer_path)
+            self._grammars = Grammars.of(self.config.structured_backend, tokenizer, self.model_config.vocab_size)
         return self._grammars.compile(grammar)
 
     def submit(self, request: Submit, form: Matcher | None = None) -> None:

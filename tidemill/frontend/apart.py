@@ -18,14 +18,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from tidemill.errors import InvalidRequest, TidemillError
 
 TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
-FORM_CPU_S = 0.5  # a schema of 1,000 properties takes half of it
-_MEMORY_BYTES = {"template": 2**29, "forms": 2**31}  # of addresses; a vocabulary takes some hundred MiB
+FORM_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
+_MEMORY_BYTES = {"template": 2**29, "llguidance": 2**31, "xgrammar": 2**33}  # of addresses; a vocabulary takes some hundred MiB
 _STACK_BYTES = 2**21  # less than where forms are compiled in earnest, so that what passes here passes there
 _LENGTH = struct.Struct("<I")
 
@@ -97,12 +98,13 @@ class Renderer:
 class FormChecker:
     """Says whether a form can be kept to, at a bounded price."""
 
-    def __init__(self, tokenizer_path: Path, num_tokens: int) -> None:
-        self._pool = _Pool(1, "forms", str(tokenizer_path), num_tokens)
+    def __init__(self, backend: str, tokenizer_path: Path, num_tokens: int) -> None:
+        self._pool = _Pool(1, backend, str(tokenizer_path), num_tokens)
+        self._seconds = FORM_CPU_S[backend]
         self.close = self._pool.close
 
     def check(self, kind: str, text: str) -> None:
-        why = f"The {kind} is too much: compiling it takes more than {FORM_CPU_S:g} s, or all memory."
+        why = f"The {kind} is too much: compiling it takes more than {self._seconds:g} s, or all memory."
         self._pool.ask([kind, text], InvalidRequest(why, fix="Ask for a smaller form.", param=kind))
 
 
@@ -151,12 +153,12 @@ def _renderer(source: str) -> Callable[..., str]:
     return ChatTemplate(source).render
 
 
-def _checker(tokenizer_path: str, num_tokens: int) -> Callable[[str, str], None]:
+def _checker(backend: str, tokenizer_path: str, num_tokens: int) -> Callable[[str, str], None]:
     from tidemill.frontend.structured import Grammars
     from tidemill.frontend.tokenizer import Tokenizer
     from tidemill.sampling import Grammar
 
-    grammars = Grammars(Tokenizer.load(Path(tokenizer_path)), num_tokens)
+    grammars = Grammars.of(backend, Tokenizer.load(Path(tokenizer_path)), num_tokens)
 
     def check(kind: str, text: str) -> None:
         grammars.compile(Grammar(kind, text))
@@ -166,7 +168,7 @@ def _checker(tokenizer_path: str, num_tokens: int) -> Callable[[str, str], None]
 
 _MAKERS: dict[str, tuple[Callable[..., Callable[..., Any]], float]] = {
     "template": (_renderer, TEMPLATE_CPU_S),
-    "forms": (_checker, FORM_CPU_S),
+    **{backend: (partial(_checker, backend), seconds) for backend, seconds in FORM_CPU_S.items()},
 }
 
 

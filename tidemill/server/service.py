@@ -100,7 +100,7 @@ class Service:
     def _check_form(self, grammar: Grammar) -> None:
         if self._forms is None:
             assert self.tokenizer.path is not None
-            self._forms = FormChecker(self.tokenizer.path, self.ready.model.vocab_size)
+            self._forms = FormChecker(self.ready.config.structured_backend, self.tokenizer.path, self.ready.model.vocab_size)
         self._forms.check(grammar.kind, grammar.text)
         self._known_forms[grammar] = None
         while len(self._known_forms) > _NUM_FORMS:

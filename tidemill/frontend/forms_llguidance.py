@@ -1,0 +1,78 @@
+"""Forms by llguidance, with a limit for everything it does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from tidemill.frontend.structured import Grammars, Matcher
+from tidemill.frontend.tokenizer import Tokenizer
+
+_LIMITS: Any = {
+    "initial_lexer_fuel": 2_000_000,  # some 40 ms
+    "step_lexer_fuel": 200_000,  # some 15 ms
+    "step_max_items": 50_000,
+    "max_items_in_row": 2000,
+    "max_lexer_states": 20_000,  # some 40 MB
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class Form(Matcher):
+    def __init__(self, inner: llguidance.LLMatcher, num_tokens: int) -> None:
+        self._inner, self._num_words = inner, -(-num_tokens // 32)
+
+    def mask(self) -> np.ndarray:
+        words = np.zeros(self._num_words, np.int32)
+        self._inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words
+
+    def take(self, token_ids: list[int]) -> None:
+        self._inner.consume_tokens(token_ids)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._inner.is_stopped())
+
+    @property
+    def error(self) -> str:
+        return str(self._inner.get_error()) if self._inner.is_error() else ""
+
+    def copy(self) -> Form:
+        return Form(self._inner.deep_copy(), 32 * self._num_words)
+
+
+class Forms(Grammars):
+    backend = "llguidance"
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+        words = llguidance.TokenizerWrapper(_Words(tokenizer, num_tokens))
+        self._tokenizer = llguidance.LLTokenizer(words, n_vocab=num_tokens, eos_token=list(tokenizer.eos_token_ids) or None)
+        self._begin = partial(llguidance.LLMatcher, self._tokenizer, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+
+    def _make(self, kind: Any, text: str) -> Matcher:
+        if kind == "json_schema":
+            rules = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        else:
+            rules = llguidance.grammar_from(kind, text)
+        return Form(self._begin(rules), self._num_tokens)
+
+
+class _Words:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
+        self.eos_token_id = tokenizer.eos_token_ids[0] if tokenizer.eos_token_ids else 0
+        self.bos_token_id = tokenizer.bos_token_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b"" for token in range(num_tokens)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: Any) -> list[int]:
+        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special=False)

@@ -13,7 +13,7 @@ test: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check tidemill tests bench setup.py
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache
-	$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)

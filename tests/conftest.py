@@ -9,9 +9,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill.kernels import native
@@ -22,13 +24,18 @@ if native.lib:
     native.lib.set_threads(2)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers (`make test`): files are kept whole, and all that start processes stay with one of them."""
-    for item in items:
-        place = item.path.relative_to(Path(__file__).parent)
-        starts = place.parts[0] in ("server", "cli", "bench") or place.name == "test_client.py"
-        item.add_marker(pytest.mark.xdist_group("processes" if starts else str(place)))
+class InTwo(LoadScopeScheduling):
+    """For two workers (`make test`): files are kept whole, and all that start processes stay with one of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        _, folder, *_ = file.split("/")
+        return "processes" if folder in ("server", "cli", "bench") or file.endswith("test_client.py") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
+    return InTwo(config, log)
 
 
 @pytest.fixture(params=["compiled", "torch"])

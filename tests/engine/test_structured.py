@@ -75,6 +75,18 @@ def test_every_form(core, tokenizer, temperature):
     assert alone.tokens == answers["free"].tokens  # others' forms are no business of its
 
 
+def test_choices_of_any_characters_and_more_tokens_than_words(tokenizer, backend):
+    """The model may have more tokens than the tokenizer has words, and not a multiple of 32."""
+    for text in ("Flüt", "😀", 'a\n"b\\c', "\t"):
+        matcher = Grammars.of(backend, tokenizer, 331).matcher(Grammar("choice", json.dumps([text, "zz"])))
+        for token in tokenizer.encode(text, add_special=False):
+            assert not matcher.is_over
+            assert matcher.mask()[token // 32] >> (token % 32) & 1
+            matcher.take([token])
+        assert matcher.is_over
+        assert not matcher.error
+
+
 def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, tokenizer, backend):
     grammar = schema(type="array", items={"enum": ["ebb", "flow"]}, minItems=3, maxItems=3)
 

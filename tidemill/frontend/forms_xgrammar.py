@@ -79,14 +79,16 @@ class Forms(Grammars):
         if kind == "regex":
             return self._compiler.compile_regex(text)
         if kind == "choice":
-            return self._compiler.compile_grammar("root ::= " + " | ".join(json.dumps(one) for one in json.loads(text)))
+            quoted = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+            return self._compiler.compile_grammar(f"root ::= {' | '.join(quoted)}")
         if "::=" in text:
             return self._compiler.compile_grammar(text)
         return self._compiler.compile_lark(text)
 
 
 def _bits(num: int, without: list[int]) -> np.ndarray:
-    """Set, but for these; in int32 words."""
-    bits = np.ones(-(-num // 32) * 32, np.uint8)
+    """So many are set, but for these; in int32 words."""
+    bits = np.zeros(-(-num // 32) * 32, np.uint8)
+    bits[:num] = 1
     bits[without] = 0
     return np.packbits(bits, bitorder="little").view(np.int32)

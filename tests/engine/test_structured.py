@@ -105,6 +105,20 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
     assert {name: crowded[name] for name in alone} == alone
 
 
+def test_a_dead_end_is_not_a_whole_answer(core, tokenizer, backend):
+    """xgrammar writes a line break as it is, which JSON does not allow; llguidance escapes it."""
+    core.submit(Submit("x", *ask(schema(type="string", pattern="^a\nb$"), temperature=0), list(tokenizer.eos_token_ids)))
+    tokens, told = [], []
+    while core.has_work:
+        output, failed = core.step()
+        tokens += [token for delta in output.deltas for token in delta.token_ids]
+        told += [one.error for one in failed]
+    if backend == "xgrammar":
+        assert told == ["InvalidRequest"]
+    else:
+        assert json.loads(tokenizer.decode(tokens)) == "a\nb"
+
+
 def test_another_engine_goes_on_in_the_middle(core, tokenizer):
     fields = {"a": {"type": "boolean"}, "b": {"type": "null"}}
     grammar = schema(type="object", properties=fields, required=["a", "b"], additionalProperties=False)
@@ -128,6 +142,9 @@ def test_another_engine_goes_on_in_the_middle(core, tokenizer):
         (Grammar("json_schema", '{"type": "nonsense"}'), "cannot be (used|read).*[a-z]{4}"),
         (Grammar("grammar", "start: nothing_like_this"), "cannot be (used|read).*[a-z]{4}"),
         (Grammar("choice", "[]"), "cannot be"),
+        (Grammar("grammar", "root ::= root"), "cannot be"),
+        (Grammar("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'), "cannot be"),
+        (Grammar("regex", "a{4294967298}"), "cannot be"),
         (Grammar("json_schema", json.dumps({"enum": ["x" * 1000] * 1000})), f"at most {MAX_CHARS}"),
         (Grammar("json_schema", '{"items":' * 100 + "{}" + "}" * 100), "64 deep"),
     ],

@@ -99,6 +99,20 @@ def test_ctrl_c_is_not_lost_while_modules_are_read():
     assert "There is no model" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["bench", "latency", "-m", "/nowhere"]])
+def test_who_ignores_ctrl_c_goes_on_doing_so(arguments):
+    """As a shell wants it of what a script runs in the background."""
+    script = f"""if True:
+        import atexit, runpy, signal, sys
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        atexit.register(lambda: print(signal.getsignal(signal.SIGINT).name))
+        sys.argv = ["tidemill", *{arguments}]
+        runpy.run_module("tidemill", run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[-1] == "SIG_IGN"
+
+
 def test_any_free_port_is_told(tiny_folder):
     command = [sys.executable, "-m", "tidemill", "serve", str(tiny_folder), "--port", "0", "--served-name", "tiny"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

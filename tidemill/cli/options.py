@@ -51,4 +51,5 @@ def memory_bytes(text: str | None) -> int | None:
 
 def heed_interrupts() -> None:
     """From here on Ctrl-C is an exception: what has been begun (a progress bar, an engine) is ended in order."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

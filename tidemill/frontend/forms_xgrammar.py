@@ -43,6 +43,8 @@ class Form(Matcher):
 
     @property
     def error(self) -> str:
+        if not self._error and not self._inner.is_terminated() and not self._inner.is_completed() and not self.mask().any():
+            return "Nothing can come next, and it is not complete."
         return self._error
 
     def copy(self) -> Form:
@@ -54,7 +56,7 @@ class Forms(Grammars):
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__()
-        ends = list(tokenizer.eos_token_ids)
+        ends = [token for token in tokenizer.eos_token_ids if token < num_tokens]
         words: list[Any] = [
             tokenizer.token_bytes(token) if token < tokenizer.vocab_size and token not in tokenizer.special_ids else b""
             for token in range(num_tokens)
@@ -77,6 +79,8 @@ class Forms(Grammars):
         if kind == "json_schema":
             return self._compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
         if kind == "regex":
+            if re.search(r"\{[^}]*\d{7,}", text):  # it would count modulo 2**32
+                raise ValueError("nothing can be repeated so often")
             return self._compiler.compile_regex(text)
         if kind == "choice":
             quoted = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))

@@ -7,7 +7,6 @@ memory, or xgrammar, for those who know who asks. Compiled forms are kept, the m
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import time
 from abc import ABC, abstractmethod
@@ -28,11 +27,13 @@ _KEPT_BELOW_S = {"llguidance": 0.2, "xgrammar": 5.0}  # what took longer is larg
 
 
 def check_backend(name: str) -> None:
-    """It is known, and installed."""
+    """It is known and can be imported, which is done here: it may take a while."""
     if name not in BACKENDS:
         raise ConfigError(f"There is no structured_backend {name!r}.", fix=f"Choose {' or '.join(BACKENDS)}.")
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(f"{name} is not installed.", fix=f"pip install 'tidemill[{name}]'.")
+    try:
+        importlib.import_module(f"tidemill.frontend.forms_{name}")
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be used: {error}.", fix=f"pip install 'tidemill[{name}]'.") from error
 
 
 class Matcher(ABC):

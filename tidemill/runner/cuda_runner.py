@@ -100,7 +100,7 @@ class CudaRunner:
         model.prepare({*self._decode_sizes, *self._mixed_sizes})  # while there is room to try things
         torch.cuda.empty_cache()
         self._padding_row = config.max_requests  # its page table stays empty: the null page
-        self._max_requests = config.max_requests
+        self._max_requests, self._max_context = config.max_requests, config.max_context
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page table
         self.sampler = CudaSampler(self.state)
@@ -282,7 +282,7 @@ class CudaRunner:
     def _try_flash(self) -> FlashTrial:
         """flash-attn-4 in steps of one prompt, near the beginning of a context and far into it."""
         size, page_size = self._mixed_sizes[-1], self.state.page_size
-        num_pages = min(self.cache.shape[0] - 1, self._pages.shape[1], _TRIAL // page_size)
+        num_pages = min(self.cache.shape[0] - 1, min(self._max_context, _TRIAL) // page_size)
         last = num_pages * page_size - size
         if size < _FLASH_FROM or last < 0:
             return FlashTrial(False, "steps or contexts are too small for it")

@@ -105,6 +105,14 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
     assert {name: crowded[name] for name in alone} == alone
 
 
+def test_an_end_beyond_the_models_tokens_is_not_one(tokenizer, backend, monkeypatch):
+    monkeypatch.setattr(tokenizer, "eos_token_ids", (400, 1))
+    matcher = Grammars.of(backend, tokenizer, 320).matcher(Grammar("regex", "[ab]+"))
+    matcher.take(tokenizer.encode("a", add_special=False))
+    assert not matcher.is_over
+    assert matcher.mask()[0] >> 1 & 1
+
+
 def test_a_dead_end_is_not_a_whole_answer(core, tokenizer, backend):
     """xgrammar writes a line break as it is, which JSON does not allow; llguidance escapes it."""
     core.submit(Submit("x", *ask(schema(type="string", pattern="^a\nb$"), temperature=0), list(tokenizer.eos_token_ids)))

@@ -33,7 +33,9 @@ StructuredBackend = Annotated[
 ]
 FastMath = Annotated[
     bool,
-    typer.Option(help="On a GPU: use the vendor's matrix products where they are faster. Tokens may then depend on the batch."),
+    typer.Option(
+        help="On a GPU: use the vendor's products and flash-attn-4 where they are faster. Tokens may then depend on the batch."
+    ),
 ]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights of the shape in config.json, for measurements.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the physical cores this process may use.")]

@@ -47,14 +47,12 @@ class Form(Matcher):
 
 
 class Forms(Grammars):
-    backend = "llguidance"
+    kept_below_s = 0.2
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        words = llguidance.TokenizerWrapper(_Words(tokenizer, num_tokens))
-        ends = [token for token in tokenizer.eos_token_ids if token < num_tokens]
-        self._tokenizer = llguidance.LLTokenizer(words, n_vocab=num_tokens, eos_token=ends or None)
+        super().__init__(tokenizer, num_tokens)
+        words = llguidance.TokenizerWrapper(_Words(tokenizer, num_tokens, self._ends))
+        self._tokenizer = llguidance.LLTokenizer(words, n_vocab=num_tokens, eos_token=self._ends or None)
         self._begin = partial(llguidance.LLMatcher, self._tokenizer, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
 
     def _make(self, kind: Any, text: str) -> Matcher:
@@ -68,8 +66,8 @@ class Forms(Grammars):
 class _Words:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
-        self.eos_token_id = next((token for token in tokenizer.eos_token_ids if token < num_tokens), 0)
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int, ends: list[int]) -> None:
+        self.eos_token_id = ends[0] if ends else 0
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.tokens = [tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b"" for token in range(num_tokens)]

@@ -52,18 +52,17 @@ class Form(Matcher):
 
 
 class Forms(Grammars):
-    backend = "xgrammar"
+    kept_below_s = 5.0
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
-        super().__init__()
-        ends = [token for token in tokenizer.eos_token_ids if token < num_tokens]
+        super().__init__(tokenizer, num_tokens)
         words: list[Any] = [
             tokenizer.token_bytes(token) if token < tokenizer.vocab_size and token not in tokenizer.special_ids else b""
             for token in range(num_tokens)
         ]
-        info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=ends)
+        info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=self._ends)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # we keep them ourselves
-        self._all, self._goes_on = _bits(num_tokens, []), _bits(num_tokens, ends)
+        self._all, self._goes_on = _bits(num_tokens, []), _bits(num_tokens, self._ends)
         # Strings of a given length may hold control characters, it thinks; in JSON they may not.
         self._in_json = _bits(num_tokens, [token for token, word in enumerate(words) if word and min(word) < 0x20])
 

@@ -23,7 +23,6 @@ BACKENDS = ("llguidance", "xgrammar")
 MAX_CHARS = 128 * 1024
 MAX_DEPTH = 64
 _NUM_KEPT = 32
-_KEPT_BELOW_S = {"llguidance": 0.2, "xgrammar": 5.0}  # what took longer is large
 
 
 def check_backend(name: str) -> None:
@@ -62,16 +61,17 @@ class Matcher(ABC):
 
 
 class Grammars(ABC):
-    """Compiles forms for one tokenizer."""
+    """Compiles forms for one tokenizer. `num_tokens`: of the model, which may have more than the tokenizer, or fewer."""
 
-    backend = ""
+    kept_below_s: float  # what takes longer to compile is large
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._ends = [token for token in tokenizer.eos_token_ids if token < num_tokens]
         self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
 
     @staticmethod
     def of(backend: str, tokenizer: Tokenizer, num_tokens: int) -> Grammars:
-        """`num_tokens`: of the model, which may have more than the tokenizer."""
         made: Grammars = importlib.import_module(f"tidemill.frontend.forms_{backend}").Forms(tokenizer, num_tokens)
         return made
 
@@ -81,9 +81,9 @@ class Grammars(ABC):
 
     def compile(self, grammar: Grammar) -> Matcher:
         """At the beginning; raises what is wrong with the form. Safe to call from any thread."""
-        _check(grammar)
         began = time.monotonic()
         try:
+            _check(grammar)
             made = self._make(grammar.kind, grammar.text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind) from None
@@ -100,7 +100,7 @@ class Grammars(ABC):
     def matcher(self, grammar: Grammar, made: Matcher | None = None) -> Matcher:
         """`made`: it has just been compiled."""
         kept = self._kept.pop(grammar, None) or made or self.compile(grammar)
-        if kept.compiled_s < _KEPT_BELOW_S[self.backend]:
+        if kept.compiled_s < self.kept_below_s:
             self._kept[grammar] = kept
         while len(self._kept) > _NUM_KEPT:
             self._kept.popitem(last=False)
@@ -108,16 +108,13 @@ class Grammars(ABC):
 
 
 def _check(grammar: Grammar) -> None:
-    """What no backend should see."""
+    """What no backend should see. Raises ValueError, too."""
     text = grammar.text
     if len(text) > MAX_CHARS:
         raise InvalidRequest(f"The {grammar.kind} has {len(text)} characters; at most {MAX_CHARS}.", param=grammar.kind)
     if grammar.kind not in ("json_schema", "choice"):
         return
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind) from None
+    value = json.loads(text)
     if grammar.kind == "json_schema" and not isinstance(value, dict | bool):
         raise InvalidRequest("A JSON schema is an object.", param=grammar.kind)
     if grammar.kind == "json_schema" and _depth(value) > MAX_DEPTH:

@@ -404,7 +404,8 @@ def check_fast_math() -> None:
     if has_flash() and not runner.flash.is_taken:
         with torch.inference_mode():
             runner._take_flash()
-    assert_near(reference, core, [random.Random(5).randrange(2000) for _ in range(1900)])
+    draw = random.Random(5)
+    assert_near(reference, core, [draw.randrange(2000) for _ in range(1900)])
 
 
 def check_odd_requests() -> None:

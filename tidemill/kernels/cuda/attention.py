@@ -185,7 +185,7 @@ def _part(part, there, columns, DIM: tl.constexpr):
 @triton.jit
 def _merge_parts(
     partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """In order."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -195,17 +195,15 @@ def _merge_parts(
     part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
     acc, weight = tl.zeros((num_rows, DIM), tl.float32), tl.zeros((num_rows,), tl.float32)
     top = tl.full((num_rows,), float("-inf"), tl.float32)
-    for first in range(0, num_splits, 4):  # four are under way at a time
-        split = rows * 0 + first
-        more0, top0, weight0 = _part(part, there & (split < num_splits), columns, DIM)
-        more1, top1, weight1 = _part(part + NUM_HEADS * (DIM + 2), there & (split + 1 < num_splits), columns, DIM)
-        more2, top2, weight2 = _part(part + 2 * NUM_HEADS * (DIM + 2), there & (split + 2 < num_splits), columns, DIM)
-        more3, top3, weight3 = _part(part + 3 * NUM_HEADS * (DIM + 2), there & (split + 3 < num_splits), columns, DIM)
-        acc, top, weight = _merge(acc, top, weight, more0, top0, weight0, scale)
-        acc, top, weight = _merge(acc, top, weight, more1, top1, weight1, scale)
-        acc, top, weight = _merge(acc, top, weight, more2, top2, weight2, scale)
-        acc, top, weight = _merge(acc, top, weight, more3, top3, weight3, scale)
-        part += 4 * NUM_HEADS * (DIM + 2)
+    for first in range(0, num_splits, TOGETHER):
+        parts = ()  # type: tuple
+        for i in tl.static_range(TOGETHER):  # so many are under way at a time
+            is_there = there & (rows * 0 + first + i < num_splits)
+            parts = parts + (_part(part + i * NUM_HEADS * (DIM + 2), is_there, columns, DIM),)
+        for i in tl.static_range(TOGETHER):
+            more, more_top, more_weight = parts[i]
+            acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
+        part += TOGETHER * NUM_HEADS * (DIM + 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
@@ -214,7 +212,7 @@ def _merge_parts(
 def _attend_single(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -260,7 +258,9 @@ def _attend_single(
             done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
             if done == num_here - 1:  # the last of them merges all
                 tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
-                _merge_parts(partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM)
+                _merge_parts(
+                    partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM, TOGETHER
+                )
         token, position, row, split = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
         slot0, num_splits, num_here = tl.load(tile + 4), num_next, tl.load(tile + 6)
 
@@ -322,10 +322,11 @@ def attend(
 
 
 def _single_how(num_tokens: int, group: int) -> dict[str, int]:
-    """One request is done soonest by four warps, and so are many whose tiles are mostly empty; else two read memory fastest."""
-    if num_tokens <= 4 or group <= 2:
-        return {"num_warps": 4, "num_stages": 5}
-    return {"num_warps": 2, "num_stages": 5 if num_tokens <= 64 else 3}
+    """A few requests are done soonest by four warps for each of their splits, and so are many whose tiles are mostly empty; else
+    two read memory fastest."""
+    if num_tokens <= 16 or group <= 2:
+        return {"num_warps": 4, "num_stages": 5, "TOGETHER": 8 if num_tokens <= 16 else 4}
+    return {"num_warps": 2, "num_stages": 3, "TOGETHER": 4}
 
 
 @cache

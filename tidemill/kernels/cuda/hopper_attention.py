@@ -9,6 +9,7 @@ next tile needs is fetched while this one ends. Written in Gluon, Triton's langu
 from __future__ import annotations
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,6 +27,14 @@ fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 ROWS = 128
 _HALF = gl.constexpr(64)
 _BUFFERS = 3
+
+
+@triton.constexpr_function
+def _by_thread(dim: int) -> gl.SharedLinearLayout:
+    """Results of a group in shared memory: four values of a thread side by side, then its neighbours', then the rest."""
+    mine, neighbours = [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    columns = [[0, 16 << i] for i in range((dim // 16).bit_length() - 1)]
+    return gl.SharedLinearLayout([*mine, *neighbours, [8, 0], *columns, [16, 0], [32, 0]])
 
 
 @gluon.jit
@@ -73,7 +82,9 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    new_top = gl.maximum(top, gl.max(scores, 1))
+    parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree, which takes a fourth of a chain's time
+    highest = gl.max(gl.max(gl.max(gl.max(gl.max(parts, 5), 1), 1), 1), 1)
+    new_top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
     safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
     shift = gl.zeros_like(scores) - (safe_top * scale)[:, None]
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, shift))
@@ -110,6 +121,13 @@ def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.con
 
 
 @gluon.jit
+def _now(weights, total):
+    """Has them computed here, among the exponentials, which leave room for it: else the compiler does it where they are used."""
+    weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=False, pack=2)
+    return weights, gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [total], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _done_with(buffer_free):
     """All warps of this group have read it."""
     barrier()
@@ -130,7 +148,7 @@ def _queries(
 
 @gluon.jit
 def _compute(
-    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
+    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf, k_full, k_free, v_full, v_free,
     PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
     SPLIT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
@@ -148,7 +166,6 @@ def _compute(
 
     line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
-    all_buf = all_bufs.index(PART)
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     token0, num, start = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
@@ -195,7 +212,7 @@ def _compute(
             exact, top, shrink = _weigh(scores, gl.where(begins, float("-inf"), top), scale)
             old_total = total
             total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
-            weights = exact.to(dtype)
+            weights, total = _now(exact.to(dtype), total)
             # This wait keeps the weights in front of the next one, beside the product: else the assembler waits for that first.
             if block + 1 < num_blocks:
                 mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
@@ -244,7 +261,9 @@ def _attend_prompts_by_roles(
     dtype: gl.constexpr = cache_desc.dtype
     k_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [BUFFERS, BLOCK, DIM], cache_desc.layout)
-    all_bufs = gl.allocate_shared_memory(gl.float32, [2, _HALF, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    by_thread: gl.constexpr = _by_thread(DIM)
+    all_buf0 = gl.allocate_shared_memory(gl.float32, [_HALF, DIM], by_thread)
+    all_buf1 = gl.allocate_shared_memory(gl.float32, [_HALF, DIM], by_thread)
     k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -259,14 +278,14 @@ def _attend_prompts_by_roles(
             (
                 _compute,
                 (
-                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf0, k_full, k_free, v_full, v_free,
                     gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
                 ),
             ),
             (
                 _compute,
                 (
-                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_bufs, k_full, k_free, v_full, v_free,
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf1, k_full, k_free, v_full, v_free,
                     gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
                 ),
             ),

@@ -226,7 +226,7 @@ def test_a_taken_port_and_a_wrong_model_are_told_at_once(tiny_folder):
 
 def test_told_to_stop_it_refuses_new_requests_and_finishes_old_ones(tiny_folder):
     server = Server(tiny_folder).wait()
-    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 8}  # longer than the questions below take
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
         lines = reply.iter_lines()

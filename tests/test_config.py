@@ -81,6 +81,10 @@ class TestWithAGPU:
         small = replace(self.MACHINE, gpu_free_bytes=2**28)
         with pytest.raises(ConfigError, match=r"256 MiB are free of the 80.00 GiB of NVIDIA Test"):
             resolve(EngineOptions(), SMOLLM2, small)
+        long = replace(SMOLLM2, max_context=2**17)
+        with pytest.raises(ConfigError, match=r"and 80.00 GiB of KV memory; 78.00 GiB are free of the 80.00 GiB") as caught:
+            resolve(EngineOptions(kv_memory_bytes=80 * 2**30), long, self.MACHINE)
+        assert "--kv-memory" in caught.value.fix
 
     @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "packed"}])
     def test_impossible_wishes(self, options):

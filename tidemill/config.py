@@ -279,6 +279,13 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         context = num_pages * page_size
         why["max_context"] = f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
     num_pages = min(num_pages, max_requests * -(-context // page_size))
+    if on_gpu and num_pages * per_page > available - weights - activations:
+        raise ConfigError(
+            f"The model needs {fmt_bytes(weights)} for weights, {fmt_bytes(activations)} for activations and "
+            f"{fmt_bytes(num_pages * per_page)} of KV memory; {fmt_bytes(available)} are free of the "
+            f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}.",
+            fix="Give less with --kv-memory, use a smaller model, or stop what else uses the GPU.",
+        )
     why["num_pages"] = f"{fmt_bytes(kv_bytes)} / {fmt_bytes(per_page)} a page"
     why["policy"] = "scheduling policy"
     why["prefix_caching"] = "equal beginnings are computed once"

@@ -14,7 +14,8 @@ from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run
 from tests.kernels.test_cuda import flash_reference
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
-from tidemill.engine.core import EngineCore
+from tidemill.engine.core import EngineCore, make_runner
+from tidemill.errors import ConfigError
 from tidemill.events import Preempted
 from tidemill.kernels import machine
 from tidemill.kernels.cuda import attention, flash, gemm, tuning
@@ -230,3 +231,19 @@ def test_without_flash_attention(on_gpu, monkeypatch):
     monkeypatch.setattr(flash, "forward", lambda: importlib.import_module("flash_attn_that_is_not_there"))
     core = on_gpu(fast_math=True, token_budget=1024, max_context=1024)
     assert core.runner.flash.why == "cannot be used: ModuleNotFoundError: No module named 'flash_attn_that_is_not_there'"
+
+
+def test_memory_that_runs_out_at_start_is_explained(tmp_path, monkeypatch):
+    make_llama(tmp_path)
+    shape = load_model(tmp_path).config
+    here = replace(machine.detect(), gpu="some GPU", gpu_bytes=2**36, gpu_free_bytes=2**36)
+    given = resolve(EngineOptions(device="cuda", kv_memory_bytes=2**30), shape, here)
+
+    def run_out(self, model, config):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda_runner.CudaRunner, "__init__", run_out)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**36))
+    with pytest.raises(ConfigError, match=r"KV cache 24 MiB.*256 MiB of 64.00 GiB are left") as caught:
+        make_runner(None, given)
+    assert "--kv-memory" in caught.value.fix

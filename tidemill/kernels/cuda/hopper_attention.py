@@ -82,7 +82,7 @@ def _mask(scores, first_key, positions, BLOCK: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def _weigh(scores, top, scale):
-    parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree, which takes a fourth of a chain's time
+    parts = gl.reshape(scores, (_HALF, 2, 2, 2, 4, 2))  # in a tree: in a chain each waits for the one before
     highest = gl.max(gl.max(gl.max(gl.max(gl.max(parts, 5), 1), 1), 1), 1)
     new_top = gl.maximum(top, gl.convert_layout(highest, top.type.layout))
     safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)

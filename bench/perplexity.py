@@ -1,4 +1,4 @@
-"""What packed products cost in quality: perplexity of the same GGUF on the same text, in float32 and packed.
+"""What quantized matmuls cost in quality: perplexity of the same GGUF on the same text, in float32 and quantized.
 
     .venv/bin/python bench/perplexity.py --tokens 20480
 
@@ -50,10 +50,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20 * WINDOW)
     arguments = parser.parse_args()
     ids = text_ids(arguments.model, arguments.tokens)
-    values = {dtype: math.exp(-mean_logprob(arguments.model, dtype, ids)) for dtype in ("float32", "packed")}
+    values = {dtype: math.exp(-mean_logprob(arguments.model, dtype, ids)) for dtype in ("float32", "quantized")}
     for dtype, value in values.items():
         print(f"{dtype:8} perplexity {value:.4f} on {len(ids):,} tokens")
-    print(f"packed / float32: {values['packed'] / values['float32']:.5f}")
+    print(f"quantized / float32: {values['quantized'] / values['float32']:.5f}")
 
 
 if __name__ == "__main__":

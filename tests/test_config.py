@@ -33,9 +33,9 @@ def test_everything_is_settled_and_explained():
         assert config.reasons[field]
 
 
-def test_a_quantized_checkpoint_stays_packed_where_it_can():
+def test_a_quantized_checkpoint_stays_quantized_where_it_can():
     config = resolve(EngineOptions(), QUANTIZED, LARGE)
-    assert (config.dtype, config.kv_dtype) == ("packed", "bfloat16")
+    assert (config.dtype, config.kv_dtype) == ("quantized", "bfloat16")
     assert "neon" in config.reasons["dtype"]
     assert config.weight_bytes == 106_168_320 * 20 // 32 + 28_311_552 * 34 // 32 + 35_136 * 4
     exact = resolve(EngineOptions(dtype="float32"), QUANTIZED, LARGE)
@@ -53,11 +53,11 @@ def test_16_bit_weights_stay_so_with_compiled_kernels():
     assert resolve(EngineOptions(), short, PLAIN).weight_bytes == 134_515_008 * 4
 
 
-def test_packed_is_refused_where_it_cannot_be():
+def test_quantized_is_refused_where_it_cannot_be():
     with pytest.raises(ConfigError, match="not built"):
-        resolve(EngineOptions(dtype="packed"), QUANTIZED, PLAIN)
+        resolve(EngineOptions(dtype="quantized"), QUANTIZED, PLAIN)
     with pytest.raises(ConfigError, match="quantized checkpoints"):
-        resolve(EngineOptions(dtype="packed"), SMOLLM2, LARGE)
+        resolve(EngineOptions(dtype="quantized"), SMOLLM2, LARGE)
 
 
 class TestWithAGPU:
@@ -86,7 +86,7 @@ class TestWithAGPU:
             resolve(EngineOptions(kv_memory_bytes=80 * 2**30), long, self.MACHINE)
         assert "--kv-memory" in caught.value.fix
 
-    @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "packed"}])
+    @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "quantized"}])
     def test_impossible_wishes(self, options):
         with pytest.raises(ConfigError, match="not available"):
             resolve(EngineOptions(**options), SMOLLM2, self.MACHINE)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tidemill.errors import ConfigError
 
-DTYPES = {"cpu": ("float32", "packed"), "cuda": ("bfloat16",)}  # packed: weights are multiplied in their 4 or 8 bits
+DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
 KV_BYTES = {"float32": 4, "bfloat16": 2}
 PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
-# Bytes a value of stored types that stay packed: codes, and two or four bytes of scale and offset for 32 of them.
-PACKED_TYPES = {
+# Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
+QUANTIZED_TYPES = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
 }  # fmt: skip
-_OTHER_PACKED = 34 / 32  # rounded anew to 8 bits
+_OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
 _GPU_SPARE = 3 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
 GIB = 2**30
@@ -92,7 +92,7 @@ class ModelConfig:
             if kind in PLAIN_TYPES:
                 total += num_values * (PLAIN_TYPES[kind] if compiled else 4)
             else:
-                total += num_values * (PACKED_TYPES.get(kind, _OTHER_PACKED) if dtype == "packed" else 4)
+                total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
         return int(total)
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
@@ -328,14 +328,14 @@ def _resolve_dtype(asked: str, device: str, model: ModelConfig, machine: Machine
     if device == "cuda":
         why["dtype"] = "given" if asked != "auto" else "what the matrix units are made for"
         return "bfloat16"
-    if asked == "packed":
+    if asked == "quantized":
         if not machine.kernels:
             raise ConfigError(
-                f"dtype packed needs the compiled kernels: {machine.no_kernels}.",
+                f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
                 fix="Install with a C compiler, or use float32.",
             )
         if not model.is_quantized:
-            raise ConfigError("dtype packed is for quantized checkpoints, and this one is not.", fix="Use --dtype float32.")
+            raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix="Use --dtype float32.")
     if asked != "auto":
         why["dtype"] = "given"
         return asked
@@ -343,7 +343,7 @@ def _resolve_dtype(asked: str, device: str, model: ModelConfig, machine: Machine
         why["dtype"] = "the checkpoint is not quantized; sums are exact float32"
     elif machine.kernels:
         why["dtype"] = f"the checkpoint is quantized, and there are {machine.kernels} kernels that multiply it as it is"
-        return "packed"
+        return "quantized"
     else:
         why["dtype"] = f"no compiled kernels: {machine.no_kernels}"
     return "float32"

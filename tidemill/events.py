@@ -19,7 +19,7 @@ class Submitted(_Event, frozen=True):
     request_id: str
     num_prompt: int
     priority: int = 0
-    owner: str = ""
+    tenant: str = ""
 
 
 class Resumed(_Event, frozen=True):

@@ -62,7 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     salt: str = ""
-    owner: str = ""  # owners share the engine fairly
+    tenant: str = ""  # owners share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
 
 

@@ -31,7 +31,7 @@ SHAPES = {
 PROMPT_LEN = 150
 
 
-@pytest.fixture(scope="module", params=["smollm2 packed", "smollm2 float32", "odd float32", "smollm2 torch"])
+@pytest.fixture(scope="module", params=["smollm2 quantized", "smollm2 float32", "odd float32", "smollm2 torch"])
 def model(request, tmp_path_factory):
     """4- and 8-bit weights with bfloat16 keys and values; float32; torch's attention under compiled products; torch alone."""
     shape, _, path_taken = request.param.partition(" ")
@@ -42,11 +42,11 @@ def model(request, tmp_path_factory):
             patch.setattr(native, "lib", None)
         elif native.lib is None:
             pytest.skip(native.why)
-        if path_taken == "packed":
+        if path_taken == "quantized":
             file = write_gguf(
                 folder / "q.gguf", reference, quantize=gguf.GGMLQuantizationType.Q4_1, table=gguf.GGMLQuantizationType.Q8_0
             )
-            yield load_model(file, "packed")
+            yield load_model(file, "quantized")
         else:
             yield load_model(folder)
 

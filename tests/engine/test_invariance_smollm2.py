@@ -9,7 +9,7 @@ from tidemill.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("packed", marks=pytest.mark.skipif(native.lib is None, reason=native.why))]
+    "dtype", ["float32", pytest.param("quantized", marks=pytest.mark.skipif(native.lib is None, reason=native.why))]
 )
 def test_the_real_model_alone_and_in_a_crowd(smollm2_path, dtype):
     """All thirty layers, once: greedy and seeded, in chunks of 7, cached, in pages of 1 and 32, and among 31 others."""

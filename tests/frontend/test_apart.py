@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import CHAT_TEMPLATE
 from tidemill.errors import InvalidRequest
 from tidemill.frontend import apart
-from tidemill.frontend.apart import FormChecker, Renderer
+from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.chat import ChatTemplate
 from tidemill.frontend.structured import BACKENDS
 
@@ -79,7 +79,7 @@ def test_a_worker_ends_with_its_server_even_in_a_loop(rendered):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forms_are_checked_at_a_bounded_price(tiny_folder: Path, backend: str):
-    checker = FormChecker(backend, tiny_folder, 320)
+    checker = GrammarChecker(backend, tiny_folder, 320)
     try:
         checker.check("regex", "[a-c]+")
         chain = "\n".join(["start: r0", *(f'r{i}: "x" r{i + 1}' for i in range(4000)), 'r4000: "a"'])

@@ -11,7 +11,7 @@ import torch
 from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tidemill.kernels import machine, native
 from tidemill.kernels.native.program import OpKind
-from tidemill.kernels.packed_linear import PackedPanels, quantize
+from tidemill.kernels.quantized_linear import QuantizedPanels, quantize
 from tidemill.runner.graphs import record_forward
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -133,7 +133,7 @@ def test_what_is_not_finite_stays_so():
     x = torch.randn(3, 64)
     x[1, 40] = float("nan")
     weight = quantize(torch.randn(16, 64))
-    out = PackedPanels(weight, None)(x)
+    out = QuantizedPanels(weight, None)(x)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 

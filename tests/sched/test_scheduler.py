@@ -197,13 +197,13 @@ def test_a_forked_sample_pushes_nobody_out_for_pages_it_has():
 
 
 def test_owners_share_what_there_is():
-    """One owner floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
+    """One tenant floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
     scheduler, _ = make(rows=1, budget=16)
     for i in range(6):
-        scheduler.add(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), owner="a")
+        scheduler.add(f"flood{i}", [i + 1] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="a")
     step(scheduler)
     for i in range(2):
-        scheduler.add(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), owner="b")
+        scheduler.add(f"few{i}", [i + 50] * 8, SamplingParams(max_tokens=2, seed=0, ignore_eos=True), tenant="b")
     order = []
     while scheduler.has_work:
         _, done = step(scheduler)
@@ -349,11 +349,11 @@ def test_rows_and_pages_are_given_up_by_the_background_first():
 
 def test_what_an_owner_runs_in_the_background_is_not_held_against_them():
     scheduler, _ = make(rows=1)
-    scheduler.add("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, owner="a")
+    scheduler.add("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a")
     for _ in range(10):
         step(scheduler)
-    scheduler.add("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), owner="a")
-    scheduler.add("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), owner="b")
+    scheduler.add("of a", [6] * 3, SamplingParams(max_tokens=2, seed=0), tenant="a")
+    scheduler.add("of b", [7] * 3, SamplingParams(max_tokens=2, seed=0), tenant="b")
     assert list(run(scheduler)) == ["of a", "of b", "batch"]
 
 

@@ -123,7 +123,7 @@ def test_refusals_are_told_of_and_nothing_is_given_away(logged, path):
     assert SECRET not in written
     assert not any(key in written for key in KEYS)
     assert '"/health"' not in written
-    assert len(line_of(path, "refused-2")["owner"]) == 8
+    assert len(line_of(path, "refused-2")["tenant"]) == 8
 
 
 def test_who_leaves_is_told_of(logged, path):

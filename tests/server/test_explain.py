@@ -70,8 +70,8 @@ def test_preemption_cache_and_abort(model):
 def test_parts_owners_and_bounds(model):
     explainer = Explainer()
     core = make_core(model)
-    core.submit(Submit("a/job/0", [1, 2], SamplingParams(max_tokens=3, n=2, seed=1), owner="a"))
-    core.submit(Submit("a/job/1", [1, 3], SamplingParams(max_tokens=3), owner="a"))
+    core.submit(Submit("a/job/0", [1, 2], SamplingParams(max_tokens=3, n=2, seed=1), tenant="a"))
+    core.submit(Submit("a/job/1", [1, 3], SamplingParams(max_tokens=3), tenant="a"))
     while core.has_work:
         explainer.take(core.step()[0].events)
     assert len(explainer.find("job", "a")) == 3

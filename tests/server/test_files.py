@@ -1,4 +1,4 @@
-"""Files: uploaded, listed, read and deleted by their owner, and by nobody else."""
+"""Files: uploaded, listed, read and deleted by their tenant, and by nobody else."""
 
 import contextlib
 import errno
@@ -192,12 +192,12 @@ def test_who_leaves_in_the_middle_leaves_nothing(shared, folder):
 # ---- the storage itself
 
 
-async def keep(storage, content=b"x", owner="me", expire_s=None):
+async def keep(storage, content=b"x", tenant="me", expire_s=None):
     upload = storage.begin_file()
     try:
         await upload.write(content)
         told = file_object(upload.file_id, len(content), "f", "batch", expire_s)
-        await upload.keep(owner, told)
+        await upload.keep(tenant, told)
     finally:
         await upload.end()
     return told

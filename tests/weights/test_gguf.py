@@ -123,7 +123,7 @@ def test_quantized_models_run(qtype, reference, tmp_path):
     exact = prompt_logits(load_model(path), prompt)
     assert len(run(make_core(load_model(path)), {"a": ([1, 2, 3], greedy(4))})["a"].tokens) == 4
     if native.lib:
-        packed = load_model(path, "packed")
+        packed = load_model(path, "quantized")
         # Activations are rounded to 8 bits, so logits of packed products differ a little, and only of them.
         error = (prompt_logits(packed, prompt, dtype="float32") - exact).std() / exact.std()
         assert error < (1e-5 if qtype in ("BF16", "F16") else 0.05), error

@@ -25,7 +25,7 @@ print(json.dumps({"before": before, "after": after, "peak": peak, "weights": mod
 
 @pytest.mark.parametrize(
     ("dtype", "spare"),
-    [("float32", 0.35), pytest.param("packed", 1.1, marks=pytest.mark.skipif(native.lib is None, reason=native.why))],
+    [("float32", 0.35), pytest.param("quantized", 1.1, marks=pytest.mark.skipif(native.lib is None, reason=native.why))],
 )
 def test_peak_memory_while_loading_is_near_the_final_size(smollm2_path, dtype, spare):
     """Packing takes room for the codes of the largest tensor, which is a large part of a small model."""

@@ -18,7 +18,7 @@ Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda."
 DType = Annotated[
     str,
     typer.Option(
-        help="How weights are kept and multiplied: packed (in their 4 or 8 bits), float32, bfloat16 (on a GPU), or auto."
+        help="How weights are kept and multiplied: quantized (in their 4 or 8 bits), float32, bfloat16 (on a GPU), or auto."
     ),
 ]
 PageSize = Annotated[int | None, typer.Option(help="Tokens per KV page: a power of two up to 64. Default: 16; 64 on a GPU.")]

@@ -95,11 +95,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def has_form(self, grammar: Grammar) -> bool:
+    def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
         return self._grammars is not None and grammar in self._grammars
 
-    def compile_form(self, grammar: Grammar) -> Matcher:
+    def compile_grammar(self, grammar: Grammar) -> Matcher:
         """May take a while; may be called from another thread."""
         if self._grammars is None:
             if self.tokenizer_path is None:
@@ -126,7 +126,7 @@ class EngineCore:
             eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
             salt=request.salt,
-            owner=request.owner,
+            tenant=request.tenant,
             resumed=None if resumed is None else {sample.index: sample.output_ids for sample in resumed},
         )
         live = _Live()
@@ -142,7 +142,7 @@ class EngineCore:
 
     def _matcher(self, grammar: Grammar, form: Matcher | None) -> Matcher:
         if self._grammars is None:
-            form = self.compile_form(grammar)
+            form = self.compile_grammar(grammar)
         assert self._grammars is not None
         return self._grammars.matcher(grammar, form)
 
@@ -206,7 +206,7 @@ class EngineCore:
             started = self._clock.now()
             plan = self.scheduler.plan()
             if plan is not None:
-                self._show_forms(plan)
+                self._set_masks(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
                 return StepOutput([], self._events.take()), []
@@ -221,13 +221,13 @@ class EngineCore:
         failed = self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
         if self._matchers:
-            progress = [self._follow_form(one, failed) for one in progress]
+            progress = [self._advance_grammar(one, failed) for one in progress]
             progress = [one for one in progress if one.request.seq in self._id_of]
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
         return StepOutput(self._deltas(done, result, progress, now), self._events.take()), failed
 
-    def _show_forms(self, plan: StepPlan) -> None:
+    def _set_masks(self, plan: StepPlan) -> None:
         """The sampler is told which tokens may come."""
         items = plan.items if self._matchers else ()
         began = self._clock.now()
@@ -238,7 +238,7 @@ class EngineCore:
             now = self._clock.now()
             self._events(events.MasksMade(now, len(masks), now - began))
 
-    def _follow_form(self, progress: Progress, failed: list[Refused]) -> Progress:
+    def _advance_grammar(self, progress: Progress, failed: list[Refused]) -> Progress:
         """A token has come; where the form allows nothing more, the answer is complete. Where it has become too much to follow,
         the request fails: it would end as if it were complete."""
         matcher = self._matchers.get(progress.request.seq)

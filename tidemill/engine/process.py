@@ -79,7 +79,7 @@ class EngineProcess:
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             self._take_messages(core, wait=not core.has_work)
-            self._take_forms(core)
+            self._take_grammars(core)
             output, failed = core.step()
             if output.deltas or output.events:
                 self.send(output)
@@ -95,10 +95,10 @@ class EngineProcess:
             message = decode_to_engine(self._socket.recv())
             if isinstance(message, Submit):
                 grammar = message.params.grammar
-                if grammar is None or core.has_form(grammar):
+                if grammar is None or core.has_grammar(grammar):
                     self._submit(core, message)
                 else:  # everybody else's next step does not wait for it
-                    self._compiling[message.request_id] = message, self._compiler.submit(core.compile_form, grammar)
+                    self._compiling[message.request_id] = message, self._compiler.submit(core.compile_grammar, grammar)
             elif isinstance(message, Abort):
                 self._compiling.pop(message.request_id, None)
                 core.abort(message)
@@ -110,7 +110,7 @@ class EngineProcess:
                 self._running = False
                 return
 
-    def _take_forms(self, core: EngineCore) -> None:
+    def _take_grammars(self, core: EngineCore) -> None:
         for request_id, (message, form) in list(self._compiling.items()):
             if form.done():
                 del self._compiling[request_id]

@@ -25,7 +25,7 @@ from typing import IO, Any
 from tidemill.errors import InvalidRequest, TidemillError
 
 TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
-FORM_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
+GRAMMAR_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
 _MEMORY_BYTES = {"template": 2**29, "llguidance": 2**31, "xgrammar": 2**33}  # of addresses; a vocabulary takes some hundred MiB
 _STACK_BYTES = 2**21  # less than where forms are compiled in earnest, so that what passes here passes there
 _LENGTH = struct.Struct("<I")
@@ -95,12 +95,12 @@ class Renderer:
         return made
 
 
-class FormChecker:
+class GrammarChecker:
     """Says whether a form can be kept to, at a bounded price."""
 
     def __init__(self, backend: str, tokenizer_path: Path, num_tokens: int) -> None:
         self._pool = _Pool(1, backend, str(tokenizer_path), num_tokens)
-        self._seconds = FORM_CPU_S[backend]
+        self._seconds = GRAMMAR_CPU_S[backend]
         self.close = self._pool.close
 
     def check(self, kind: str, text: str) -> None:
@@ -168,7 +168,7 @@ def _checker(backend: str, tokenizer_path: str, num_tokens: int) -> Callable[[st
 
 _MAKERS: dict[str, tuple[Callable[..., Callable[..., Any]], float]] = {
     "template": (_renderer, TEMPLATE_CPU_S),
-    **{backend: (partial(_checker, backend), seconds) for backend, seconds in FORM_CPU_S.items()},
+    **{backend: (partial(_checker, backend), seconds) for backend, seconds in GRAMMAR_CPU_S.items()},
 }
 
 

@@ -30,7 +30,7 @@ def check_backend(name: str) -> None:
     if name not in BACKENDS:
         raise ConfigError(f"There is no structured_backend {name!r}.", fix=f"Choose {' or '.join(BACKENDS)}.")
     try:
-        importlib.import_module(f"tidemill.frontend.forms_{name}")
+        importlib.import_module(f"tidemill.frontend.structured_{name}")
     except ImportError as error:
         raise ConfigError(f"{name} cannot be used: {error}.", fix=f"pip install 'tidemill[{name}]'.") from error
 
@@ -72,7 +72,7 @@ class Grammars(ABC):
 
     @staticmethod
     def of(backend: str, tokenizer: Tokenizer, num_tokens: int) -> Grammars:
-        made: Grammars = importlib.import_module(f"tidemill.frontend.forms_{backend}").Forms(tokenizer, num_tokens)
+        made: Grammars = importlib.import_module(f"tidemill.frontend.structured_{backend}").Backend(tokenizer, num_tokens)
         return made
 
     @abstractmethod

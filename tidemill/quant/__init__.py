@@ -5,11 +5,11 @@ from typing import Any
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.cuda import CudaDense
 from tidemill.quant.dense import Dense
-from tidemill.quant.packed import Packed
+from tidemill.quant.quantized import Quantized
 
 METHODS: dict[str, LinearMethod[Any]] = {
     "float32": Dense(),
-    "packed": Packed(),
+    "quantized": Quantized(),
     "bfloat16": CudaDense(),
     "bfloat16-fast": CudaDense(fast=True),
 }

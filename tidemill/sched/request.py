@@ -34,7 +34,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0  # lower runs first
     salt: str = ""
-    owner: str = ""  # owners share the engine fairly
+    tenant: str = ""  # owners share the engine fairly
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
 
@@ -56,8 +56,8 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.in_background = self.priority >= BACKGROUND
-        # What an owner runs in the background is not held against what they ask meanwhile.
-        self.share = f"{self.owner}\0background" if self.in_background else self.owner
+        # What a tenant runs in the background is not held against what they ask meanwhile.
+        self.share = f"{self.tenant}\0background" if self.in_background else self.tenant
 
     @property
     def num_known(self) -> int:

@@ -89,7 +89,7 @@ class Scheduler:
         priority: int = 0,
         salt: str = "",
         arrival_s: float | None = None,
-        owner: str = "",
+        tenant: str = "",
         resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
@@ -109,7 +109,7 @@ class Scheduler:
                 eos_token_ids=eos_token_ids,
                 priority=priority,
                 salt=salt,
-                owner=owner,
+                tenant=tenant,
                 parent=made[0] if made and resumed is None else None,
             )
             self._next_seq += 1
@@ -117,7 +117,7 @@ class Scheduler:
             if made and resumed is None:
                 made[0].children.append(request)
             if resumed is None:
-                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, owner))
+                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant))
             else:
                 request.tokens += resumed[index]
                 request.first_token_s = now if resumed[index] else None
@@ -335,7 +335,7 @@ class Scheduler:
         who has been given the fewest tokens."""
         if len(self._present) <= 1:
             return next((request for request in self.waiting if request.parent is None), None)
-        first: dict[str, Request] = {}  # of each owner
+        first: dict[str, Request] = {}  # of each tenant
         for request in self.waiting:
             if first and request.priority != self.waiting[0].priority:
                 break

@@ -208,7 +208,7 @@ def make_router(service: Service) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
         service.check_model(body.model)
         params = body.params()
-        await service.check_form(params)
+        await service.check_grammar(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
         caller: Caller = request.state.caller
         answer = _Answer(caller.call.request_id, service, body, len(prompt))

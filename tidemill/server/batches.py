@@ -26,7 +26,7 @@ from tidemill.server.guard import Caller
 from tidemill.server.service import Service
 from tidemill.server.storage import OVER, QuotaExceeded, Storage, StorageFull, StorageUnavailable
 
-_MAX_UNFINISHED = 100  # batches of one owner
+_MAX_UNFINISHED = 100  # batches of one tenant
 _MAX_WINDOW_S = 30 * 86400
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _TRY_AGAIN_S = 10.0  # after the disk, or the engine, failed
@@ -75,7 +75,7 @@ class TooManyBatches(TidemillError):
 
 
 class Batches:
-    """`is_known`: does the key of this owner still count?"""
+    """`is_known`: does the key of this tenant still count?"""
 
     def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool], log: RequestLog | None) -> None:
         self._service, self._storage, self._is_known, self._log = service, storage, is_known, log
@@ -95,9 +95,9 @@ class Batches:
         if not self._storage.exists:
             return
         try:
-            for batch_id, owner, model in await self._storage.do(self._storage.unfinished):
-                if model == self._service.model_name and self._is_known(owner):
-                    self._start(owner, batch_id)
+            for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
+                if model == self._service.model_name and self._is_known(tenant):
+                    self._start(tenant, batch_id)
         except TidemillError as error:
             _log.error("batches cannot go on: %s", error)
 
@@ -108,7 +108,7 @@ class Batches:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def create(self, owner: str, body: BatchRequest) -> dict[str, Any]:
+    async def create(self, tenant: str, body: BatchRequest) -> dict[str, Any]:
         if self._service.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
         if body.endpoint not in self._service.whole_answers:
@@ -117,39 +117,39 @@ class Batches:
         window_s, storage = body.window_s(), self._storage
         if body.output_expires_after is not None:
             kept_s(body.output_expires_after.seconds, "output_expires_after")
-        file = await storage.do(storage.file, owner, body.input_file_id)
+        file = await storage.do(storage.file, tenant, body.input_file_id)
         if file["purpose"] != "batch":
             raise InvalidRequest(f"The file's purpose is {file['purpose']!r}, not 'batch'.", param="input_file_id")
-        if sum(theirs == owner for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
+        if sum(theirs == tenant for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
             raise TooManyBatches(f"{_MAX_UNFINISHED} batches are not finished.", fix="Wait for one, or cancel one.")
         told = _batch_object(body, window_s, self._service.model_name)
-        await storage.do(storage.add_batch, owner, self._service.model_name, told)
-        self._start(owner, told["id"])
+        await storage.do(storage.add_batch, tenant, self._service.model_name, told)
+        self._start(tenant, told["id"])
         return told
 
-    async def cancel(self, owner: str, batch_id: str) -> dict[str, Any]:
+    async def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
         storage = self._storage
-        if not await storage.do(lambda: storage.move(owner, batch_id, ("validating", "in_progress"), "cancelling")):
-            status = (await storage.do(storage.batch, owner, batch_id))["status"]
+        if not await storage.do(lambda: storage.move(tenant, batch_id, ("validating", "in_progress"), "cancelling")):
+            status = (await storage.do(storage.batch, tenant, batch_id))["status"]
             raise InvalidRequest(f"The batch is {status}; it cannot be cancelled any more.", param="batch_id")
         task = self._tasks.get(batch_id)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        self._start(owner, batch_id)
-        return await storage.do(storage.batch, owner, batch_id)
+        self._start(tenant, batch_id)
+        return await storage.do(storage.batch, tenant, batch_id)
 
-    def _start(self, owner: str, batch_id: str) -> None:
-        task = self._tasks[batch_id] = asyncio.create_task(self._run(owner, batch_id))
+    def _start(self, tenant: str, batch_id: str) -> None:
+        task = self._tasks[batch_id] = asyncio.create_task(self._run(tenant, batch_id))
         task.add_done_callback(lambda done: self._tasks.pop(batch_id) if self._tasks.get(batch_id) is done else None)
 
-    async def _run(self, owner: str, batch_id: str) -> None:
+    async def _run(self, tenant: str, batch_id: str) -> None:
         while not self._service.is_draining:
             try:
-                batch = await self._storage.do(self._storage.batch, owner, batch_id)
+                batch = await self._storage.do(self._storage.batch, tenant, batch_id)
                 if batch["status"] in OVER:
                     return
-                await self._steps[batch["status"]](owner, batch)
+                await self._steps[batch["status"]](tenant, batch)
             except* TidemillError as group:
                 _log.error("batch %s waits: %s", batch_id, group.exceptions[0])
                 await asyncio.sleep(_TRY_AGAIN_S)
@@ -159,10 +159,10 @@ class Batches:
 
     # ---- the steps
 
-    async def _validate(self, owner: str, batch: dict[str, Any]) -> None:
+    async def _validate(self, tenant: str, batch: dict[str, Any]) -> None:
         storage = self._storage
         if time.time() >= batch["expires_at"]:
-            await self._end(owner, batch, "expired")
+            await self._end(tenant, batch, "expired")
             return
         path = storage.path(batch["input_file_id"])
         try:
@@ -176,9 +176,9 @@ class Batches:
         if problems:
             changes["errors"] = {"object": "list", "data": problems}
         status = "failed" if problems else "in_progress"
-        await storage.do(lambda: storage.move(owner, batch["id"], ["validating"], status, **changes))
+        await storage.do(lambda: storage.move(tenant, batch["id"], ["validating"], status, **changes))
 
-    async def _answer_lines(self, owner: str, batch: dict[str, Any]) -> None:
+    async def _answer_lines(self, tenant: str, batch: dict[str, Any]) -> None:
         storage = self._storage
         try:
             async with asyncio.timeout(batch["expires_at"] - time.time()), asyncio.TaskGroup() as group:
@@ -186,20 +186,20 @@ class Batches:
                 lines = batch_lines.read(storage.path(batch["input_file_id"]), done)
                 while (found := await asyncio.to_thread(next, lines, None)) is not None:
                     begins = asyncio.Event()
-                    group.create_task(self._answer_line(owner, batch, *found, begins))
+                    group.create_task(self._answer_line(tenant, batch, *found, begins))
                     await begins.wait()  # so that no more is read than can be answered
         except TimeoutError:
-            await self._end(owner, batch, "expired")
+            await self._end(tenant, batch, "expired")
         else:
-            await storage.do(lambda: storage.move(owner, batch["id"], ["in_progress"], "finalizing"))
+            await storage.do(lambda: storage.move(tenant, batch["id"], ["in_progress"], "finalizing"))
 
-    async def _complete(self, owner: str, batch: dict[str, Any]) -> None:
-        await self._end(owner, batch, "completed")
+    async def _complete(self, tenant: str, batch: dict[str, Any]) -> None:
+        await self._end(tenant, batch, "completed")
 
-    async def _end_cancelled(self, owner: str, batch: dict[str, Any]) -> None:
-        await self._end(owner, batch, "cancelled")
+    async def _end_cancelled(self, tenant: str, batch: dict[str, Any]) -> None:
+        await self._end(tenant, batch, "cancelled")
 
-    async def _end(self, owner: str, batch: dict[str, Any], status: str) -> None:
+    async def _end(self, tenant: str, batch: dict[str, Any], status: str) -> None:
         storage = self._storage
         path = storage.path(batch["input_file_id"])
         if status in _NOT_ANSWERED and batch["request_counts"]["total"] and await asyncio.to_thread(path.exists):
@@ -212,15 +212,15 @@ class Batches:
             )
             await storage.do(storage.add_unanswered, batch["id"], texts)
         expire_s = (batch.get("output_expires_after") or {}).get("seconds")
-        await storage.do(storage.finish, owner, batch["id"], batch["status"], status, expire_s)
+        await storage.do(storage.finish, tenant, batch["id"], batch["status"], status, expire_s)
 
     # ---- one line
 
-    async def _answer_line(self, owner: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
+    async def _answer_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], owner=owner, is_named=True)
-            caller = Caller(owner, in_background=True, call=call)
+            line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
+            caller = Caller(tenant, in_background=True, call=call)
             call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
             written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
             await self._store(batch["id"], number, call.status >= 400, written)
@@ -284,20 +284,20 @@ def make_router(batches: Batches, storage: Storage) -> APIRouter:
 
     @router.post("/v1/batches", openapi_extra=schema_of(BatchRequest))
     async def create(request: Request, body: BatchRequest = Depends(body_of(BatchRequest))) -> dict[str, Any]:
-        return await batches.create(request.state.caller.owner, body)
+        return await batches.create(request.state.caller.tenant, body)
 
     @router.get("/v1/batches")
     async def every(request: Request) -> dict[str, Any]:
         query = read_query(request, "after", "limit")
         limit = read_limit(query.get("limit"), 20, 100)
-        return page(*await storage.do(storage.batches, request.state.caller.owner, query.get("after"), limit))
+        return page(*await storage.do(storage.batches, request.state.caller.tenant, query.get("after"), limit))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve(request: Request, batch_id: str) -> dict[str, Any]:
-        return await storage.do(storage.batch, request.state.caller.owner, batch_id)
+        return await storage.do(storage.batch, request.state.caller.tenant, batch_id)
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
-        return await batches.cancel(request.state.caller.owner, batch_id)
+        return await batches.cancel(request.state.caller.tenant, batch_id)
 
     return router

@@ -42,7 +42,7 @@ class Call:
     request_id: str = ""
     method: str = "POST"
     path: str = ""
-    owner: str = ""
+    tenant: str = ""
     model: str = ""
     begun_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0  # when the first token was there
@@ -65,7 +65,7 @@ class Call:
             "status": self.status,
             "method": self.method[:16],
             "route": self.path[:200],
-            "owner": self.owner[:8],
+            "tenant": self.tenant[:8],
             "model": self.model,
             "finish_reason": self.finish_reason,
             "error": self.error,

@@ -42,7 +42,7 @@ class _Span:
 @dataclass(slots=True)
 class Story:
     request_id: str
-    owner: str
+    tenant: str
     num_prompt: int
     begun_s: float
     since_s: float  # the last change
@@ -78,7 +78,7 @@ class Story:
                 told = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
                 spans.append(told | {"because": self._because(name, span)})
         return {
-            "id": self.request_id.partition("/")[2],  # without the owner
+            "id": self.request_id.partition("/")[2],  # without the tenant
             "object": "explanation",
             "status": self.ended or "under way",
             "total_ms": round(1000 * total, 3),
@@ -104,9 +104,9 @@ class Story:
         return f"{span.num} {steps} for {span.num_tokens} {tokens}, {company}"
 
 
-def engine_id(owner: str, request_id: str, part: int | None = None) -> str:
-    """What the engine calls a part of a request; or how all of them begin. Ids are clients' to give: each owner has their own."""
-    return f"{owner}/{request_id}/{'' if part is None else part}"
+def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:
+    """The engine's id of a part of a request, or the prefix of all its parts. Clients choose ids, so each tenant has its own."""
+    return f"{tenant}/{request_id}/{'' if part is None else part}"
 
 
 class _Company:
@@ -155,12 +155,12 @@ class Explainer:
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
         self._company = _Company()
 
-    def find(self, request_id: str, owner: str | None) -> list[Story]:
-        """The parts of a request, by the id its client knows. `owner`: only if they are theirs."""
+    def find(self, request_id: str, tenant: str | None) -> list[Story]:
+        """The parts of a request, by the id its client knows. `tenant`: only if they are theirs."""
         self._dissolve()
         every = (*self._ended.values(), *self._live.values())
-        mine = (story for story in every if owner is None or story.owner == owner)
-        return [story for story in mine if story.request_id.startswith(engine_id(story.owner, request_id))]
+        mine = (story for story in every if tenant is None or story.tenant == tenant)
+        return [story for story in mine if story.request_id.startswith(engine_id(story.tenant, request_id))]
 
     def under_way(self) -> Iterable[Story]:
         """In the order in which they came."""
@@ -175,7 +175,7 @@ class Explainer:
         now = event.time_s
         match event:
             case events.Submitted():
-                self._live[event.request_id] = Story(event.request_id, event.owner, event.num_prompt, now, now)
+                self._live[event.request_id] = Story(event.request_id, event.tenant, event.num_prompt, now, now)
             case events.StepPlanned():
                 self._begin(event, now)
             case events.StepDone():

@@ -30,7 +30,7 @@ def make_router(storage: Storage) -> APIRouter:
         try:
             form = await _receive(request, coming)
             told = file_object(coming.file_id, coming.num_bytes, form.filename, form.purpose(), form.expire_s())
-            await coming.keep(request.state.caller.owner, told)
+            await coming.keep(request.state.caller.tenant, told)
         finally:
             await coming.end()
         return told
@@ -42,22 +42,22 @@ def make_router(storage: Storage) -> APIRouter:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order is asc or desc.", param="order")
-        owner = request.state.caller.owner
-        return page(*await storage.do(storage.files, owner, query.get("purpose"), query.get("after"), limit, order))
+        tenant = request.state.caller.tenant
+        return page(*await storage.do(storage.files, tenant, query.get("purpose"), query.get("after"), limit, order))
 
     @router.get("/v1/files/{file_id}")
     async def file(request: Request, file_id: str) -> dict[str, Any]:
-        return await storage.do(storage.file, request.state.caller.owner, file_id)
+        return await storage.do(storage.file, request.state.caller.tenant, file_id)
 
     @router.get("/v1/files/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
-        told = await storage.do(storage.file, request.state.caller.owner, file_id)
+        told = await storage.do(storage.file, request.state.caller.tenant, file_id)
         path, headers = storage.path(told["id"]), {"X-Content-Type-Options": "nosniff"}
         return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=told["filename"])
 
     @router.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
-        await storage.do(storage.delete_file, request.state.caller.owner, file_id)
+        await storage.do(storage.delete_file, request.state.caller.tenant, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     return router

@@ -72,10 +72,10 @@ class Access:
             origins=frozenset(origin.rstrip("/").lower() for origin in origins),
         )
 
-    def knows(self, owner: str) -> bool:
+    def knows(self, tenant: str) -> bool:
         """Is this still the name of a key (or of nobody, where there are none)?"""
         known = (*self.keys, *self.admin_keys)
-        return owner in {owner_name(digest) for digest in known} if known else not owner
+        return tenant in {tenant_name(digest) for digest in known} if known else not tenant
 
     def check_host_is_safe(self, host: str) -> None:
         """Without keys, only this machine may ask."""
@@ -88,9 +88,9 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`owner`: a name for the key, by which requests share and prefixes are kept apart; empty without keys."""
+    """`tenant`: a name for the key, by which requests share and prefixes are kept apart; empty without keys."""
 
-    owner: str = ""
+    tenant: str = ""
     is_admin: bool = False
     in_background: bool = False  # not a person who waits, but a batch
     call: Call = field(default_factory=Call)
@@ -103,7 +103,7 @@ class Caller:
         self.call.request_id = request_id
 
 
-def owner_name(digest: bytes) -> str:
+def tenant_name(digest: bytes) -> str:
     return digest.hex()[:16]
 
 
@@ -153,7 +153,7 @@ class Guard:
             call.error = error.kind
             await _refuse(error, send)
             return
-        call.owner = caller.owner
+        call.tenant = caller.tenant
         scope["state"]["caller"] = replace(caller, call=call)
         await self._app(scope, receive, _with_origin(send, origin) if origin in self._access.origins else send)
 
@@ -204,7 +204,7 @@ class Guard:
             )
         if path in ADMIN_PATHS and access.admin_keys and not is_admin:
             raise Forbidden("This needs an admin key.")
-        return Caller(owner_name(digest), is_admin)  # ids are clients' to give: only an admin may mean another's
+        return Caller(tenant_name(digest), is_admin)  # ids are clients' to give: only an admin may mean another's
 
 
 async def _refuse(error: TidemillError, send: Send) -> None:

@@ -180,7 +180,7 @@ def make_router(service: Service) -> APIRouter:
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """Where its time went. A request of several prompts or samples has several stories."""
         caller = request.state.caller
-        stories = service.explainer.find(request_id, None if caller.is_admin else caller.owner)
+        stories = service.explainer.find(request_id, None if caller.is_admin else caller.tenant)
         if not stories:
             raise RequestUnknown(f"Nothing is known of a request {request_id[:100]!r}.", param="request_id")
         return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
@@ -188,7 +188,7 @@ def make_router(service: Service) -> APIRouter:
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if not service.cancel(request_id, None if caller.is_admin else caller.owner):
+        if not service.cancel(request_id, None if caller.is_admin else caller.tenant):
             raise RequestUnknown(f"There is no request {request_id[:100]!r} under way.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
@@ -241,7 +241,7 @@ async def _prepare(service: Service, make: _MakeJob, body: SamplingRequest, call
     if body.request_id is not None:
         caller.rename(body.request_id)
     job = await make(service, body)
-    await service.check_form(job.params)
+    await service.check_grammar(job.params)
     job.caller, job.request_id = caller, caller.call.request_id
     return job
 

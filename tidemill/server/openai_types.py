@@ -35,7 +35,7 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
     choice: list[str] | None = None
 
-    def form(self) -> Grammar:
+    def to_grammar(self) -> Grammar:
         given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
@@ -61,7 +61,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
 
-    def form(self) -> Grammar | None:
+    def to_grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -129,9 +129,9 @@ class SamplingRequest(BaseModel):
                 "structured_outputs and response_format are both given.", fix="Give one.", param="response_format"
             )
         if self.structured_outputs is not None:
-            given["grammar"] = self.structured_outputs.form()
+            given["grammar"] = self.structured_outputs.to_grammar()
         elif self.response_format is not None:
-            given["grammar"] = self.response_format.form()
+            given["grammar"] = self.response_format.to_grammar()
         return SamplingParams(**given | more)
 
 
@@ -289,10 +289,10 @@ class ChatRequest(SamplingRequest, ChatMessages):
         more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         more["max_tokens"] = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.must_call:
-            more["grammar"] = self._call_form()
+            more["grammar"] = self._call_grammar()
         return self.sampling(**more)
 
-    def _call_form(self) -> Grammar:
+    def _call_grammar(self) -> Grammar:
         tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
         if not any(name in (None, tool["name"]) for tool in tools):

@@ -151,31 +151,31 @@ def _text(content: Any) -> str:
 
 
 class _Store:
-    """Answers that may be asked for again: the latest, within bounds, each by its owner only."""
+    """Answers that may be asked for again: the latest, within bounds, each by its tenant only."""
 
     def __init__(self) -> None:
-        # By owner and id, since ids are clients' to give.
+        # By tenant and id, since ids are clients' to give.
         self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
         self._num_bytes = 0
 
-    def put(self, owner: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
+    def put(self, tenant: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
         size = len(_json(items)) + len(_json(body))
-        self.drop(owner, body["id"])
-        self._kept[owner, body["id"]] = (items, body, size)
+        self.drop(tenant, body["id"])
+        self._kept[tenant, body["id"]] = (items, body, size)
         self._num_bytes += size
         while len(self._kept) > _NUM_KEPT or self._num_bytes > _BYTES_KEPT:
             self._num_bytes -= self._kept.popitem(last=False)[1][2]
 
-    def get(self, owner: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        items, body, _ = self._kept.get((owner, response_id), ([], {}, 0))
+    def get(self, tenant: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        items, body, _ = self._kept.get((tenant, response_id), ([], {}, 0))
         if not body:
             raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
         return items, body
 
-    def drop(self, owner: str, response_id: str) -> bool:
-        if (owner, response_id) not in self._kept:
+    def drop(self, tenant: str, response_id: str) -> bool:
+        if (tenant, response_id) not in self._kept:
             return False
-        self._num_bytes -= self._kept.pop((owner, response_id))[2]
+        self._num_bytes -= self._kept.pop((tenant, response_id))[2]
         return True
 
 
@@ -203,12 +203,12 @@ def make_router(service: Service) -> APIRouter:
     async def begin(body: ResponseRequest, caller: Caller) -> tuple[_Answer, Outputs, Callable[[], None]]:
         """The answer to come, what it is made of, and what keeps it as far as it is."""
         service.check_model(body.model)
-        owner = caller.owner
+        tenant = caller.tenant
         params = body.params()
-        await service.check_form(params)
+        await service.check_grammar(params)
         items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
         if body.previous_response_id is not None:
-            before, earlier = store.get(owner, body.previous_response_id)
+            before, earlier = store.get(tenant, body.previous_response_id)
             items = [*before, *earlier["output"], *items]
         messages = _messages(items)
         if body.instructions:
@@ -219,27 +219,27 @@ def make_router(service: Service) -> APIRouter:
 
         def keep() -> None:
             if body.store is not False:
-                store.put(owner, items, answer.body())
+                store.put(tenant, items, answer.body())
 
         return answer, service.stream(caller, prompt, params), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
-        return store.get(request.state.caller.owner, response_id)[1]
+        return store.get(request.state.caller.tenant, response_id)[1]
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
-        store.get(request.state.caller.owner, response_id)
-        store.drop(request.state.caller.owner, response_id)
+        store.get(request.state.caller.tenant, response_id)
+        store.drop(request.state.caller.tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if service.cancel(response_id, caller.owner):
-            items, body = store.get(caller.owner, response_id)
-            store.put(caller.owner, items, body | {"status": "cancelled"})
-        return store.get(caller.owner, response_id)[1]
+        if service.cancel(response_id, caller.tenant):
+            items, body = store.get(caller.tenant, response_id)
+            store.put(caller.tenant, items, body | {"status": "cancelled"})
+        return store.get(caller.tenant, response_id)[1]
 
     service.whole_answers["/v1/responses"] = (ResponseRequest, whole)
     return router

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
-from tidemill.frontend.apart import FormChecker, Renderer
+from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
@@ -28,7 +28,7 @@ from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
 WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
-_NUM_FORMS = 32  # known to be good
+_NUM_GRAMMARS = 32  # known to be good
 _LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
 
 
@@ -52,14 +52,14 @@ class Service:
         self.is_draining = False
         # Whoever waits for a worker holds up nobody else's thread. One form at a time: a flood of them leaves other cores alone.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
-        self._forms: FormChecker | None = None
-        self._known_forms: OrderedDict[Grammar, None] = OrderedDict()
+        self._grammars: GrammarChecker | None = None
+        self._known_grammars: OrderedDict[Grammar, None] = OrderedDict()
         self._renderer: Renderer | None = None
         if tokenizer.chat_template is not None:
             tokenizer.chat_template = self._renderer = Renderer(tokenizer.chat_template.source)
         # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
         self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
-        # By owner and the id that they know: the call, and its parts in the engine.
+        # By tenant and the id that they know: the call, and its parts in the engine.
         self.under_way: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 
     @property
@@ -88,23 +88,24 @@ class Service:
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
             threads.shutdown(wait=False, cancel_futures=True)
-        for workers in (self._forms, self._renderer):
+        for workers in (self._grammars, self._renderer):
             if workers is not None:
                 workers.close()
 
-    async def check_form(self, params: SamplingParams) -> None:
+    async def check_grammar(self, params: SamplingParams) -> None:
         """Raise what is wrong with the form an answer is to have, before the engine hears of it."""
-        if params.grammar is not None and params.grammar not in self._known_forms:
-            await asyncio.get_running_loop().run_in_executor(self._checking, self._check_form, params.grammar)
+        if params.grammar is not None and params.grammar not in self._known_grammars:
+            await asyncio.get_running_loop().run_in_executor(self._checking, self._check_grammar, params.grammar)
 
-    def _check_form(self, grammar: Grammar) -> None:
-        if self._forms is None:
+    def _check_grammar(self, grammar: Grammar) -> None:
+        if self._grammars is None:
             assert self.tokenizer.path is not None
-            self._forms = FormChecker(self.ready.config.structured_backend, self.tokenizer.path, self.ready.model.vocab_size)
-        self._forms.check(grammar.kind, grammar.text)
-        self._known_forms[grammar] = None
-        while len(self._known_forms) > _NUM_FORMS:
-            self._known_forms.popitem(last=False)
+            backend = self.ready.config.structured_backend
+            self._grammars = GrammarChecker(backend, self.tokenizer.path, self.ready.model.vocab_size)
+        self._grammars.check(grammar.kind, grammar.text)
+        self._known_grammars[grammar] = None
+        while len(self._known_grammars) > _NUM_GRAMMARS:
+            self._known_grammars.popitem(last=False)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
@@ -124,12 +125,12 @@ class Service:
             async for _ in deltas:
                 return
 
-    def cancel(self, request_id: str, owner: str | None) -> int:
-        """End a request by its id, whatever it consists of; how many parts were under way. `owner`: only if it is theirs."""
+    def cancel(self, request_id: str, tenant: str | None) -> int:
+        """End a request by its id, whatever it consists of; how many parts were under way. `tenant`: only if it is theirs."""
         found = [
             parts
             for (theirs, name), (_, parts) in self.under_way.items()
-            if name == request_id and (owner is None or owner == theirs)
+            if name == request_id and (tenant is None or tenant == theirs)
         ]
         why = Cancelled("The request was cancelled.")
         return sum(self.client.cancel(part, why) for parts in found for part in parts)
@@ -148,16 +149,16 @@ class Service:
         `part`: which of the call's prompts this is."""
         if self.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
-        owner, call = caller.owner, caller.call
+        tenant, call = caller.tenant, caller.call
         if caller.in_background:
             priority = max(priority, BACKGROUND)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         # Prompts of another key are never found: how long an answer takes must not tell what others asked.
-        salt = f"{owner}\0{salt}" if owner else salt
-        request_id = engine_id(owner, call.request_id, part)
-        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, owner)
-        name = (owner, call.request_id)
+        salt = f"{tenant}\0{salt}" if tenant else salt
+        request_id = engine_id(tenant, call.request_id, part)
+        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
+        name = (tenant, call.request_id)
         other, parts = self.under_way.setdefault(name, (call, set()))
         if other is not call:
             raise RequestIdInUse(f"A request {call.request_id!r} is under way.", fix="Give each its own id.", param="request_id")

@@ -12,7 +12,7 @@ import torch
 
 from tidemill.config import PLAIN_TYPES
 from tidemill.errors import CheckpointError
-from tidemill.kernels.packed_linear import Codes, concat, quantize
+from tidemill.kernels.quantized_linear import Codes, concat, quantize
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards

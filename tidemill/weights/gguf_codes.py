@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tidemill.kernels.packed_linear import GROUP, Codes
+from tidemill.kernels.quantized_linear import GROUP, Codes
 
 # One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
 _Reader = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]

@@ -1,5 +1,5 @@
-"""Forms by xgrammar. It has no limits of its own: a form is tried first where it may take what it likes (apart.py), but a mask in
-the middle of an answer is not bounded."""
+"""Structured output by xgrammar. It has no limits of its own: a grammar is first compiled in a bounded worker process (apart.py),
+but a mask computed during decoding is not bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
 
 
-class Form(Matcher):
+class XgrammarMatcher(Matcher):
     def __init__(self, inner: Any, words: np.ndarray, goes_on: np.ndarray) -> None:
         """A bit for each token that may come at all, and for each that does not end an answer."""
         self._inner, self._words, self._goes_on = inner, words, goes_on
@@ -47,11 +47,11 @@ class Form(Matcher):
             return "Nothing can come next, and it is not complete."
         return self._error
 
-    def copy(self) -> Form:
-        return Form(self._inner.fork(), self._words, self._goes_on)
+    def copy(self) -> XgrammarMatcher:
+        return XgrammarMatcher(self._inner.fork(), self._words, self._goes_on)
 
 
-class Forms(Grammars):
+class Backend(Grammars):
     kept_below_s = 5.0
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
@@ -72,7 +72,7 @@ class Forms(Grammars):
         except RuntimeError as error:  # what its own exceptions are, too
             raise ValueError(re.sub(r"^\[.*?\] \S+: ", "", str(error)).splitlines()[0]) from None
         words = self._in_json if kind == "json_schema" else self._all
-        return Form(xgrammar.GrammarMatcher(compiled), words, self._goes_on)
+        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), words, self._goes_on)
 
     def _compile(self, kind: str, text: str) -> Any:
         if kind == "json_schema":

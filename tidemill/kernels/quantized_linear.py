@@ -64,7 +64,7 @@ def quantize(values_NK: torch.Tensor) -> Codes:
     return Codes(8, codes.to(torch.int8).flatten(1), scales, None)
 
 
-def packed_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.Tensor | None) -> torch.Tensor:
+def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.Tensor | None) -> torch.Tensor:
     """The same rounding of activations; sums in float64."""
     groups = x_TK.unflatten(1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 127
@@ -73,7 +73,7 @@ def packed_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.Ten
     return (out if bias_N is None else out + bias_N).float()
 
 
-class PackedPanels(Weight):
+class QuantizedPanels(Weight):
     """The compiled kernel's layout (linear.c): eight rows side by side, four codes of each at a time."""
 
     def __init__(self, weight: Codes, bias_N: torch.Tensor | None) -> None:

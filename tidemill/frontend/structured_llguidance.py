@@ -1,4 +1,4 @@
-"""Forms by llguidance, with a limit for everything it does."""
+"""Structured output by llguidance, with a limit for everything it does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMITS: Any = {
 }
 
 
-class Form(Matcher):
+class LlgMatcher(Matcher):
     def __init__(self, inner: llguidance.LLMatcher, num_tokens: int) -> None:
         self._inner, self._num_words = inner, -(-num_tokens // 32)
 
@@ -42,11 +42,11 @@ class Form(Matcher):
     def error(self) -> str:
         return str(self._inner.get_error()) if self._inner.is_error() else ""
 
-    def copy(self) -> Form:
-        return Form(self._inner.deep_copy(), 32 * self._num_words)
+    def copy(self) -> LlgMatcher:
+        return LlgMatcher(self._inner.deep_copy(), 32 * self._num_words)
 
 
-class Forms(Grammars):
+class Backend(Grammars):
     kept_below_s = 0.2
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
@@ -60,7 +60,7 @@ class Forms(Grammars):
             rules = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         else:
             rules = llguidance.grammar_from(kind, text)
-        return Form(self._begin(rules), self._num_tokens)
+        return LlgMatcher(self._begin(rules), self._num_tokens)
 
 
 class _Words:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.config import PACKED_TYPES
+from tidemill.config import QUANTIZED_TYPES
 from tidemill.kernels import native
-from tidemill.kernels.packed_linear import GROUP, Codes, PackedPanels, concat, packed_linear_reference, quantize
+from tidemill.kernels.quantized_linear import GROUP, Codes, QuantizedPanels, concat, quantize, quantized_linear_reference
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -34,9 +34,9 @@ def test_it_multiplies_and_looks_up(kind, shape, bias):
     x[4] *= 1e-20
     x[5] *= 1e20
     offset = torch.randn(shape[0]) if bias else None
-    linear = PackedPanels(weight, offset)
+    linear = QuantizedPanels(weight, offset)
     for rows in (1, 2, 3, 4, 7, 8, 33):
-        expected = packed_linear_reference(x[:rows], weight, offset)
+        expected = quantized_linear_reference(x[:rows], weight, offset)
         out = linear(x[:rows].clone())
         assert ((out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6).all(), rows
     ids = torch.randint(0, shape[0], (9,))
@@ -48,7 +48,7 @@ def test_it_multiplies_and_looks_up(kind, shape, bias):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_keeps_its_bits(kind, shape):
     torch.manual_seed(1)
-    linear, x = PackedPanels(random_codes(kind, *shape), None), torch.randn(300, shape[1])
+    linear, x = QuantizedPanels(random_codes(kind, *shape), None), torch.randn(300, shape[1])
     whole = linear(x)
     for num_threads in (1, 2, 3):
         native.lib.set_threads(num_threads)
@@ -64,8 +64,8 @@ def test_matrices_of_unlike_kinds_are_joined_unchanged():
     parts = [random_codes(kind, 16, 64) for kind in KINDS]
     assert torch.equal(concat(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
     x = torch.randn(5, 64)
-    together = PackedPanels(concat(parts), None)(x)
-    apart = torch.cat([PackedPanels(part, None)(x) for part in parts], dim=1)
+    together = QuantizedPanels(concat(parts), None)(x)
+    apart = torch.cat([QuantizedPanels(part, None)(x) for part in parts], dim=1)
     assert torch.allclose(together, apart, atol=1e-4, rtol=1e-5)
 
 
@@ -97,8 +97,8 @@ def test_codes_are_what_the_package_dequantizes(name):
 
 @needs_library
 def test_what_the_budget_says_is_what_is_allocated():
-    for name, bytes_each in PACKED_TYPES.items():
+    for name, bytes_each in QUANTIZED_TYPES.items():
         _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-        weight = PackedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
+        weight = QuantizedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
         num_values = weight.rows(torch.arange(16)).numel()
         assert weight.num_bytes == num_values * bytes_each, name

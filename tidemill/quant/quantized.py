@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 
 from tidemill.kernels.linear import Weight
-from tidemill.kernels.packed_linear import Codes, PackedPanels, concat
+from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.dense import Dense
 from tidemill.weights.checkpoint import WeightTensor
@@ -15,7 +15,7 @@ from tidemill.weights.checkpoint import WeightTensor
 Part: TypeAlias = Codes | torch.Tensor
 
 
-class Packed(LinearMethod[Part]):
+class Quantized(LinearMethod[Part]):
     """Matrices stored as plain numbers are kept dense."""
 
     _dense = Dense()
@@ -29,5 +29,5 @@ class Packed(LinearMethod[Part]):
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
         packed = [part for part in parts if isinstance(part, Codes)]
         if len(packed) == len(parts):
-            return PackedPanels(packed[0] if len(packed) == 1 else concat(packed), bias)
+            return QuantizedPanels(packed[0] if len(packed) == 1 else concat(packed), bias)
         return self._dense.join([part.dequantize() if isinstance(part, Codes) else part for part in parts], bias)

@@ -27,7 +27,7 @@ from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.kernels.cuda.attention import attend
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, product
+from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, product
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -40,7 +40,6 @@ SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
     "qwen06b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
 }
-ROWS = (1, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
 
 
 # ---- timed
@@ -55,7 +54,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
             copies = max(2, -(-200 * 2**20 // (num_out * num_in * 2)))
             weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
             gated, is_head = name == "gate_up", name == "head"
-            for num_rows in ROWS:
+            for num_rows in CHOICES:
                 x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(num_rows, num_out, device="cuda") if is_head else None
                 seen = {}

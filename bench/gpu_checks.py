@@ -23,7 +23,7 @@ from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels.cuda import attention, elementwise, flash, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, product
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
@@ -161,10 +161,11 @@ class Scene:
         size = work.rows.size
         work.write(words, size, 0, programs)  # type: ignore[arg-type]
         device = torch.from_numpy(words).cuda()
-        partial = torch.full((max(1, work.num_slots), self.heads, self.dim + 2), float("nan"), device="cuda")
+        num_parts = size * int(work.positions.max() // attention.SPLIT + 1)
+        partial = torch.full((num_parts, self.heads, self.dim + 2), float("nan"), device="cuda")
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
         prompts = flash.Prompts.of(device, self.table) if by_flash else None
-        return work, attention.Lists(device, device[attention.HEADER + 2 * padded(size) :], *programs, partial, done, prompts)
+        return work, attention.Lists(device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts)
 
     def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> torch.Tensor:
         work, lists = self.prepare(items, extra, by_flash)

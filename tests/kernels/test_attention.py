@@ -136,6 +136,6 @@ def test_pages_are_copied_after_all_are_read(dtype):
     cache = new_cache(5, 2, 1, 4, 8, dtype)
     cache.copy_(torch.randn(cache.shape))
     before = cache.clone()
-    copy_pages(cache, [1, 2], [2, 3])
+    copy_pages(cache, torch.tensor([1, 2]), torch.tensor([2, 3]))
     assert torch.equal(cache[2], before[1])
     assert torch.equal(cache[3], before[2])

@@ -6,6 +6,7 @@ The interpreter's bfloat16 arithmetic is wrong, so everything is float32 here; b
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from torch.testing import assert_close
 pytest.importorskip("triton")
 
 from tidemill.kernels.attention import attention_reference
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, sampling, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner import cuda_work
-from tidemill.runner.cuda_runner import _sizes
+from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
 
 
@@ -166,9 +167,9 @@ class Scene:
         assert words[begin : begin + work.last.size].tolist() == work.last.tolist()
         words = torch.from_numpy(words)
         out = torch.full((self.qkv.shape[0], self.heads * 16), float("nan"))
-        partial = torch.full((max(1, work.num_slots), self.heads, 18), float("nan"))
+        partial = torch.full((work.rows.size * (work.positions.max() // attention.SPLIT + 1), self.heads, 18), float("nan"))
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
-        singles = words[attention.HEADER + 2 * cuda_work.padded(size) :]
+        singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         lists = attention.Lists(words, singles, *programs, partial, done, prompts)
         attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.heads)
@@ -287,9 +288,20 @@ def test_restriction(settings):
 
 
 def test_sizes_of_graphs_are_multiples():
-    assert _sizes(256, ((4, 1), (64, 8), (256, 16))) == [1, 2, 3, 4, *range(8, 65, 8), *range(80, 257, 16)]
-    assert _sizes(100, ((4, 1), (64, 8), (256, 16)))[-2:] == [96, 100]
-    assert _sizes(3, ((4, 1), (64, 8))) == [1, 2, 3]
+    assert sizes(256, ((4, 1), (64, 8), (256, 16))) == [1, 2, 3, 4, *range(8, 65, 8), *range(80, 257, 16)]
+    assert sizes(100, ((4, 1), (64, 8), (256, 16)))[-2:] == [96, 100]
+    assert sizes(3, ((4, 1), (64, 8))) == [1, 2, 3]
+
+
+def test_a_few_sizes_use_every_kernel():
+    """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
+    every = range(1, 3000)
+    few = one_of_each_kind(every)
+    assert len(few) <= 12
+    for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
+        assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
+    known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())
+    assert {int(rows) for shapes in known.values() for by_rows in shapes.values() for rows in by_rows} <= set(gemm.CHOICES)
 
 
 COMPILE = """

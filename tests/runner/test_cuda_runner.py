@@ -20,7 +20,7 @@ from tidemill.events import Preempted
 from tidemill.kernels import machine
 from tidemill.kernels.cuda import attention, flash, gemm, tuning
 from tidemill.models.registry import model_class
-from tidemill.runner import cuda_runner, cuda_work
+from tidemill.runner import cuda_runner, cuda_work, flash_trial
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Abort, Submit
@@ -95,7 +95,7 @@ def on_gpu(folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_record", lambda self, step, size, programs: Again(step, size, programs))
+    monkeypatch.setattr(cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
     for module, name, value in (
         (config, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),
@@ -199,15 +199,19 @@ def test_flash_attention_is_tried_first(expected, on_gpu, monkeypatch, is_right,
         calls.append(q.shape[0])
         flash_reference(q, k, v if is_right else -v, **more)
 
-    def timed(runner, graph, work):
+    def timed(replay, graph, work):
         calls.clear()
-        runner._replay(graph, work)
+        replay(graph, work)
         return 10.0 if calls else ours_us
 
     monkeypatch.setattr(flash, "forward", lambda: forward)
-    for name, value in (("_FLASH_FROM", 20), ("_TRIAL", 32)):
-        monkeypatch.setattr(cuda_runner, name, value)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_time", timed)
+    for module, name, value in (
+        (flash_trial, "FROM_TOKENS", 20),
+        (cuda_runner, "FROM_TOKENS", 20),
+        (flash_trial, "_TRIAL", 32),
+        (flash_trial, "_time", timed),
+    ):
+        monkeypatch.setattr(module, name, value)
     core = on_gpu(fast_math=True)
     is_taken = is_right and ours_us > 10
     assert core.runner.flash.is_taken == is_taken, core.runner.flash.why
@@ -221,8 +225,8 @@ def test_a_trial_stays_within_the_context(on_gpu, monkeypatch):
     """Tables of rotations end there, though pages may go on."""
     seen = []
     monkeypatch.setattr(flash, "forward", lambda: flash_reference)
-    monkeypatch.setattr(cuda_runner, "_FLASH_FROM", 20)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_time", lambda runner, graph, work: seen.append(work.positions.max()) or 1.0)
+    monkeypatch.setattr(flash_trial, "FROM_TOKENS", 20)
+    monkeypatch.setattr(flash_trial, "_time", lambda replay, graph, work: seen.append(work.positions.max()) or 1.0)
     on_gpu(fast_math=True, max_context=100)
     assert 64 <= max(seen) < 100
 

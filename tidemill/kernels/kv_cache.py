@@ -57,7 +57,6 @@ def write_kv(cache: torch.Tensor, layer: int, slots_T: torch.Tensor, keys_TGD: t
     cache[pages, layer, 1, :, offsets] = values_TGD.to(cache.dtype)
 
 
-def copy_pages(cache: torch.Tensor, sources: list[int], targets: list[int]) -> None:
-    """Whole pages, all layers; every source is read before any target is written."""
-    device = cache.device
-    cache[torch.tensor(targets, device=device)] = cache[torch.tensor(sources, device=device)]
+def copy_pages(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Whole pages, all layers; every source is read before any target is written. Indices are on the cache's device."""
+    cache[targets] = cache[sources]

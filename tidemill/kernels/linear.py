@@ -38,6 +38,10 @@ class Weight(ABC):
         """The product in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))
 
+    def compile(self, nums_rows: Collection[int]) -> None:
+        """Start compiling what `prepare` runs, where kernels are compiled at start."""
+        return
+
     def prepare(self, nums_rows: Collection[int]) -> None:
         """Find out how to multiply by so many rows, where that is not known: later it would keep a request waiting."""
         return

@@ -51,11 +51,20 @@ class CausalLM(nn.Module, ABC):
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """From the tokens' embeddings, which are consumed, to hidden states [T, H] after the last norm."""
 
+    def compile(self, nums_rows: Collection[int]) -> None:
+        """Start compiling what `prepare` will run."""
+        for linear in self._linears():
+            linear.weight.compile(nums_rows)
+
     def prepare(self, nums_rows: Collection[int]) -> None:
-        """Before the first step: products will have these numbers of rows. A head's or an embedding's are not among them."""
-        for module in self.modules():
-            if isinstance(module, Linear) and not isinstance(module, Embedding | Head):
-                module.weight.prepare(nums_rows)
+        """Before the first step: matmuls will have these numbers of rows. A head's or an embedding's are not among them."""
+        for linear in self._linears():
+            linear.weight.prepare(nums_rows)
+
+    def _linears(self) -> Iterator[Linear]:
+        return (
+            module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head)
+        )
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...

@@ -31,6 +31,11 @@ class CudaWeight(Weight):
             out = torch.empty(x_TK.shape[0], self._weight_NK.shape[0], dtype=torch.float32, device=x_TK.device)
         return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
 
+    def compile(self, nums_rows: Collection[int]) -> None:
+        from tidemill.kernels.cuda.tuning import compile_tiles
+
+        compile_tiles(self._weight_NK, self._bias, self._gated, nums_rows)
+
     def prepare(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile, library_agrees
         from tidemill.kernels.cuda.tuning import find_tiles

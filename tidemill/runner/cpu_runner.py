@@ -39,8 +39,7 @@ class CpuRunner:
         if plan.page_zeroes:
             self.cache[plan.page_zeroes] = 0
         if plan.page_copies:
-            sources, targets = zip(*plan.page_copies, strict=True)
-            copy_pages(self.cache, list(sources), list(targets))
+            copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
         batch = gather_batch(plan.items, self.state)
         hidden_TH = self.forward(batch)
         return self._sample(plan.items, batch, hidden_TH)

@@ -1,18 +1,18 @@
 """CudaRunner: executes StepPlans on a GPU, one step ahead of the host.
 
 A launch stages what changed, copies it over in one go and starts the step; nothing waits for the device. The next input token is
-read from the row on the device, never from the host. A step in which every request decodes is one replay of a recorded graph,
-from token lookup to the sampled token in its row; a step with prompts replays a graph up to the hidden states of its tokens,
-padded to a few sizes. What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
+read from the row on the device, never from the host. A step in which every sequence decodes is one replay of a CUDA graph, from
+token lookup to the sampled token in its row; a step with prompts replays a graph up to the hidden states of its tokens, padded to
+a few sizes. What a step is about goes into one buffer that all graphs read. Tokens come back on a stream of their own.
+
+At start every kernel is compiled (in parallel), loaded and run before the graphs are captured; afterwards nothing is.
 """
 
 from __future__ import annotations
 
 import gc
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,22 +20,23 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
-from tidemill.kernels.cuda.attention import HEADER, SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
+from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
+from tidemill.kernels.cuda.launch import compile_in_parallel, compile_only
+from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, look_at_prompt
+from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import AskedLogprobs, CudaSampler
 from tidemill.runner.cuda_work import Work, make_work, padded
-from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
+from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
+from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
 _SHARED_PROGRAMS = 128
-_FLASH_FROM = 1024  # tokens of a step that another's attention may take: below, attention hardly counts
-_TRIAL, _AGREES = 16384, 0.3  # tokens of the context it is tried in, and how far a token's hidden state may be from ours
 
 
 @dataclass(slots=True)
@@ -58,24 +59,6 @@ class CudaStep:
 
 
 @dataclass(slots=True)
-class Graph:
-    """A recorded step of so many tokens: fill the words, replay, read what came out."""
-
-    graph: torch.cuda.CUDAGraph
-    size: int
-    programs: tuple[int, int, int]  # of the attention kernels: singles, shared, prompts
-    out: torch.Tensor  # tokens of a decoding step, hidden states of another
-
-
-@dataclass(frozen=True, slots=True)
-class FlashTrial:
-    """Whether flash-attn-4 takes prompts, and why or why not."""
-
-    is_taken: bool
-    why: str
-
-
-@dataclass(slots=True)
 class Launched:
     rows: list[int]
     tokens: torch.Tensor | None  # pinned, valid once `ready` has passed
@@ -95,10 +78,8 @@ class CudaRunner:
                 f"The model has heads of {shape.head_dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu."
             )
         self._device = torch.device("cuda")
-        self._decode_sizes = _sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
-        self._mixed_sizes = _sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
-        model.prepare({*self._decode_sizes, *self._mixed_sizes})  # while there is room to try things
-        torch.cuda.empty_cache()
+        self._decode_sizes = sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
+        self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         self._padding_row = config.max_requests  # its page table stays empty: the null page
         self._max_requests, self._max_context = config.max_requests, config.max_context
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device)
@@ -126,23 +107,45 @@ class CudaRunner:
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._tokens = [_pinned(config.max_requests, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._compile()
+        pool = torch.cuda.graph_pool_handle()
+        first = config.fast_math  # else the library has been tried at every size
         self._mixed_graphs = {
-            (size, has_singles, False): self._record_mixed(size, has_singles)
+            (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
             for has_singles in (False, True)
         }
-        self.flash = self._try_flash() if config.fast_math else FlashTrial(False, "batch-invariant")
+        self.flash = self._try_flash(pool) if config.fast_math else FlashTrial(False, "batch-invariant")
         if self.flash.is_taken:
-            self._take_flash()
+            for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
+                for has_singles in (False, True):
+                    step = self._mixed_step(size, has_singles, by_flash=True)
+                    self._mixed_graphs[size, has_singles, True] = capture(step, pool, run_first=True)
         self._decode_graphs = {
-            (size, shares): self._record_decoding(size, shares)
+            (size, shares): capture(self._decode_step(size, shares), pool, first)
             for size in reversed(self._decode_sizes)
             for shares in (False, True)
         }
         torch.cuda.synchronize()
         gc.collect()
-        gc.freeze()  # what is there now stays: the collector need not look at it again
+        gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    def _compile(self) -> None:
+        """Every kernel that a step may use, in parallel; meanwhile the library's matmuls are tried. Then each kernel runs once,
+        which loads it."""
+        nums_rows = {*self._decode_sizes, *self._mixed_sizes}
+        steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in (True, False)]
+        steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in (True, False)]
+        with compile_in_parallel():
+            with compile_only():
+                for step in steps:
+                    step.run()
+                self.model.compile(nums_rows)
+            self.model.prepare(nums_rows)
+        for step in steps:
+            step.run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     # ---- a step
 
@@ -186,16 +189,15 @@ class CudaRunner:
         for update in plan.page_updates:
             self._pages[update.row, update.first_index : update.first_index + len(update.page_ids)] = update.page_ids
         if plan.page_zeroes:
-            self.cache[torch.tensor(plan.page_zeroes, device=self._device)] = 0
+            self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
-            sources, targets = zip(*plan.page_copies, strict=True)
-            copy_pages(self.cache, list(sources), list(targets))
+            copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
 
     def _work(self, items: list[StepItem]) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([(item.row, item.start, item.count, item.samples) for item in items], np.int32)
         counts = table[:, 2]
-        by_flash = self.flash.is_taken and counts.sum() >= _FLASH_FROM and (counts > 1).sum() <= flash.MOST_PROMPTS
+        by_flash = self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, tile), by_flash
 
@@ -216,11 +218,6 @@ class CudaRunner:
             ready.record()
         return Launched(rows, pinned, told, ready, result)
 
-    def _params(self, item: StepItem) -> SamplingParams:
-        params = self.state.params[item.row]
-        assert params is not None
-        return params
-
     def _replay(self, graph: Graph, work: Work) -> tuple[int, int]:
         """Returns where in the words the tokens stand that yield logits."""
         self._turn = (self._turn + 1) % len(self._staging)
@@ -239,14 +236,14 @@ class CudaRunner:
         self._replay(graph, work)
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
-    def _record_decoding(self, size: int, shares: bool) -> Graph:
+    def _decode_step(self, size: int, shares: bool) -> Step:
         programs = (_num_singles(size), _SHARED_PROGRAMS if shares else 0, 0)
 
-        def step() -> torch.Tensor:
+        def run() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
             return self._pick(self._forward(rows, positions, programs), self._range[:size], rows, positions)
 
-        return self._record(step, size, programs)
+        return Step(size, programs, run)
 
     # ---- prompts among them: a replay up to the hidden states
 
@@ -266,74 +263,30 @@ class CudaRunner:
         last = self._words[begin:end]
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
-    def _record_mixed(self, size: int, has_singles: bool, by_flash: bool = False) -> Graph:
+    def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False) -> Step:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, shape.head_dim)
         programs = (*singles, num_prompts)
 
-        def step() -> torch.Tensor:
+        def run() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash))
 
-        return self._record(step, size, programs)
+        return Step(size, programs, run)
 
-    # ---- whose attention takes the prompts
-
-    def _try_flash(self) -> FlashTrial:
-        """flash-attn-4 in steps of one prompt, near the beginning of a context and far into it."""
-        size, page_size = self._mixed_sizes[-1], self.state.page_size
-        num_pages = min(self.cache.shape[0] - 1, min(self._max_context, _TRIAL) // page_size)
-        last = num_pages * page_size - size
-        if size < _FLASH_FROM or last < 0:
-            return FlashTrial(False, "steps or contexts are too small for it")
-        try:
-            flash.forward()
-            with warnings.catch_warnings(action="ignore"):
-                theirs = self._record_mixed(size, False, by_flash=True)
-        except Exception as error:  # not there, or not for this GPU, or not as we know it
-            return FlashTrial(False, f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])
-        self.state.pages[0, :num_pages] = torch.arange(1, num_pages + 1, dtype=torch.int32, device=self._device)
-        self.state.tokens[0].random_(self.model.config.vocab_size)
-        ours, times, apart = self._mixed_graphs[size, False, False], [0.0, 0.0], 0.0
-        for start in sorted({0, min(size, last), last}):
-            seen = []
-            for i, (graph, tile) in enumerate(((ours, self._prompt_tile), (theirs, flash.WHOLE))):
-                work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), self._pages, 1, tile)
-                times[i] += min(self._time(graph, work) for _ in range(3))
-                seen.append(self._hidden[:size].double())
-            error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
-            apart = max(apart, error_T.nan_to_num(torch.inf).max().item())
-        for used in (self.state.pages[0], self.state.tokens[0], self._words):
-            used.zero_()  # a graph is recorded with no work to do
-        agrees, share = apart < _AGREES, times[1] / times[0]
-        return FlashTrial(agrees and share < 1, f"takes {share:.3f} of our time, hidden states differ by {apart:.3f}")
-
-    def _take_flash(self) -> None:
-        self.flash = replace(self.flash, is_taken=True)
-        for size in self._mixed_sizes[bisect_left(self._mixed_sizes, _FLASH_FROM) :]:
-            for has_singles in (False, True):
-                self._mixed_graphs[size, has_singles, True] = self._record_mixed(size, has_singles, by_flash=True)
-
-    def _time(self, graph: Graph, work: Work) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        self._replay(graph, work)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+    def _try_flash(self, pool: object) -> FlashTrial:
+        size = self._mixed_sizes[-1]
+        trial = run_trial(
+            Contest(
+                self.state, self.cache.shape[0] - 1, self._max_context, self.model.config.vocab_size, size,
+                self._mixed_graphs[size, False, False], self._prompt_tile,
+                lambda: capture(self._mixed_step(size, False, by_flash=True), pool, run_first=True), self._replay, self._hidden,
+            )
+        )  # fmt: skip
+        self._words.zero_()  # a graph is captured with no work to do
+        return trial
 
     # ---- common to both
-
-    def _record(self, step: Callable[[], torch.Tensor], size: int, programs: tuple[int, int, int]) -> Graph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()  # kernels are compiled, if need be
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = step()
-        return Graph(graph, size, programs, out)
 
     def _tokens_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions of the step's tokens."""
@@ -353,16 +306,6 @@ class CudaRunner:
         """Logits to where they stay until the next step, a token for each into its row."""
         logits = self.model.logits(hidden_SH, self._logits[: hidden_SH.shape[0]])
         return pick_tokens(logits, index_S, rows, positions, self.state.draws, self.state.tokens)
-
-
-def _sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
-    """Up to `most`: multiples of so much up to so much, then of the next."""
-    sizes, size = [], 0
-    for until, step in steps:
-        while size < min(until, most):
-            size = min((size // step + 1) * step, most)
-            sizes.append(size)
-    return sizes if sizes[-1] == most else [*sizes, most]
 
 
 def _num_singles(num_requests: int) -> int:

@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import triton.language as tl
 
-from tidemill.kernels.cuda.attention import (
-    BLOCK,
-    HEADER,
-    MEMBERS,
-    PROMPTS,
-    SHARED,
-    SINGLE_WIDTH,
-    SPLIT,
-)
+from tidemill.kernels.cuda import records
+from tidemill.kernels.cuda.attention import BLOCK, SPLIT
+from tidemill.kernels.cuda.records import HEADER, MEMBERS, PROMPTS, SHARED
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
+
+
+def _records(width: tl.constexpr, *fields: tuple[tl.constexpr, np.ndarray]) -> np.ndarray:
+    """A list of records from its fields, each with where it stands in a record."""
+    made = np.zeros((fields[0][1].size, width.value), np.int32)
+    for at, values in fields:
+        made[:, at.value] = values
+    return made
 
 
 def padded(size: int) -> int:
@@ -36,7 +39,6 @@ class Work:
     members: np.ndarray
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
-    num_slots: int  # partial results of singles
 
     def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, int, int]) -> int:
         """All of it into the beginning of `target`, tokens padded to `size` and each list followed by as many zeros as its
@@ -61,9 +63,9 @@ class Work:
 
 def singles(
     rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, pages: np.ndarray, members_per_tile: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """The work of requests with one token each: an entry for every split of a request that it has to itself; splits that
-    requests share, and who shares them; and how many partial results there are. `pages`: the page table of all rows.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The work of sequences with one new token each: a record for every split that a sequence has to itself; splits that
+    sequences share, and their members. `pages`: the page table of all rows.
 
     A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
     in common, they have in common."""
@@ -87,12 +89,17 @@ def singles(
     mine = np.flatnonzero(own)
     num_here = np.bincount(request[mine], minlength=rows.size)
     who = request[mine]
-    made = np.zeros((mine.size, SINGLE_WIDTH), np.int32)
-    for column, values in enumerate(
-        (tokens[who], positions[who], rows[who], split[mine], first_slot[who], num_splits[who], num_here[who])
-    ):
-        made[:, column] = values
-    return made, shared, members, request.size
+    made = _records(
+        records.SINGLE_WIDTH,
+        (records.SINGLE_TOKEN, tokens[who]),
+        (records.SINGLE_POSITION, positions[who]),
+        (records.SINGLE_ROW, rows[who]),
+        (records.SINGLE_SPLIT, split[mine]),
+        (records.SINGLE_SLOT, first_slot[who]),
+        (records.SINGLE_SPLITS, num_splits[who]),
+        (records.SINGLE_LISTED, num_here[who]),
+    )
+    return made, shared, members
 
 
 def _groups(
@@ -112,10 +119,15 @@ def _groups(
     first = entry[starts[group]]
     inside = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
     member_start = (np.cumsum(counts) - counts)[group] + offset
-    tiles = np.stack([member_start, np.minimum(counts[group] - offset, per_tile), split[first], rows[request[first]]], 1)
-    who = entry[inside]
-    members = np.stack([tokens[request[who]], who], 1)  # an entry's number is also its slot
-    return tiles.astype(np.int32), members.astype(np.int32)
+    tiles = _records(
+        records.SHARED_WIDTH,
+        (records.SHARED_MEMBER, member_start),
+        (records.SHARED_MEMBERS, np.minimum(counts[group] - offset, per_tile)),
+        (records.SHARED_SPLIT, split[first]),
+        (records.SHARED_ROW, rows[request[first]]),
+    )
+    who = entry[inside]  # an entry's number is also its slot
+    return tiles, _records(records.MEMBER_WIDTH, (records.MEMBER_TOKEN, tokens[request[who]]), (records.MEMBER_SLOT, who))
 
 
 def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np.ndarray, tile_len: int) -> np.ndarray:
@@ -123,9 +135,15 @@ def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np
     num_tiles = -(-counts // tile_len)
     request = np.repeat(np.arange(rows.size), num_tiles)
     offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_len
-    lens = np.minimum(counts[request] - offset, tile_len)
-    tiles = np.stack([firsts[request] + offset, lens, starts[request] + offset, rows[request]], 1)
-    return tiles[np.argsort(-(tiles[:, 2] + tiles[:, 1]), kind="stable")].astype(np.int32)
+    lens, first_positions = np.minimum(counts[request] - offset, tile_len), starts[request] + offset
+    tiles = _records(
+        records.PROMPT_WIDTH,
+        (records.PROMPT_TOKEN, firsts[request] + offset),
+        (records.PROMPT_TOKENS, lens),
+        (records.PROMPT_POSITION, first_positions),
+        (records.PROMPT_ROW, rows[request]),
+    )
+    return tiles[np.argsort(-(first_positions + lens), kind="stable")]
 
 
 def make_work(items: np.ndarray, samples: np.ndarray, pages: np.ndarray, members_per_tile: int, prompt_tile: int) -> Work:
@@ -135,11 +153,11 @@ def make_work(items: np.ndarray, samples: np.ndarray, pages: np.ndarray, members
     firsts = ends - counts
     one = counts == 1
     if one.all():
-        single, shared, members, num_slots = singles(rows, starts, firsts, pages, members_per_tile)
-        return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32), num_slots)
-    single, shared, members, num_slots = singles(rows[one], starts[one], firsts[one], pages, members_per_tile)
+        single, shared, members = singles(rows, starts, firsts, pages, members_per_tile)
+        return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32))
+    single, shared, members = singles(rows[one], starts[one], firsts[one], pages, members_per_tile)
     more = ~one
     longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)
     last = (ends - 1)[samples]
-    return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last, num_slots)
+    return Work(np.repeat(rows, counts), positions, single, shared, members, longer, last)

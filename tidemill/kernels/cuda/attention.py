@@ -26,13 +26,35 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin
+from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.records import (
+    MEMBER_SLOT,
+    MEMBER_TOKEN,
+    MEMBER_WIDTH,
+    PROMPT_POSITION,
+    PROMPT_ROW,
+    PROMPT_TOKEN,
+    PROMPT_TOKENS,
+    PROMPT_WIDTH,
+    PROMPTS,
+    SHARED,
+    SHARED_MEMBER,
+    SHARED_MEMBERS,
+    SHARED_ROW,
+    SHARED_SPLIT,
+    SHARED_WIDTH,
+    SINGLE_LISTED,
+    SINGLE_POSITION,
+    SINGLE_ROW,
+    SINGLE_SLOT,
+    SINGLE_SPLIT,
+    SINGLE_SPLITS,
+    SINGLE_TOKEN,
+    SINGLE_WIDTH,
+)
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64
-HEADER = 4  # words in front of a step's lists
-SHARED, MEMBERS, PROMPTS = 0, 1, 2  # of them: where these lists begin
-SINGLE_WIDTH, SHARED_WIDTH, MEMBER_WIDTH, PROMPT_WIDTH = 8, 4, 2, 4
 _LOG2_E = 1.4426950408889634
 
 
@@ -77,7 +99,7 @@ def _queries(qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS:
     return tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_run"])
 def _attend_prompts(
     qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
     WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -88,12 +110,11 @@ def _attend_prompts(
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     per_split: tl.constexpr = SPLIT // BLOCK
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
-    # First token in the step, tokens, first position, row of the table.
-    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * 4
-    num = tl.load(tile + 1)
+    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * PROMPT_WIDTH
+    num = tl.load(tile + PROMPT_TOKENS)
     while num > 0:
-        token0 = tl.load(tile).to(tl.int64)
-        start, table = tl.load(tile + 2), table_ptr + tl.load(tile + 3).to(tl.int64) * table_width
+        token0 = tl.load(tile + PROMPT_TOKEN).to(tl.int64)
+        start, table = tl.load(tile + PROMPT_POSITION), table_ptr + tl.load(tile + PROMPT_ROW).to(tl.int64) * table_width
         token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
         positions = start + rows // group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
@@ -131,11 +152,11 @@ def _attend_prompts(
         all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
         out_at = (token[:, None] * NUM_HEADS + head[:, None]) * DIM + columns[None, :]
         tl.store(out_ptr + out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
-        tile += tl.num_programs(1) * 4
-        num = tl.load(tile + 1)
+        tile += tl.num_programs(1) * PROMPT_WIDTH
+        num = tl.load(tile + PROMPT_TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_run"])
 def _attend_shared(
     qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
     WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -144,17 +165,17 @@ def _attend_shared(
     begin(AHEAD)
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)
+    members_ptr = lists_ptr + tl.load(lists_ptr + WORD + 1)  # the list after this one
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
-    # First member, members, split, row of the table. A member: its token in the step, and where its part of the result goes.
-    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * 4
-    num = tl.load(tile + 1)
+    tile = lists_ptr + tl.load(lists_ptr + WORD) + tl.program_id(1) * SHARED_WIDTH
+    num = tl.load(tile + SHARED_MEMBERS)
     while num > 0:
-        member0, split = tl.load(tile), tl.load(tile + 2)
-        table = table_ptr + tl.load(tile + 3).to(tl.int64) * table_width + split * (SPLIT // BLOCK)
+        member0, split = tl.load(tile + SHARED_MEMBER), tl.load(tile + SHARED_SPLIT)
+        table = table_ptr + tl.load(tile + SHARED_ROW).to(tl.int64) * table_width + split * (SPLIT // BLOCK)
         valid = rows // group < num
-        member = members_ptr + (member0 + rows // group) * 2
-        token, slot = tl.load(member, mask=valid, other=0).to(tl.int64), tl.load(member + 1, mask=valid, other=0).to(tl.int64)
+        member = members_ptr + (member0 + rows // group) * MEMBER_WIDTH
+        token = tl.load(member + MEMBER_TOKEN, mask=valid, other=0).to(tl.int64)
+        slot = tl.load(member + MEMBER_SLOT, mask=valid, other=0).to(tl.int64)
         head = kv_head * group + rows % group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
@@ -170,8 +191,8 @@ def _attend_shared(
         tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
         tl.store(part + DIM, top, mask=valid)
         tl.store(part + DIM + 1, _in_all(total, ROWS), mask=valid)
-        tile += tl.num_programs(1) * 4
-        num = tl.load(tile + 1)
+        tile += tl.num_programs(1) * SHARED_WIDTH
+        num = tl.load(tile + SHARED_MEMBERS)
 
 
 @triton.jit
@@ -208,7 +229,7 @@ def _merge_parts(
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_run"])
 def _attend_single(
     qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -218,15 +239,15 @@ def _attend_single(
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
     head, valid = kv_head * group + rows, rows < group
-    # Token in the step, its position, row of the table, split; where the token's parts begin, how many splits it has, and how
-    # many of them are in this list. The first entry was there long before the kernel that this one waits for.
-    tile = singles_ptr + tl.program_id(1) * 8
-    token, position, row, split = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-    slot0, num_splits, num_here = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    # The first record was there long before the kernel that this one waits for.
+    tile = singles_ptr + tl.program_id(1) * SINGLE_WIDTH
+    token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
+    row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
+    num_splits, num_here = tl.load(tile + SINGLE_SPLITS), tl.load(tile + SINGLE_LISTED)
     begin(AHEAD)
     while num_splits > 0:
-        tile += tl.num_programs(1) * 8
-        num_next = tl.load(tile + 5)  # asked for early, it does not keep the program from ending
+        tile += tl.num_programs(1) * SINGLE_WIDTH
+        num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
         token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
         q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
@@ -261,8 +282,9 @@ def _attend_single(
                 _merge_parts(
                     partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM, TOGETHER
                 )
-        token, position, row, split = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
-        slot0, num_splits, num_here = tl.load(tile + 4), num_next, tl.load(tile + 6)
+        token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
+        row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
+        num_splits, num_here = num_next, tl.load(tile + SINGLE_LISTED)
 
 
 class PromptAttention(Protocol):
@@ -297,12 +319,14 @@ def attend(
     group = num_heads // num_kv_heads
     common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
     if lists.num_shared:
-        _attend_shared[(num_kv_heads, lists.num_shared)](
+        launch(
+            _attend_shared, (num_kv_heads, lists.num_shared),
             qkv_TC, desc, table, lists.partial, lists.words, *where, WORD=SHARED, ROWS=shared_rows(group),
             num_warps=4, num_stages=2, **common,
         )  # fmt: skip
     if lists.num_single:
-        _attend_single[(num_kv_heads, lists.num_single)](
+        launch(
+            _attend_single, (num_kv_heads, lists.num_single),
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
             ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **common,
         )  # fmt: skip
@@ -315,9 +339,10 @@ def attend(
             qkv_TC, cache, table, out_TC, lists.words, where, lists.num_prompts, PROMPTS, num_heads, SPLIT
         )
     elif lists.num_prompts:
-        _attend_prompts[(num_kv_heads, lists.num_prompts)](
-            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS, ROWS=prompt_rows(group, dim),
-            num_warps=4, num_stages=2, **common,
+        launch(
+            _attend_prompts, (num_kv_heads, lists.num_prompts),
+            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS,
+            ROWS=prompt_rows(group, dim), num_warps=4, num_stages=2, **common,
         )  # fmt: skip
 
 

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import HOW, begin
+from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _look_up(
     rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
@@ -31,6 +31,7 @@ def look_up(
     """The tokens' ids (int32) and their slots in the cache."""
     ids, slots = torch.empty_like(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
     num = rows_T.numel()
+    # Always run: a step that only compiles still looks its embeddings up by these ids.
     _look_up[(triton.cdiv(num, 256),)](
         rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW
     )
@@ -62,8 +63,8 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
     block = triton.next_power_of_2(width)
-    _add_rms_norm[(num_rows,)](
-        x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **HOW,
+    launch(
+        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **HOW,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return out
@@ -85,7 +86,7 @@ def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     """Of columns that hold gate and up in turn. (Our own product has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
-    _swiglu[(num_rows, triton.cdiv(width, 1024))](gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)
+    launch(_swiglu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)
     return out
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tidemill.kernels.cuda.attention import PROMPT_WIDTH, PROMPTS
+from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
 
 MOST_PROMPTS = 4
 WHOLE = 2**30  # the tile of a request that is not cut
@@ -40,8 +40,9 @@ class Prompts:
     @classmethod
     def of(cls, words: torch.Tensor, table: torch.Tensor) -> Prompts:
         """From a step's words, on the device: the same for every layer, so it is done once."""
-        where = words[PROMPTS] + torch.arange(MOST_PROMPTS * PROMPT_WIDTH, device=words.device)
-        first, num_new, start, row = words[where].view(MOST_PROMPTS, PROMPT_WIDTH).t().contiguous()
+        width = PROMPT_WIDTH.value
+        columns = words[words[PROMPTS] + torch.arange(MOST_PROMPTS * width, device=words.device)].view(-1, width).t().contiguous()
+        first, num_new, start, row = (columns[at.value] for at in (PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW))
         return cls(torch.cat([first, first[-1:]]), num_new, start + num_new, table[row])
 
     def attend(self, qkv_TC: torch.Tensor, cache: torch.Tensor, layer: int, out_TC: torch.Tensor, num_heads: int) -> None:

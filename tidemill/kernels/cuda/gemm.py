@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import swiglu
-from tidemill.kernels.cuda.launch import HOW, begin
+from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,12 @@ def _gemm_bulk(
 
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
+# A choice changes at these numbers of rows only, in the table as in the rule.
+CHOICES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
+
+
+def choice_of(num_rows: int) -> int:
+    return next((rows for rows in CHOICES if rows >= num_rows), CHOICES[-1] + 1)
 
 
 def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
@@ -187,7 +193,7 @@ def product(
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
     if tile is LIBRARY:
-        if bias_N is None and (any_order or library_agrees(num_rows, num_out, num_in, x_TK.device)):
+        if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
             out = F.linear(x_TK, weight_NK)
             return swiglu(out) if gated else out
         tile = own_tile(num_rows, num_out)
@@ -219,12 +225,14 @@ def gemm(
     }  # fmt: skip
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
         bulk_out = out.element_size() == 2
-        _gemm_bulk[grid](
+        launch(
+            _gemm_bulk,
+            grid,
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
             TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if gated else tile.outs) if bulk_out else 16]),
             bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **how,
         )  # fmt: skip
         return out
-    _gemm[grid](x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **how)
+    launch(_gemm, grid, x_TK, weight_NK, bias, out, num_rows, num_out, num_in, EVEN=num_in % tile.ins == 0, **how)
     return out

@@ -21,6 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tidemill.kernels.cuda.launch import launch
+from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
+
 # Names that have changed with Triton's versions.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of this group of warps
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -44,7 +47,12 @@ def _entry(lists_ptr, WORD: gl.constexpr, turn, NUM_KV_HEADS: gl.constexpr):
     num = gl.num_programs(0)
     place = gl.program_id(0)
     number = turn * num + gl.where(turn % 2 == 0, place, num - 1 - place)
-    return lists_ptr + gl.load(lists_ptr + WORD) + number // NUM_KV_HEADS * 4, number % NUM_KV_HEADS
+    return lists_ptr + gl.load(lists_ptr + WORD) + number // NUM_KV_HEADS * PROMPT_WIDTH, number % NUM_KV_HEADS
+
+
+@gluon.jit
+def _read(tile):
+    return gl.load(tile + PROMPT_TOKEN).to(gl.int64), gl.load(tile + PROMPT_TOKENS), gl.load(tile + PROMPT_POSITION)
 
 
 @gluon.jit
@@ -55,11 +63,11 @@ def _fetch(
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-    num = gl.load(tile + 1)
+    num = gl.load(tile + PROMPT_TOKENS)
     count = 0
     while num > 0:
-        table = table_ptr + gl.load(tile + 3).to(gl.int64) * table_width
-        for block in range(gl.cdiv(gl.load(tile + 2) + num, BLOCK)):
+        table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+        for block in range(gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)):
             run = (gl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             i, phase = count % num_buffers, (count // num_buffers) & 1
             mbarrier.wait(k_free.index(i), phase ^ 1)
@@ -71,7 +79,7 @@ def _fetch(
             count += 1
         turn += 1
         tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-        num = gl.load(tile + 1)
+        num = gl.load(tile + PROMPT_TOKENS)
 
 
 @gluon.jit
@@ -168,14 +176,14 @@ def _compute(
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-    token0, num, start = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
+    token0, num, start = _read(tile)
     q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)
     count = 0
     while num > 0:
         end = start + num
         turn += 1
         tile, kv_head_next = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
-        token0_next, num_next, start_next = gl.load(tile).to(gl.int64), gl.load(tile + 1), gl.load(tile + 2)
+        token0_next, num_next, start_next = _read(tile)
         positions = start + (PART * _HALF + gl.arange(0, _HALF, layout=score_rows)) // group
         acc = gl.zeros((_HALF, DIM), gl.float32, by_value)
         top = gl.full((_HALF,), float("-inf"), gl.float32, score_rows)
@@ -252,7 +260,7 @@ def _compute(
         token0, num, start, kv_head = token0_next, num_next, start_next, kv_head_next
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["layer_run"])
 def _attend_prompts_by_roles(
     qkv_ptr, cache_desc, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
     WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
@@ -308,7 +316,8 @@ def attend_prompts(
 ) -> None:  # fmt: skip
     num_kv_heads, block, dim = cache.shape[3:]
     layout = gl.NVMMASharedLayout.get_default_for([block, dim], gl.bfloat16)
-    _attend_prompts_by_roles[(num_programs,)](
+    launch(
+        _attend_prompts_by_roles, (num_programs,),
         qkv_TC, TensorDescriptor.from_tensor(cache.view(-1, dim), [block, dim], layout), table, out_TC, words, *where,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         num_warps=4, maxnreg=168,

@@ -1,15 +1,23 @@
-"""Kernels that are set up before the one before them has ended.
+"""How kernels are launched, and how they are compiled before the first step.
 
 Every kernel is launched as a programmatic dependent of its predecessor: its launch overlaps the other's last programs, and it
 waits inside, before it reads anything the kernel before it wrote. Every program of every kernel waits, so that what is true of
 ordinary launches (all earlier kernels are done) holds from there on; and before that, all earlier ones but the last are done.
-(Letting the next kernel in any earlier, when all programs of this one have begun, made a decoding step slower: those that wait
+(Letting the next kernel in any earlier, when all programs of this one have begun, made a decode step slower: those that wait
 take room from those that work.)
+
+Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; inside
+`compile_in_parallel()` each compilation goes to a thread. Triton's compiler releases the interpreter lock for most of its work,
+and its assembler is a process of its own: eight kernels take 0.6 s instead of 2.6 s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -17,6 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOW = {"AHEAD": not IS_INTERPRETED, "launch_pdl": not IS_INTERPRETED}  # of every launch
+_is_compiling = False
 
 
 @triton.jit
@@ -24,3 +33,37 @@ def begin(AHEAD: tl.constexpr):
     """Go on when the kernel before is done."""
     if AHEAD:
         gdc_wait()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    if not _is_compiling:
+        kernel[grid](*arguments, **options)
+    elif not IS_INTERPRETED:
+        kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+
+def is_compiling() -> bool:
+    """Results are not computed: nothing may be concluded from them."""
+    return _is_compiling
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    global _is_compiling
+    _is_compiling = True
+    try:
+        yield
+    finally:
+        _is_compiling = False
+
+
+@contextlib.contextmanager
+def compile_in_parallel() -> Iterator[None]:
+    """At its end everything is compiled. Without Triton's support for it, one after the other."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        yield
+        return
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, AsyncCompileMode(pool):
+        yield

@@ -5,11 +5,12 @@ Any tile gives the same bits, so a choice needs no proof, only a clock; and it d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, gemm, know, knows, library_agrees, product
+from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, know, knows, library_agrees, own_tile, product
 
 # By rows: few enough that compiling them takes seconds; the library joins in where it has our bits.
 _CANDIDATES = {
@@ -53,6 +54,20 @@ def time_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
         torch.cuda.synchronize()
         best = min(best, begin.elapsed_time(end) * 1000 / repeats / len(calls))
     return best
+
+
+def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool, nums_rows: Iterable[int]) -> None:
+    """Inside `compile_only`: what a search or a trial of the library will run, and what steps of so many rows do."""
+    num_out, num_in = weight_NK.shape
+    tiles = {own_tile(rows, num_out) for rows in nums_rows} | {choose_tile(rows, num_out, num_in) for rows in nums_rows}
+    if not knows(num_out, num_in):
+        tiles |= {tile for tiles in _CANDIDATES.values() for tile in tiles}
+    x = torch.empty(1, num_in, device=weight_NK.device, dtype=weight_NK.dtype)
+    for tile in tiles - {LIBRARY}:
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            gemm(x, weight_NK, tile, bias_N=bias_N, gated=gated)
+            if gated and bias_N is None:
+                gemm(x, weight_NK, tile)  # the library is held against the plain matmul
 
 
 def find_tiles(weight_NK: torch.Tensor, gated: bool, library: bool) -> None:

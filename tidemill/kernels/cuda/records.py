@@ -1,0 +1,34 @@
+"""The records of a step's work lists: written by the host (runner/cuda_work.py), read by the attention kernels.
+
+All of a step is one buffer of 32-bit words: a header that says where three of the lists begin, the rows and positions of the
+tokens, then the lists. Names are offsets in words. A list ends in records of zeros.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+HEADER = 4  # words; of them, where these lists begin (singles follow the tokens):
+SHARED, MEMBERS, PROMPTS = 0, 1, 2
+
+
+def _words(num: int) -> list[tl.constexpr]:
+    return [tl.constexpr(i) for i in range(num)]
+
+
+# A split of a sequence with one new token: the token's index in the step, its position, the row of its page table, which split;
+# the slot of its first partial result, how many splits it has, how many of them are in this list. One word is unused.
+SINGLE_TOKEN, SINGLE_POSITION, SINGLE_ROW, SINGLE_SPLIT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_LISTED = _words(7)
+SINGLE_WIDTH = tl.constexpr(8)
+
+# A split that sequences share: its first member and how many, which split, the row of a page table that has it.
+SHARED_MEMBER, SHARED_MEMBERS, SHARED_SPLIT, SHARED_ROW = _words(4)
+SHARED_WIDTH = tl.constexpr(4)
+
+# A member of a shared split: its token's index in the step, the slot of its partial result.
+MEMBER_TOKEN, MEMBER_SLOT = _words(2)
+MEMBER_WIDTH = tl.constexpr(2)
+
+# A tile of a prompt: its first token's index in the step, how many tokens, the first one's position, the row of the page table.
+PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW = _words(4)
+PROMPT_WIDTH = tl.constexpr(4)

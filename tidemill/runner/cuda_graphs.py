@@ -1,0 +1,59 @@
+"""CUDA graphs: for which numbers of tokens there is one, and how it is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tidemill.kernels.cuda.gemm import choice_of
+
+
+@dataclass(slots=True)
+class Graph:
+    """A captured step of so many tokens: fill the words, replay, read the output."""
+
+    graph: torch.cuda.CUDAGraph
+    size: int
+    programs: tuple[int, int, int]  # of the attention kernels: singles, shared, prompts
+    out: torch.Tensor  # tokens of a decode step, hidden states of another
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is captured: of how many tokens, with how many programs of the attention kernels, and the work itself."""
+
+    size: int
+    programs: tuple[int, int, int]
+    run: Callable[[], torch.Tensor]
+
+
+def capture(step: Step, pool: Any, run_first: bool) -> Graph:
+    """`run_first`: on a stream of its own, so that what libraries set up at their first call is not captured."""
+    if run_first:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step.run()
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = step.run()
+    return Graph(graph, step.size, step.programs, out)
+
+
+def sizes(most: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+    """Up to `most`: multiples of so much up to so much, then of the next."""
+    made, size = [], 0
+    for until, step in steps:
+        while size < min(until, most):
+            size = min((size // step + 1) * step, most)
+            made.append(size)
+    return made if made[-1] == most else [*made, most]
+
+
+def one_of_each_kind(among: Iterable[int]) -> list[int]:
+    """Sizes that use every kernel which any of them uses: which one a matmul takes changes at a few numbers of rows."""
+    return list({choice_of(size): size for size in among}.values())

@@ -1,0 +1,80 @@
+"""Whether flash-attn-4 takes the prompts of `--fast-math`: it must be there, agree with our kernel and be faster."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tidemill.kernels.cuda import flash
+from tidemill.runner.cuda_graphs import Graph
+from tidemill.runner.cuda_work import Work, make_work
+from tidemill.runner.state import RowState
+
+FROM_TOKENS = 1024  # of a step: below, attention hardly counts
+_TRIAL, _AGREES = 16384, 0.3  # tokens of the context it is tried in, and how far a token's hidden state may be from ours
+
+
+@dataclass(frozen=True, slots=True)
+class FlashTrial:
+    is_taken: bool
+    why: str
+
+
+@dataclass(slots=True)
+class Contest:
+    """What a trial needs of the runner."""
+
+    state: RowState
+    num_pages: int  # of the cache
+    max_context: int
+    vocab_size: int
+    size: int  # tokens of the largest step
+    ours: Graph
+    tile: int  # tokens of a tile of ours
+    capture: Callable[[], Graph]  # the same step by flash-attn-4
+    replay: Callable[[Graph, Work], object]
+    hidden: torch.Tensor  # where a replay leaves its result
+
+
+def run_trial(contest: Contest) -> FlashTrial:
+    """Steps of one prompt, near the start of a context and far into it. Leaves the state as it was."""
+    state, size = contest.state, contest.size
+    num_pages = min(contest.num_pages, min(contest.max_context, _TRIAL) // state.page_size)
+    last = num_pages * state.page_size - size
+    if size < FROM_TOKENS or last < 0:
+        return FlashTrial(False, "steps or contexts are too small for it")
+    try:
+        flash.forward()
+        with warnings.catch_warnings(action="ignore"):
+            theirs = contest.capture()
+    except Exception as error:  # not installed, or not for this GPU, or another version's interface
+        return FlashTrial(False, f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])
+    device = state.tokens.device
+    state.pages[0, :num_pages] = torch.arange(1, num_pages + 1, dtype=torch.int32, device=device)
+    state.tokens[0].random_(contest.vocab_size)
+    table, times, apart = state.pages[:1].cpu().numpy(), [0.0, 0.0], 0.0
+    for start in sorted({0, min(size, last), last}):
+        seen = []
+        for i, (graph, tile) in enumerate(((contest.ours, contest.tile), (theirs, flash.WHOLE))):
+            work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), table, 1, tile)
+            times[i] += min(_time(contest.replay, graph, work) for _ in range(3))
+            seen.append(contest.hidden[:size].double())
+        error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)
+        apart = max(apart, error_T.nan_to_num(torch.inf).max().item())
+    for used in (state.pages[0], state.tokens[0]):
+        used.zero_()
+    part = times[1] / times[0]
+    return FlashTrial(apart < _AGREES and part < 1, f"takes {part:.3f} of our time, hidden states differ by {apart:.3f}")
+
+
+def _time(replay: Callable[[Graph, Work], object], graph: Graph, work: Work) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    replay(graph, work)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -16,7 +16,7 @@ import torch
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
 from tidemill.runner.sampler import ADJUSTMENTS, Asked, stages_of
 from tidemill.runner.state import RowState, upload
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.wire import TokenLogprobs
 
 _NEVER = float("-inf")
@@ -108,6 +108,28 @@ class CudaSampler:
             thresholds = not every.isdisjoint(("top_k", "top_p"))
             find_limits(logits_SV, adjusted, words, state.draws, self._work, thresholds, thresholds or "typical_p" in every)
         redraw(logits_SV, adjusted, words, state.draws, state.tokens, tokens_S, self._work, limited)
+
+    def warm_up(self, logits_NV: torch.Tensor) -> None:
+        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. `logits_NV`: room
+        for the logits of a step. All rows must be unused."""
+        state, num_tokens = self._state, logits_NV.shape[1]
+        logits_NV.zero_()
+        everything = SamplingParams(
+            top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
+            stop_token_ids=(0,), logprobs=MAX_LOGPROBS,
+        )  # fmt: skip
+        before = state.masks, list(state.params)
+        for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
+            rows, logits = list(range(num)), logits_NV[:num]
+            tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
+            for params in (everything, SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9)):
+                state.masks = {row: np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
+                state.params[:num] = [params] * num
+                self.redraw(rows, rows, [1] * num, logits, tokens)
+            state.params[:num] = [everything] * num
+            self.logprobs(rows, rows, logits, tokens)
+        state.masks, state.params[:] = before
+        state.tokens.zero_()
 
     def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> AskedLogprobs:
         which = self._ints(entries)

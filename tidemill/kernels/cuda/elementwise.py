@@ -9,7 +9,7 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _look_up(
     rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,

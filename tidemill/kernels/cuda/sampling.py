@@ -13,10 +13,10 @@ kernels, each of which reads the logits at most once:
   _collect  copies the logits above the lowest threshold that can matter: usually a few hundred
   _finish   exact search in that copy: 8 thresholds a pass, 11 passes for all 32 bits of a float
 
-Cost at 64 sequences x 151,936 tokens on an H200: the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Four passes (the three above and
-_pick) are 37 us of memory traffic; _narrow does 16 compare-and-add for each value, 310 M lane operations, 10 us of 30 T/s. _finish
-reads a few KB in 11 passes of about 1 us for each of top-k, top-p and typical-p. Expected: 60 to 80 us for top-k with top-p.
-A flat distribution, of which many thousand tokens are copied, costs more in _finish (one program a sequence).
+Cost at 64 sequences x 151,936 tokens on an H200: the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Four passes (the three
+above and _pick) are 37 us of memory traffic; _narrow does 16 compare-and-add for each value, 310 M lane operations, 10 us at
+30 T/s. _finish reads a few KB in 11 passes of about 1 us for each of top-k, top-p and typical-p. Expected: 60 to 80 us for top-k
+with top-p. A flat distribution, of which many thousand tokens are copied, costs more in _finish (one program a sequence).
 
 All sums run in an order that depends on the vocabulary alone, so a sequence's tokens do not depend on the batch. Of equal logits
 all stay or all go. Arguments that vary after start are not specialized (integers that are multiples of 16, pointers into the

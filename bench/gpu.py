@@ -34,7 +34,7 @@ from tidemill.wire import Submit
 
 CHECKS = (
     "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_flash", "check_fast_math", "check_odd_requests", "stress_engine",
+    "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
@@ -122,6 +122,64 @@ def time_attention() -> list[dict[str, Any]]:
             whose = "flash-attn-4" if by_flash else "ours"
             print(f"prefill attention {label} {batch}x{length}, {whose}: {us:.0f} us, {rate:.0f} TFLOP/s", flush=True)
     return lines
+
+
+def time_sampling(core: EngineCore, model: str) -> list[dict[str, Any]]:
+    """What top-k with top-p adds to a decode step of so many sequences, in microseconds of the GPU's time."""
+    lines = []
+    for num in (1, 64, min(256, core.config.max_requests)):
+        spent = []
+        for more in ({}, {"top_k": 50, "top_p": 0.9}, {"top_p": 0.9}, {"typical_p": 0.9}):
+            for i in range(num):
+                params = SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True, **more)
+                core.submit(Submit(f"s{i}", [(7 * i + j) % 1000 + 10 for j in range(64)], params))
+            while len(core.scheduler.waiting) or any(request.num_output < 3 for request in core.scheduler.running):
+                core.step()
+            spent.append(busy_us(core, 8))
+            while core.has_work:
+                core.step()
+        added = [us - spent[0] for us in spent[1:]]
+        lines.append({"model": model, "batch": num, "plain_us": spent[0], "top_k_p_us": added[0], "top_p_us": added[1]})
+        print(
+            f"{model} sampling, {num} sequences: a step {spent[0]:,.0f} us; top-k with top-p adds {added[0]:.0f}, "
+            f"top-p {added[1]:.0f}, typical-p {added[2]:.0f}",
+            flush=True,
+        )
+    return lines
+
+
+def busy_us(core: EngineCore, num_steps: int) -> float:
+    """Kernels' time in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            core.step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in events) / num_steps
+
+
+def time_neighbours(core: EngineCore, model: str) -> dict[str, Any]:
+    """How long 32 decoding sequences wait in the steps of a prompt of 3,000 tokens, without and with log probabilities of it."""
+    longest = {}
+    for wanted in (None, 20, None, 20):
+        core.scheduler.kv.clear_prefixes()
+        for i in range(32):
+            core.submit(Submit(f"n{i}", [10 + i] * 64, SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)))
+        for _ in range(20):
+            core.step()
+        prompt = [(j * 7) % 1000 + 10 for j in range(3000)]
+        core.submit(Submit("long", prompt, SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=wanted)))
+        waits, before = [], time.perf_counter()
+        while core.has_work:
+            core.step()
+            waits.append(time.perf_counter() - before)
+            before = time.perf_counter()
+        longest[wanted] = max(waits) * 1000
+    print(f"{model}: longest step beside a prompt of 3,000: {longest[None]:.1f} ms; with logprobs {longest[20]:.1f} ms", flush=True)
+    return {"model": model, "without_ms": longest[None], "with_ms": longest[20]}
 
 
 # ---- where a decoding step's time goes
@@ -220,6 +278,8 @@ def time_workloads(model: str, mode: str, only: str | None) -> tuple[list[dict[s
         flush=True,
     )
     run_workload(core, [([5] * 600, 8)] * 4)
+    time_sampling(core, model)
+    time_neighbours(core, model)
     timelines = [timeline(core, model, mode, batch, 384) for batch in (1, 256)] + [prompt_timeline(core, model, mode)]
     lines = [{"model": model, "mode": mode, "workload": "start", "s": started}]
     for name, requests in workloads(min(MODELS[model]["vocab_size"], 120_000)).items():

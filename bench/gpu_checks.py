@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -17,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import byte_tokenizer
@@ -29,7 +31,7 @@ from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner.cuda_work import Work, make_work, padded
-from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p
+from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
@@ -250,13 +252,18 @@ def check_sampling() -> None:
     """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any company."""
     torch.manual_seed(0)
     logits = torch.randn(8, 128256, device="cuda") * 3
-    for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (100, 0.95, 0.01)):
-        mine, theirs = logits.clone(), logits / 0.8
-        sampling.restrict(mine, torch.tensor([[0.8, top_k, top_p, min_p]] * 8, device="cuda"))
-        restrict_top_k(theirs, [top_k] * 8)
-        restrict_top_p(theirs, [top_p] * 8)
-        restrict_min_p(theirs, [min_p] * 8)
-        assert (mine.isinf() != theirs.isinf()).sum() <= 8, "beyond a sum's last bits"
+    for settings in (
+        {}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 100, "top_p": 0.95, "log_min_p": math.log(0.01)}, {"typical_p": 0.8},
+        {"top_k": 100000}, {"top_p": 0.9999},
+    ):  # fmt: skip
+        kept = ~kept_logits(logits, 0.8, **settings)
+        theirs = logits / 0.8
+        restrict_top_k(theirs, [int(settings.get("top_k", 0))] * 8)
+        restrict_top_p(theirs, [settings.get("top_p", 1.0)] * 8)
+        restrict_min_p(theirs, [math.exp(settings.get("log_min_p", -math.inf))] * 8)
+        restrict_typical(theirs, [settings.get("typical_p", 1.0)] * 8)
+        assert (kept != theirs.isinf()).sum() <= 8, f"{settings}: more than a sum's last bits"
+        assert torch.equal(~kept_logits(logits[3:4].contiguous(), 0.8, **settings), kept[3:4]), f"{settings}: alone"
     num, few = 20000, torch.randn(20, device="cuda")
     draws = torch.zeros(num, 3, dtype=torch.int32, device="cuda")
     draws[:, 0], draws[:, 1] = int(np.float32(1.0).view(np.int32)), torch.arange(num)
@@ -268,6 +275,21 @@ def check_sampling() -> None:
     assert torch.equal(tokens[:, 4], drawn)
     alone = sampling.pick_tokens(few[None].contiguous(), rows[77:78], rows, positions, draws, tokens)
     assert alone[0] == drawn[77]
+
+
+def kept_logits(logits: torch.Tensor, temperature: float, **settings: float) -> torch.Tensor:
+    """Those that restrictions leave, the same for all rows."""
+    num = logits.shape[0]
+    records = np.zeros(num, sampling.RECORD)
+    records["row"] = records["source"] = np.arange(num)
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("log_min_p", -math.inf), ("typical_p", 1.0)):
+        records[name] = settings.get(name, off)
+    draws = np.zeros((num, 3), np.int32)
+    draws[:, 0] = np.float32(temperature).view(np.int32)
+    work = sampling.Workspace.make(num, logits.shape[1], logits.device)
+    words = torch.from_numpy(records.view(np.int32).reshape(num, -1)).cuda()
+    sampling.find_limits(logits, logits, words, torch.from_numpy(draws).cuda(), work)
+    return (logits >= work.limits[:, :1]) & (logits <= work.limits[:, 1:])
 
 
 def random_llama(folder: Path) -> Any:
@@ -407,6 +429,43 @@ def check_fast_math() -> None:
             runner._take_flash()
     draw = random.Random(5)
     assert_near(reference, core, [draw.randrange(2000) for _ in range(1900)])
+
+
+def check_nothing_compiles() -> None:
+    """Once an engine is ready: batches of odd sizes, all that sampling may do, prompts of odd lengths, page copies."""
+    folder = Path(tempfile.mkdtemp())
+    random_llama(folder)
+    byte_tokenizer(folder)
+    core = EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=80, max_context=2048))
+    asked = [
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=5),
+        SamplingParams(typical_p=0.7, min_p=0.01, max_tokens=5, logprobs=3),
+        SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=20),
+        SamplingParams(
+            max_tokens=5, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logit_bias={5: 1.0}, min_tokens=2
+        ),
+        SamplingParams(max_tokens=30, grammar=Grammar("regex", "[0-9]{9}")),
+        SamplingParams(max_tokens=4, n=3, top_p=0.5),
+        SamplingParams(max_tokens=1, pooling="mean"),
+    ]
+    seen = []
+    compile_one = triton.runtime.jit.JITFunction._do_compile
+
+    def count(kernel: Any, *given: Any, **more: Any) -> Any:
+        seen.append(kernel.fn.__name__)
+        return compile_one(kernel, *given, **more)
+
+    core.compile_grammar(Grammar("regex", "[0-9]{9}"))
+    draw = random.Random(0)
+    with mock.patch.object(triton.runtime.jit.JITFunction, "_do_compile", count):
+        for num in (1, 2, 3, 5, 7, 17, 33, 64, 79):
+            for i in range(num):
+                params = asked[i % len(asked)] if num > 5 else asked[0]
+                prompt = [draw.randrange(2, 300) for _ in range(draw.choice((1, 3, 17, 63, 64, 65, 700)))]
+                core.submit(Submit(f"{num}.{i}", prompt, params, eos_token_ids=[1]))
+            while core.has_work:
+                assert not core.step()[1]
+    assert not seen, seen
 
 
 def check_odd_requests() -> None:

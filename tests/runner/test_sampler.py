@@ -7,7 +7,7 @@ import torch
 
 from tidemill.errors import InvalidRequest
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.runner.sampler import Sampler, draw, penalize, restrict_top_k, restrict_top_p, restrict_typical
+from tidemill.runner.sampler import Sampler, penalize, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams, sample_seed
 
@@ -17,9 +17,8 @@ NUM_DRAWS = 40_000
 
 def draws(**settings) -> torch.Tensor:
     """Many draws at consecutive positions of one seed, as one request would make them."""
-    params = SamplingParams(seed=42, **settings)
-    logits = LOGITS.repeat(NUM_DRAWS, 1)
-    return draw(logits, [params] * NUM_DRAWS, [42] * NUM_DRAWS, list(range(NUM_DRAWS)))
+    sampler = make_sampler(SamplingParams(seed=42, **settings))
+    return sampler.sample(LOGITS.repeat(NUM_DRAWS, 1), [1] * NUM_DRAWS, list(range(NUM_DRAWS))).token_ids
 
 
 def exact(temperature=1.0, keep=None) -> torch.Tensor:
@@ -90,8 +89,8 @@ def test_top_p_beyond_the_likeliest_is_the_same_as_sorting_all():
     logits = torch.randn(3, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [5.0]])
     ordered, order = logits.log_softmax(-1).sort(dim=-1, descending=True)
     probs = ordered.exp()
-    ordered[probs.cumsum(-1) - probs >= 0.9] = float("-inf")
-    expected = torch.zeros_like(logits).scatter_(1, order, ordered)
+    leaves = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, order, probs.cumsum(-1) - probs >= 0.9)
+    expected = logits.masked_fill(leaves, float("-inf"))
     restrict_top_p(logits, [0.9, 0.9, 0.9])
     assert torch.equal(logits, expected)
     assert torch.isfinite(logits).sum(-1)[0] > 512
@@ -101,6 +100,15 @@ def test_top_k_keeps_ties():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     restrict_top_k(logits, [1])
     assert torch.isfinite(logits).tolist() == [[False, True, True, False]]
+
+
+def test_top_p_and_typical_p_keep_ties():
+    """All of those that are as likely as the one that crosses p: which of them come first is nobody's choice."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, -3.0]] * 2)
+    restrict_top_p(logits[:1], [0.55])
+    restrict_typical(logits[1:], [0.2])
+    assert torch.isfinite(logits[0]).tolist() == [True, True, True, True, False]
+    assert torch.isfinite(logits[1]).tolist() in ([True, False, True, True, False], [False, True, False, False, False])
 
 
 def test_noise_depends_on_seed_position_and_token_alone():

@@ -84,7 +84,7 @@ class CudaRunner:
         self._max_requests, self._max_context = config.max_requests, config.max_context
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page table
-        self.sampler = CudaSampler(self.state)
+        self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
         self.cache = torch.zeros(
@@ -140,10 +140,12 @@ class CudaRunner:
             with compile_only():
                 for step in steps:
                     step.run()
+                self.sampler.warm_up(self._logits)
                 self.model.compile(nums_rows)
             self.model.prepare(nums_rows)
         for step in steps:
             step.run()
+        self.sampler.warm_up(self._logits)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

@@ -1,24 +1,26 @@
-"""What some requests ask of a draw beyond a temperature, on the GPU. Only their rows are touched; nothing waits for the device.
+"""Sampling stages beyond a temperature, on the GPU. Only the sequences that need them are touched; nothing waits for the device.
 
-Order as in sampler.py: logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, draw; logprobs are of the
-untouched logits.
+Stages and their order are sampler.STAGES. Adjustments change a copy of a sequence's logits; restrictions become an interval of
+logits (kernels/cuda/sampling.py). Logprobs are of the logits as the model gave them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda.sampling import pick_tokens, restrict
-from tidemill.runner.sampler import restrict_typical
+from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
+from tidemill.runner.sampler import ADJUSTMENTS, Asked, stages_of
 from tidemill.runner.state import RowState, upload
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.wire import TokenLogprobs
 
 _NEVER = float("-inf")
+_AT_ONCE = 64  # sequences drawn again together: bounds the workspace and the copies of logits
 
 
 @dataclass(slots=True)
@@ -54,23 +56,80 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CudaSampler:
-    def __init__(self, state: RowState) -> None:
+    def __init__(self, state: RowState, vocab_size: int) -> None:
         self._state, self._device = state, state.tokens.device
+        self._at_once = min(_AT_ONCE, state.tokens.shape[0])
+        self._work = Workspace.make(self._at_once, vocab_size, self._device)
+        self._never = torch.full((), _NEVER, device=self._device)
+        self._bits = torch.arange(32, dtype=torch.int32, device=self._device)
+        self._columns = torch.arange(state.tokens.shape[1], device=self._device)
+        self._adjustments = {
+            "grammar": self._apply_grammar,
+            "logit_bias": self._add_bias,
+            "min_tokens": self._hold_back_stops,
+            "penalties": self._penalize,
+        }
 
     def redraw(
         self, entries: list[int], rows: list[int], positions: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor
     ) -> None:
         """Draw again for those entries of a step, whose rows and positions of the token to be drawn are given: into their rows
-        and `tokens_S`."""
-        params = [self._params(row) for row in rows]
-        place = upload(np.array([entries, range(len(rows)), rows, np.array(positions) - 1], np.int32), self._device)
-        logits = logits_SV[place[0]]
-        self._adjust(logits, rows, params, positions)
-        settings = [(0.0 if p.greedy else p.temperature, p.top_k, p.top_p, p.min_p) for p in params]
-        restrict(logits, upload(np.array(settings, np.float32), self._device))
-        restrict_typical(logits, [1.0 if p.greedy else p.typical_p for p in params])
+        and `tokens_S`, where a failed draw (-1) stays one."""
+        for first in range(0, len(rows), self._at_once):
+            part = slice(first, first + self._at_once)
+            params = [self._params(row) for row in rows[part]]
+            self._redraw(np.array(entries[part]), Asked(rows[part], params, positions[part]), logits_SV, tokens_S)
+
+    def _redraw(self, entries: np.ndarray, asked: Asked, logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
         state = self._state
-        tokens_S[place[0]] = pick_tokens(logits, place[1], place[2], place[3], state.draws, state.tokens, scaled=True)
+        stages = [stages_of(p, row in state.masks) for row, p in zip(asked.rows, asked.params, strict=True)]
+        changed = [i for i, names in enumerate(stages) if not names.isdisjoint(ADJUSTMENTS)]
+        source = entries.copy()
+        source[changed] = [~number for number in range(len(changed))]
+        adjusted = logits_SV
+        if changed:
+            adjusted = logits_SV.index_select(0, self._ints(entries[changed]))
+            for name in ADJUSTMENTS:
+                which = [number for number, i in enumerate(changed) if name in stages[i]]
+                if which:
+                    self._adjustments[name](adjusted, which, asked.only(changed))
+        records = np.zeros(len(asked.rows), RECORD)
+        for field, values in (("entry", entries), ("row", asked.rows), ("position", asked.positions), ("source", source)):
+            records[field] = values
+        records["position"] -= 1
+        records["top_k"] = [p.top_k for p in asked.params]
+        records["top_p"] = [p.top_p for p in asked.params]
+        records["log_min_p"] = [math.log(p.min_p) if p.min_p > 0 else _NEVER for p in asked.params]
+        records["typical_p"] = [p.typical_p for p in asked.params]
+        words = upload(records.view(np.int32).reshape(len(records), -1), self._device)
+        every = frozenset().union(*stages)
+        limited = not every.isdisjoint(("top_k", "top_p", "min_p", "typical_p"))
+        if limited:
+            thresholds = not every.isdisjoint(("top_k", "top_p"))
+            find_limits(logits_SV, adjusted, words, state.draws, self._work, thresholds, thresholds or "typical_p" in every)
+        redraw(logits_SV, adjusted, words, state.draws, state.tokens, tokens_S, self._work, limited)
+
+    def warm_up(self, logits_NV: torch.Tensor) -> None:
+        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. `logits_NV`: room
+        for the logits of a step. All rows must be unused."""
+        state, num_tokens = self._state, logits_NV.shape[1]
+        logits_NV.zero_()
+        everything = SamplingParams(
+            top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
+            stop_token_ids=(0,), logprobs=MAX_LOGPROBS,
+        )  # fmt: skip
+        before = state.masks, list(state.params)
+        for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
+            rows, logits = list(range(num)), logits_NV[:num]
+            tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
+            for params in (everything, SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9)):
+                state.masks = {row: np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
+                state.params[:num] = [params] * num
+                self.redraw(rows, rows, [1] * num, logits, tokens)
+            state.params[:num] = [everything] * num
+            self.logprobs(rows, rows, logits, tokens)
+        state.masks, state.params[:] = before
+        state.tokens.zero_()
 
     def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> AskedLogprobs:
         which = self._ints(entries)
@@ -88,50 +147,44 @@ class CudaSampler:
     def _ints(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         return upload(np.array(values, np.int64), self._device)
 
-    def _floats(self, values: list[float]) -> torch.Tensor:
+    def _floats(self, values: Sequence[float]) -> torch.Tensor:
         return upload(np.array(values, np.float32), self._device)
 
-    def _adjust(self, logits: torch.Tensor, rows: list[int], params: list[SamplingParams], positions: list[int]) -> None:
-        """What needs a request's own history or lists."""
-        formed = [(i, self._state.masks[row]) for i, row in enumerate(rows) if row in self._state.masks]
-        if formed:
-            words = upload(np.stack([mask for _, mask in formed]), self._device)
-            bits = (words.unsqueeze(-1) >> torch.arange(32, device=self._device)) & 1
-            fits = bits.flatten(1)[:, : logits.shape[1]] == 1
-            at = self._ints([i for i, _ in formed])
-            logits[at] = logits[at].masked_fill(~fits, _NEVER)
-        biases = [(i, token, bias) for i, p in enumerate(params) for token, bias in p.logit_bias.items()]
-        if biases:
-            where, tokens, values = zip(*biases, strict=True)
-            logits.index_put_((self._ints(where), self._ints(tokens)), self._floats(list(values)), accumulate=True)
-        enders = [
-            (i, token)
-            for i, (row, p, position) in enumerate(zip(rows, params, positions, strict=True))
-            if position - self._state.num_prompt[row] < p.min_tokens
-            for token in (*p.stop_token_ids, *(() if p.ignore_eos else self._state.eos_token_ids[row]))
-        ]
-        if enders:
-            where, tokens = zip(*enders, strict=True)
-            logits[self._ints(where), self._ints(tokens)] = _NEVER
-        punished = [i for i, p in enumerate(params) if p.has_penalties]
-        if punished:
-            self._penalize(logits, punished, rows, params, positions)
+    # ---- adjustments: of the sequences `which`
 
-    def _penalize(
-        self, logits: torch.Tensor, which: list[int], rows: list[int], params: list[SamplingParams], positions: list[int]
-    ) -> None:
-        """Repetition counts prompt and output; presence and frequency count the output alone."""
-        state = self._state
+    def _apply_grammar(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        words = upload(np.stack([self._state.masks[asked.rows[i]] for i in which]), self._device)
+        bits = (words.unsqueeze(-1) >> self._bits) & 1
+        fits = bits.flatten(1)[:, : logits.shape[1]] == 1
         at = self._ints(which)
-        ids = state.tokens[self._ints([rows[i] for i in which]), : max(positions[i] for i in which)].long()
-        column = torch.arange(ids.shape[1], device=self._device)
-        known = column < self._ints([positions[i] for i in which]).unsqueeze(1)
-        output = known & (column >= self._ints([state.num_prompt[rows[i]] for i in which]).unsqueeze(1))
+        logits[at] = logits[at].masked_fill(~fits, _NEVER)
+
+    def _add_bias(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        biases = [(i, token, bias) for i in which for token, bias in asked.params[i].logit_bias.items()]
+        where, tokens, values = zip(*biases, strict=True)
+        place = (self._ints(where), self._ints(tokens))
+        logits.index_put_(place, logits[place] + self._floats(values))
+
+    def _hold_back_stops(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        stops = [(i, token) for i in which for token in asked.held_back(i, self._state)]
+        if stops:
+            where, tokens = zip(*stops, strict=True)
+            logits.index_put_((self._ints(where), self._ints(tokens)), self._never)
+
+    def _penalize(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        """Repetition counts prompt and output; presence and frequency count the output alone."""
+        state, params = self._state, [asked.params[i] for i in which]
+        rows, positions = [asked.rows[i] for i in which], [asked.positions[i] for i in which]
+        at = self._ints(which)
+        ids = state.tokens[self._ints(rows), : max(positions)].long()
+        column = self._columns[: ids.shape[1]]
+        known = column < self._ints(positions).unsqueeze(1)
+        output = known & (column >= self._ints([state.num_prompt[row] for row in rows]).unsqueeze(1))
         values = logits[at]
         seen = torch.zeros_like(values).scatter_add_(1, ids, known.float()) > 0  # sums of ones: exact in any order
         counts = torch.zeros_like(values).scatter_add_(1, ids, output.float())
-        repetition = self._floats([params[i].repetition_penalty for i in which]).unsqueeze(1)
-        frequency = self._floats([params[i].frequency_penalty for i in which]).unsqueeze(1)
-        presence = self._floats([params[i].presence_penalty for i in which]).unsqueeze(1)
+        repetition = self._floats([p.repetition_penalty for p in params]).unsqueeze(1)
+        frequency = self._floats([p.frequency_penalty for p in params]).unsqueeze(1)
+        presence = self._floats([p.presence_penalty for p in params]).unsqueeze(1)
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         logits[at] = torch.where(seen, repeated, values) - (counts * frequency + (counts > 0) * presence)

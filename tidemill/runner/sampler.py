@@ -1,13 +1,16 @@
-"""Logits to tokens. Rows are independent: what one request asks never changes another's bits.
+"""Logits to tokens on the CPU. Sequences are independent: the parameters of one never change another's bits.
 
-Order: the form's mask, logit bias and min_tokens mask, penalties, temperature, top-k, top-p, min-p, typical-p,
-draw. Logprobs are of the untouched logits.
+STAGES is the order of sampling for every device. Logprobs are of the logits as the model gave them. A sequence whose logits have
+a maximum that is not finite (a NaN, +inf, or nothing but -inf), as the model gave them or after the adjustments, fails alone: its
+token is -1.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,66 +24,138 @@ from tidemill.wire import TokenLogprobs
 _NEVER = float("-inf")
 _LIKELIEST = 512
 
+# What is done to logits, in this order, and for which parameters. A grammar applies where the step has a mask for the sequence.
+ADJUSTMENTS: dict[str, Callable[[SamplingParams], bool]] = {
+    "grammar": lambda p: False,
+    "logit_bias": lambda p: bool(p.logit_bias),
+    "min_tokens": lambda p: p.min_tokens > 0,
+    "penalties": lambda p: p.has_penalties,
+}
+RESTRICTIONS: dict[str, Callable[[SamplingParams], bool]] = {
+    "temperature": lambda p: not p.greedy,
+    "top_k": lambda p: not p.greedy and p.top_k > 0,
+    "top_p": lambda p: not p.greedy and p.top_p < 1.0,
+    "min_p": lambda p: not p.greedy and p.min_p > 0.0,
+    "typical_p": lambda p: not p.greedy and p.typical_p < 1.0,
+}
+STAGES = {**ADJUSTMENTS, **RESTRICTIONS, "draw": lambda p: not p.greedy}
+
+
+def stages_of(params: SamplingParams, has_mask: bool) -> frozenset[str]:
+    names = frozenset(name for name, applies in STAGES.items() if applies(params))
+    return names | {"grammar"} if has_mask else names
+
+
+@dataclass(slots=True)
+class Asked:
+    """The sequences of a step that are sampled: row, parameters, and position of the token to be drawn."""
+
+    rows: list[int]
+    params: list[SamplingParams]
+    positions: list[int]
+
+    def only(self, which: list[int]) -> Asked:
+        return Asked([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
+
+    def held_back(self, i: int, state: RowState) -> list[int]:
+        """Tokens that would end sequence i before it has min_tokens."""
+        row, p = self.rows[i], self.params[i]
+        if self.positions[i] - state.num_prompt[row] >= p.min_tokens:
+            return []
+        return [*p.stop_token_ids, *(() if p.ignore_eos else state.eos_token_ids[row])]
+
 
 @dataclass(slots=True)
 class Sampled:
-    token_ids: torch.Tensor  # [S]; -1: not even the best of the logits is a number
+    token_ids: torch.Tensor  # [S]; -1: the maximum of the logits is not finite
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
 
 
 class Sampler:
     def __init__(self, state: RowState) -> None:
         self._state = state
+        self._stages = {
+            "grammar": self._apply_grammar,
+            "logit_bias": self._add_bias,
+            "min_tokens": self._hold_back_stops,
+            "penalties": self._penalize,
+            "temperature": _divide,
+            "top_k": lambda logits, which, asked: restrict_top_k(logits, _given(asked, which, "top_k", 0)),
+            "top_p": lambda logits, which, asked: restrict_top_p(logits, _given(asked, which, "top_p", 1.0)),
+            "min_p": lambda logits, which, asked: restrict_min_p(logits, _given(asked, which, "min_p", 0.0)),
+            "typical_p": lambda logits, which, asked: restrict_typical(logits, _given(asked, which, "typical_p", 1.0)),
+        }
 
     def sample(self, logits_SV: torch.Tensor, rows: list[int], positions: list[int]) -> Sampled:
         """`positions`: of the tokens to be drawn. The logits are consumed."""
-        params = [self._params(row) for row in rows]
-        wanted = [i for i, p in enumerate(params) if p.logprobs is not None]
+        asked = Asked(rows, [self._params(row) for row in rows], positions)
+        wanted = [i for i, p in enumerate(asked.params) if p.logprobs is not None]
         raw = logits_SV[wanted].log_softmax(-1) if wanted else None
-        for i, (row, p, position) in enumerate(zip(rows, params, positions, strict=True)):
-            if p.logit_bias or p.min_tokens or p.has_penalties or row in self._state.masks:
-                self._adjust(logits_SV[i], row, p, position)
-        drawn = [i for i, p in enumerate(params) if not p.greedy]
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits_SV.device)
-        if len(drawn) < len(rows):
-            tokens = argmax(logits_SV)
-        if drawn:
-            seeds = [p.seed or 0 for p in params]
-            tokens[drawn] = draw(
-                logits_SV if len(drawn) == len(rows) else logits_SV[drawn],
-                [params[i] for i in drawn],
-                [seeds[i] for i in drawn],
-                [positions[i] for i in drawn],
-            )
-        chosen = logits_SV.gather(1, tokens.unsqueeze(1)).flatten()
-        out = Sampled(torch.where(chosen.isfinite(), tokens, -1))
+        is_valid = logits_SV.amax(-1).isfinite()  # amax of a NaN is NaN
+        stages = [stages_of(p, row in self._state.masks) for row, p in zip(rows, asked.params, strict=True)]
+        for name, apply in self._stages.items():
+            which = [i for i, names in enumerate(stages) if name in names]
+            if which:
+                apply(logits_SV, which, asked)
+            if which and name in ADJUSTMENTS:
+                is_valid[which] &= logits_SV[which].amax(-1).isfinite()
+        tokens = torch.where(is_valid, self._draw(logits_SV, asked), -1)
+        out = Sampled(tokens)
         if raw is not None:
             for k, i in enumerate(wanted):
-                if out.token_ids[i] >= 0:
-                    out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), params[i].logprobs or 0)
+                if tokens[i] >= 0:
+                    out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), asked.params[i].logprobs or 0)
         return out
+
+    def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
+        drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]
+        if not drawn:
+            return argmax(logits_SV)
+        noise = torch.tensor([[asked.params[i].seed or 0 for i in drawn], [asked.positions[i] for i in drawn]])
+        if len(drawn) == len(asked.rows):
+            return gumbel_argmax(logits_SV, *noise)
+        tokens = argmax(logits_SV)
+        tokens[drawn] = gumbel_argmax(logits_SV[drawn], *noise)
+        return tokens
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]
         assert params is not None
         return params
 
-    def _adjust(self, logits_V: torch.Tensor, row: int, p: SamplingParams, position: int) -> None:
-        """What needs this request's own history or lists."""
-        num_output = position - self._state.num_prompt[row]
-        mask = self._state.masks.get(row)
-        if mask is not None:
-            fits = np.unpackbits(mask.view(np.uint8), count=logits_V.numel(), bitorder="little")
-            logits_V[torch.from_numpy(fits == 0).to(logits_V.device)] = _NEVER
-        if p.logit_bias:
-            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=logits_V.device)
-            logits_V[ids] += torch.tensor(list(p.logit_bias.values()), dtype=torch.float32, device=logits_V.device)
-        if num_output < p.min_tokens:
-            enders = [*p.stop_token_ids, *(() if p.ignore_eos else self._state.eos_token_ids[row])]
-            logits_V[enders] = _NEVER
-        if p.has_penalties:
-            tokens = self._state.tokens[row]
-            penalize(logits_V, tokens[: self._state.num_prompt[row]], tokens[self._state.num_prompt[row] : position], p)
+    def _apply_grammar(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+        for i in which:
+            mask = self._state.masks[asked.rows[i]]
+            fits = np.unpackbits(mask.view(np.uint8), count=logits_SV.shape[1], bitorder="little")
+            logits_SV[i, torch.from_numpy(fits == 0)] = _NEVER
+
+    def _add_bias(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+        for i in which:
+            bias = asked.params[i].logit_bias
+            logits_SV[i, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
+
+    def _hold_back_stops(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+        for i in which:
+            logits_SV[i, asked.held_back(i, self._state)] = _NEVER
+
+    def _penalize(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+        for i in which:
+            row = asked.rows[i]
+            tokens, num_prompt = self._state.tokens[row], self._state.num_prompt[row]
+            penalize(logits_SV[i], tokens[:num_prompt], tokens[num_prompt : asked.positions[i]], asked.params[i])
+
+
+def _divide(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    for i in which:
+        logits_SV[i] /= asked.params[i].temperature
+
+
+def _given(asked: Asked, which: list[int], name: str, off: float) -> list[Any]:
+    """That parameter of the sequences `which`; for the others, the value that restricts nothing."""
+    values = [off] * len(asked.rows)
+    for i in which:
+        values[i] = getattr(asked.params[i], name)
+    return values
 
 
 def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch.Tensor, p: SamplingParams) -> None:
@@ -92,16 +167,6 @@ def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch
     if p.frequency_penalty or p.presence_penalty:
         ids, counts = output_ids.unique(return_counts=True)
         logits_V[ids] -= counts.to(torch.float32) * p.frequency_penalty + p.presence_penalty
-
-
-def draw(logits_SV: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]) -> torch.Tensor:
-    """One token per row from the restricted distribution: those left out get a logit of minus infinity."""
-    logits_SV = logits_SV / _floats([p.temperature for p in params], logits_SV)
-    restrict_top_k(logits_SV, [p.top_k for p in params])
-    restrict_top_p(logits_SV, [p.top_p for p in params])
-    restrict_min_p(logits_SV, [p.min_p for p in params])
-    restrict_typical(logits_SV, [p.typical_p for p in params])
-    return gumbel_argmax(logits_SV, *torch.tensor([seeds, positions], dtype=torch.int64, device=logits_SV.device))
 
 
 def _floats(values: list[float], like: torch.Tensor) -> torch.Tensor:
@@ -121,22 +186,23 @@ def restrict_top_k(logits_SV: torch.Tensor, top_ks: list[int]) -> None:
 def restrict_top_p(logits_SV: torch.Tensor, top_ps: list[float]) -> None:
     """Keeps the likeliest tokens up to and including the one that crosses p, so the likeliest always stays.
 
-    A few hundred tokens nearly always hold p, and finding them is ten times cheaper than sorting them all; a row that needs
-    more is done again with more. What is kept is the same either way.
+    Of equal ones, all stay. A few hundred tokens nearly always hold p, and finding them is ten times cheaper than sorting them
+    all; a sequence that needs more is done again with more. What is kept is the same either way.
     """
     rows = [i for i, p in enumerate(top_ps) if p < 1.0]
     num_tokens = min(_LIKELIEST, logits_SV.shape[1])
     while rows:
         limits = _floats([top_ps[i] for i in rows], logits_SV)
-        values, ids = logits_SV[rows].log_softmax(-1).topk(num_tokens, dim=-1)
+        logprobs = logits_SV[rows].log_softmax(-1)
+        values = logprobs.topk(num_tokens, dim=-1).values
         probs = values.exp()
         before = probs.cumsum(-1) - probs
         enough = (before[:, -1:] >= limits).flatten().tolist() if num_tokens < logits_SV.shape[1] else [True] * len(rows)
-        values[before >= limits] = _NEVER
+        lowest = values.masked_fill(before >= limits, math.inf).amin(-1, keepdim=True)
         done = [k for k, is_enough in enumerate(enough) if is_enough]
         if done:
-            kept = torch.full_like(logits_SV[: len(done)], _NEVER)
-            logits_SV[[rows[k] for k in done]] = kept.scatter_(1, ids[done], values[done])
+            at = [rows[k] for k in done]
+            logits_SV[at] = logits_SV[at].masked_fill(logprobs[done] < lowest[done], _NEVER)
         rows = [row for row, is_enough in zip(rows, enough, strict=True) if not is_enough]
         num_tokens = logits_SV.shape[1]
 
@@ -150,18 +216,20 @@ def restrict_min_p(logits_SV: torch.Tensor, min_ps: list[float]) -> None:
 
 
 def restrict_typical(logits_SV: torch.Tensor, typical_ps: list[float]) -> None:
-    """Keeps the tokens whose surprise is nearest to what is to be expected, up to and including the one that crosses p."""
+    """Keeps the tokens whose surprise is nearest to the entropy, up to and including the one that crosses p. Of
+    equal ones, all stay."""
     rows = [i for i, p in enumerate(typical_ps) if p < 1.0]
     if rows:
         logprobs = logits_SV[rows].log_softmax(-1)
         probs = logprobs.exp()
         expected = -torch.where(probs > 0, probs * logprobs, 0.0).sum(-1, keepdim=True)
-        order = torch.where(probs > 0, (-logprobs - expected).abs(), float("inf")).sort(dim=-1, stable=True).indices
-        before = probs.gather(1, order).cumsum(-1) - probs.gather(1, order)
-        leaves = torch.zeros_like(probs, dtype=torch.bool).scatter_(
-            1, order, before >= _floats([typical_ps[i] for i in rows], logits_SV)
-        )
-        logits_SV[rows] = logits_SV[rows].masked_fill(leaves, _NEVER)
+        distance = torch.where(probs > 0, (-logprobs - expected).abs(), math.inf)
+        ordered, order = distance.sort(dim=-1)
+        sums = probs.gather(1, order)
+        before = sums.cumsum(-1) - sums
+        limits = _floats([typical_ps[i] for i in rows], logits_SV)
+        farthest = ordered.masked_fill(before >= limits, 0.0).amax(-1, keepdim=True)
+        logits_SV[rows] = logits_SV[rows].masked_fill(distance > farthest, _NEVER)
 
 
 def token_logprobs(logprobs_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:

@@ -178,7 +178,7 @@ def time_neighbours(core: EngineCore, model: str) -> dict[str, Any]:
             waits.append(time.perf_counter() - before)
             before = time.perf_counter()
         longest[wanted] = max(waits) * 1000
-    print(f"{model}: longest step beside a prompt of 3,000: {longest[None]:.1f} ms; with logprobs {longest[20]:.1f} ms", flush=True)
+    print(f"{model}: longest step beside a prompt of 3,000: {longest[None]:.1f} ms, with logprobs {longest[20]:.1f}", flush=True)
     return {"model": model, "without_ms": longest[None], "with_ms": longest[20]}
 
 

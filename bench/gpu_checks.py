@@ -340,25 +340,19 @@ def without_graphs(core: EngineCore) -> EngineCore:
             self.replay = step
 
     runner: Any = core.runner
-    record = runner._record
 
-    def keep(step: Any, size: int, programs: Any) -> Any:
-        graph = record(step, size, programs)
-
+    def eager(graph: Any, step: Any) -> Any:
         def replay() -> None:
-            result = step()
+            result = step.run()
             if result.data_ptr() != graph.out.data_ptr():
                 graph.out.copy_(result)
 
-        graph.graph = Eager(replay)
+        graph.graph = Eager(torch.inference_mode()(replay))
         return graph
 
-    runner._record = keep
-    with torch.inference_mode():
-        for key in runner._mixed_graphs:
-            runner._mixed_graphs[key] = runner._record_mixed(*key)
-        for key in runner._decode_graphs:
-            runner._decode_graphs[key] = runner._record_decoding(*key)
+    for graphs, step in ((runner._mixed_graphs, runner._mixed_step), (runner._decode_graphs, runner._decode_step)):
+        for key in graphs:
+            graphs[key] = eager(graphs[key], step(*key))
     return core
 
 

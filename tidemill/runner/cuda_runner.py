@@ -137,15 +137,16 @@ class CudaRunner:
         steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in (True, False)]
         steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in (True, False)]
         with compile_in_parallel():
-            with compile_only():
+            with compile_only(), self.model.one_layer_of_each_kind():
                 for step in steps:
                     step.run()
                 self.sampler.warm_up(self._logits)
                 self.model.compile(nums_rows)
             self.model.prepare(nums_rows)
-        for step in steps:
-            step.run()
-        self.sampler.warm_up(self._logits)
+            self.sampler.warm_up(self._logits)
+            with self.model.one_layer_of_each_kind():
+                for step in steps:
+                    step.run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

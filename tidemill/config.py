@@ -88,6 +88,8 @@ class ModelConfig:
 
     def weight_bytes(self, dtype: str, compiled: bool) -> int:
         """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
+        if dtype == "bfloat16":
+            return 2 * self.num_parameters
         total = 0.0
         for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
             if kind in PLAIN_TYPES:
@@ -382,7 +384,7 @@ def _memory(
     rows_per_page = 2 * model.num_layers * model.num_kv_heads * page_size
     return _Memory(
         available_bytes=machine.gpu_free_bytes,
-        weight_bytes=2 * model.num_parameters,
+        weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
         page_bytes=page_bytes,
         page_size=page_size,

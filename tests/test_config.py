@@ -76,7 +76,7 @@ class TestWithAGPU:
         full = resolve(EngineOptions(), long, self.MACHINE)
         assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30
 
-    def test_the_cpu_can_still_be_asked_for(self):
+    def test_the_cpu_can_still_be_chosen(self):
         assert resolve(EngineOptions(device="cpu"), SMOLLM2, self.MACHINE).dtype == "float32"
 
     def test_what_does_not_fit_says_so(self):
@@ -105,7 +105,7 @@ class TestWithAGPU:
         assert caught.value.param == "kv_memory_bytes"
 
     @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "quantized"}])
-    def test_impossible_wishes(self, options):
+    def test_impossible_choices(self, options):
         with pytest.raises(ConfigError, match="not available"):
             resolve(EngineOptions(**options), SMOLLM2, self.MACHINE)
 

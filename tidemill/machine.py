@@ -52,7 +52,7 @@ def _memory() -> tuple[int, int]:
         total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
-        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)  # given back when asked for
+        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)  # reclaimable
         free = int(limit) - int(used) + (int(cached[1]) if cached else 0)
         total, available = min(total, int(limit)), min(available, max(0, free))
     return total, available

@@ -20,7 +20,7 @@ from rich.table import Table
 from tidemill.bench.record import summarize
 from tidemill.bench.workload import Item, arriving, read_trace, synthetic
 from tidemill.cli.options import ENGINE_NAMES
-from tidemill.cli.settings import EPILOG, Settings, heed_interrupts, takes
+from tidemill.cli.settings import EPILOG, Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
 
@@ -41,7 +41,7 @@ LengthScale = Annotated[float, typer.Option(help="Multiply a trace's lengths by 
 
 @app.callback()
 def root() -> None:
-    heed_interrupts()
+    raise_on_interrupt()
 
 
 @app.command(epilog=EPILOG)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tidemill.cli.generate import MaxTokens, Seed, Temperature, TopK, TopP, summary
 from tidemill.cli.options import ENGINE_NAMES
-from tidemill.cli.settings import Settings, heed_interrupts, takes
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
 
@@ -40,7 +40,7 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
     console = Console(stderr=True, highlight=False)
-    heed_interrupts()
+    raise_on_interrupt()
     llm = LLM(progress=console.is_terminal, **settings.engine)
     console.print(f"Chat with {settings['model']}. {_HELP}", style="dim")
     conversation = Conversation(llm, console, params, system)

@@ -24,14 +24,14 @@ def explain(
     """Show where a request's time went, from arrival to last token."""
     path = f"{url.rstrip('/')}/v1/requests/{urllib.parse.quote(request_id, safe='')}/explain"
     key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")
-    asked = urllib.request.Request(path, headers={"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(path, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(asked, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=10) as reply:
             stories = json.load(reply)["data"]
     except urllib.error.HTTPError as error:
         raise TidemillError(json.load(error)["error"]["message"]) from None
     except (urllib.error.URLError, ValueError) as error:
-        raise TidemillError(f"{url} does not answer: {error}.", fix="Give the server's address with --url.") from None
+        raise TidemillError(f"{url} does not respond: {error}.", fix="Give the server's address with --url.") from None
     for story in stories:
         first = "" if story["first_token_ms"] is None else f", first token after {story['first_token_ms']:.1f} ms"
         title = f"{story['id']}: {story['status']}, {story['total_ms']:.1f} ms{first}\n{story['admission']}"

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli.options import ENGINE_NAMES
-from tidemill.cli.settings import Settings, heed_interrupts, takes
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def generate(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     console = Console(stderr=True, highlight=False)
-    heed_interrupts()
+    raise_on_interrupt()
     llm = LLM(progress=console.is_terminal, **settings.engine)
     interrupted = False
 

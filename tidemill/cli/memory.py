@@ -1,4 +1,4 @@
-"""`tidemill memory`: what a model needs, and how many requests fit."""
+"""`tidemill memory`: the memory a model needs, and how many requests fit."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def memory(
     fits = max(0, room) // (per_token * tokens)
     console.print(
         f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
-        + ("." if fits >= requests else f", fewer than the {requests} asked for.")
+        + ("." if fits >= requests else f", fewer than the {requests} requested.")
     )

@@ -1,4 +1,4 @@
-"""`tidemill serve`: the server, with its budget and the reasons for it on the screen."""
+"""`tidemill serve`: the server. Prints its memory budget and the reasons for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from tidemill.cli.options import BY_NAME
-from tidemill.cli.settings import Settings, heed_interrupts, takes
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
@@ -60,7 +60,7 @@ def serve(
         bar.stop()
         print_ready(options.served_name or options.model, settings["host"], port, ready)
 
-    heed_interrupts()
+    raise_on_interrupt()
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
@@ -139,7 +139,7 @@ def budget_table(name: str, ready: Ready) -> Table:
         f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}",
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
-    table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
+    table.add_row("policy", config.policy, why["prefix_caching"] if config.prefix_caching else "prefix caching off")
     for note in model.notes:
         table.add_row("note", "", note)
     return table

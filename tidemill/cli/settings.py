@@ -165,7 +165,7 @@ def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspe
     return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
 
 
-def heed_interrupts() -> None:
-    """From here on Ctrl-C is an exception: what has been begun (a progress bar, an engine) is ended in order."""
+def raise_on_interrupt() -> None:
+    """From here on Ctrl-C is an exception, so that what has been started (a progress bar, an engine) is ended in order."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,6 +19,8 @@ from tidemill.engine.client import EngineClient
 from tidemill.errors import EngineDead, TidemillError
 from tidemill.server import run
 
+KEY = "a-key-that-nobody-may-see"
+
 
 def tidemill(*arguments: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tidemill", *arguments]
@@ -176,13 +178,16 @@ def test_serve_with_a_config_file_until_ctrl_c(tiny_folder, tmp_path, terminal):
         max-requests = 3
         max-queued = 7
         data-dir = "{tmp_path / "data"}"
+        admin-key = "{KEY}"
     """)
     server = terminal("serve", "--config", str(file))
-    table = server.until("Tidemill serves tiny on (http://[0-9.:]+) .*curl")
+    table = server.until("Tidemill serves tiny on (http://[0-9.:]+) .*curl .*Authorization: Bearer YOUR_KEY")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", table.string)  # without colours
     assert re.search(r"slots +│ 3 sequences +│ given", shown)
     assert re.search(r"queue +│ 7 requests", shown)
-    with urllib.request.urlopen(f"{table[1]}/v1/models") as reply:
+    assert KEY not in table.string
+    request = urllib.request.Request(f"{table[1]}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request) as reply:
         assert json.load(reply)["data"][0]["id"] == "tiny"
     server.type("\x03")
     assert server.exit_code() == 0

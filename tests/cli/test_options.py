@@ -53,7 +53,7 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(t
     shown = {name: source for name, _, source in settings.shown()}
     assert shown["max-context"] == "--max-context"
     assert shown["port"] == "TIDEMILL_PORT"
-    assert shown["host"] == f"host in {file}"
+    assert shown["host"] == str(file)
     assert shown["drain-seconds"] == "default"
     assert read("port", environ={"TIDEMILL_CONFIG": str(file)})["port"] == 1
     assert read("port", environ={"TIDEMILL_PORT": ""})["port"] == 8000

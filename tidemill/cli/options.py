@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import DTYPES, EngineOptions, parse_bytes
+from tidemill.config import DTYPES, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
 
@@ -78,7 +78,9 @@ class Option:
             return self.automatic and f"automatic: {self.automatic}"
         if isinstance(value, tuple):
             return " ".join(value)
-        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return fmt_bytes(value) if self.kind == "size" else f"{value:g}" if self.kind == "number" else str(value)
 
     def read(self, given: object, source: str) -> Any:
         """The value of what a flag, a variable (both text) or a config file (TOML types) gives. `source` is named in errors."""

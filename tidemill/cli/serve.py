@@ -58,7 +58,7 @@ def serve(
 
     def on_ready(ready: Ready, port: int) -> None:
         bar.stop()
-        print_ready(options.served_name or options.model, settings["host"], port, ready)
+        print_ready(options.served_name or options.model, settings["host"], port, ready, bool(access.keys or access.admin_keys))
 
     raise_on_interrupt()
     bar.start()
@@ -93,16 +93,15 @@ def print_settings(settings: Settings) -> None:
     Console(highlight=False).print(table, markup=False)
 
 
-def print_ready(name: str, host: str, port: int, ready: Ready) -> None:
+def print_ready(name: str, host: str, port: int, ready: Ready, needs_key: bool) -> None:
     console.print(budget_table(name, ready))
     shown = f"[{host}]" if ":" in host else host
     console.print(f"Tidemill serves {name} on http://{shown}:{port}   (Ctrl-C stops it)\n", style="bold", markup=False)
     console.print("Open that address in a browser, or try, in another terminal:", style="dim")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
-    console.print(
-        f"  curl http://{shown}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+    headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer YOUR_KEY'" if needs_key else "")
+    curl = f"  curl http://{shown}:{port}/v1/chat/completions {headers} -d '{body}'\n"
+    console.print(curl, markup=False, soft_wrap=True)
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:

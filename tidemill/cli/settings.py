@@ -72,7 +72,10 @@ class Settings:
 
     def shown(self) -> list[tuple[str, str, str]]:
         """Name, value and source of each; secrets are counted, not shown."""
-        return [(name, BY_NAME[name].show(value), self._sources[name] or "default") for name, value in self._values.items()]
+        return [
+            (name, BY_NAME[name].show(value), self._sources[name].removeprefix(f"{name} in ") or "default")
+            for name, value in self._values.items()
+        ]
 
     def explained(self, error: ConfigError) -> ConfigError:
         """The same error, which also names the variable or the file that the value came from."""

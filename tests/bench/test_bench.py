@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.server.conftest import Server
@@ -19,7 +18,8 @@ from tidemill.errors import ConfigError
 SIZES = ("--prompt-len", "20", "--output-len", "6")
 
 
-def bench(*arguments: str) -> Result:
+def bench(*arguments: str):
+    """A command in this process; its exit code and output."""
     return CliRunner().invoke(app, ["bench", *arguments])
 
 

@@ -138,7 +138,7 @@ def budget_table(name: str, ready: Ready) -> Table:
         f"{config.num_kv_tokens:,} KV tokens / {config.max_context:,}",
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
-    table.add_row("policy", config.policy, why["prefix_caching"] if config.prefix_caching else "prefix caching off")
+    table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
     for note in model.notes:
         table.add_row("note", "", note)
     return table

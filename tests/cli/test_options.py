@@ -175,3 +175,10 @@ def test_every_option_is_a_flag_of_serve_and_engine_options_of_the_others():
 def test_the_docs_are_current():
     committed = Path(__file__).parents[2] / "docs" / "options.md"
     assert committed.read_text() == options_doc.page(), "python -m tidemill.cli.options_doc > docs/options.md"
+
+
+def test_the_example_in_the_docs_is_valid(toml):
+    example = re.search(r"```toml\n(.*?)```", options_doc.page(), re.S)[1]
+    settings = read(file=toml(example))
+    assert settings["allowed-host"] == ("llm.example.org",)
+    assert settings["kv-memory"] == 2 * 2**30

@@ -1,8 +1,8 @@
-"""What it costs to say which tokens may come next, for answers of a given form.
+"""Cost of token masks for structured output.
 
-    python -m bench.masks [--model smollm2] [--answers 20]
+    python -m bench.masks [--model smollm2] [--outputs 20]
 
-Random tokens are drawn from what the form allows, as a model with random weights would; the time of each mask is taken alone.
+Random tokens are drawn from what the grammar allows, as a model with random weights would; each mask is timed alone.
 xgrammar is measured beside llguidance where it is installed.
 """
 
@@ -34,7 +34,7 @@ PERSON = {
     "required": ["name", "age", "tags", "home"],
     "additionalProperties": False,
 }
-FORMS = {
+GRAMMARS = {
     "schema": Grammar("json_schema", json.dumps(PERSON)),
     "any JSON object": Grammar("json_schema", '{"type": "object"}'),
     "regex": Grammar("regex", r"[0-9]{4}-[0-9]{2}-[0-9]{2}: [a-z ]{10,60}\."),
@@ -47,7 +47,7 @@ def allowed(words: np.ndarray) -> np.ndarray:
 
 
 def follow(mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: random.Random) -> list[float]:
-    """One answer; the time of each of its masks, with that of taking a token. `take`: a token has come; is it over?"""
+    """The times of one output's masks, each with that of accepting a token. `take` accepts it; was it the last?"""
     times = []
     for _ in range(MAX_TOKENS):
         begin = time.perf_counter()
@@ -65,14 +65,14 @@ def follow(mask: Callable[[], np.ndarray], take: Callable[[int], bool], draw: ra
     return times
 
 
-def measure(backend: str, tokenizer: Tokenizer, form: Grammar, num_answers: int) -> tuple[float, list[float]]:
-    """How long the form took to compile, and each mask."""
+def measure(backend: str, tokenizer: Tokenizer, grammar: Grammar, num_outputs: int) -> tuple[float, list[float]]:
+    """Seconds to compile the grammar, and of each mask."""
     grammars = Grammars.of(backend, tokenizer, tokenizer.vocab_size)
     begin = time.perf_counter()
-    grammars.matcher(form)
+    grammars.matcher(grammar)
     compiled_s, times = time.perf_counter() - begin, []
-    for i in range(num_answers):
-        matcher = grammars.matcher(form)
+    for i in range(num_outputs):
+        matcher = grammars.matcher(grammar)
 
         def take(token: int, matcher: Matcher = matcher) -> bool:
             matcher.take([token])
@@ -85,14 +85,14 @@ def measure(backend: str, tokenizer: Tokenizer, form: Grammar, num_answers: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--answers", type=int, default=20)
+    parser.add_argument("--outputs", type=int, default=20)
     arguments = parser.parse_args()
     tokenizer = Tokenizer.load(locate(arguments.model))
     backends = [name for name in BACKENDS if find_spec(name)]
     print(f"{tokenizer.vocab_size} tokens")
-    for name, form in FORMS.items():
+    for name, grammar in GRAMMARS.items():
         for backend in backends:
-            compiled_s, times = measure(backend, tokenizer, form, arguments.answers)
+            compiled_s, times = measure(backend, tokenizer, grammar, arguments.outputs)
             micros = [1e6 * one for one in times]
             tail = statistics.quantiles(micros, n=100)[98]
             print(

@@ -294,7 +294,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from tidemill.config import Machine
+    from tidemill.machine import Machine
     from tidemill.weights.locate import locate
 
     gguf = str(locate(arguments.model))

@@ -25,7 +25,7 @@ def text_ids(model: str, num_tokens: int) -> list[int]:
     topics = pydoc_data.topics.topics
     ids = Tokenizer.load(locate(model)).encode("\n\n".join(topics[name] for name in sorted(topics)))
     if len(ids) < num_tokens:
-        raise SystemExit(f"The text has {len(ids)} tokens; {num_tokens} were asked for.")
+        raise SystemExit(f"The text has {len(ids)} tokens; {num_tokens} were requested.")
     return ids[:num_tokens]
 
 

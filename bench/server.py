@@ -1,10 +1,10 @@
-"""What the server itself costs: streams from a model that costs nothing.
+"""Cost of the server itself: streams from a model that costs nothing.
 
     python -m bench.server [--streams 1,32,256] [--tokens 200] [--step-ms 0]
 
-The engine is real but for its runner, which says a token at once, or after `--step-ms`. Reported per number of concurrent
-streams: requests and tokens per second, how many tokens came at a time (more than one if the server falls behind), the API
-process's CPU time per token (so: tokens per second that one core could stream), and the time between a stream's pieces. The load
+The engine is real except for its runner, which returns a token at once, or after `--step-ms`. Reported per number of concurrent
+streams: requests and tokens per second, tokens per chunk (more than one if the server falls behind), the API
+process's CPU time per token (so: tokens per second that one core could stream), and the time between a stream's chunks. The load
 generator reads raw sockets; with fewer cores than processes the rates are those of all together.
 """
 
@@ -69,7 +69,7 @@ def engine() -> None:
 
 
 async def one(prompt: int, num_tokens: int, gaps: list[float]) -> tuple[int, int]:
-    """Pieces and tokens."""
+    """Number of chunks and of tokens."""
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
     body = json.dumps(
         {
@@ -85,31 +85,31 @@ async def one(prompt: int, num_tokens: int, gaps: list[float]) -> tuple[int, int
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     )
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-    num_pieces, last, text = 0, 0.0, b""
+    num_chunks, last, text = 0, 0.0, b""
     while line := await reader.readline():
         if line.startswith(b"data: {"):
-            num_pieces, text = num_pieces + 1, line
+            num_chunks, text = num_chunks + 1, line
             now = time.perf_counter()
             if last:
                 gaps.append(now - last)
             last = now
     writer.close()
     usage: dict[str, int] = json.loads(text[6:])["usage"]
-    return num_pieces, usage["completion_tokens"]
+    return num_chunks, usage["completion_tokens"]
 
 
 async def load(num_streams: int, num_requests: int, num_tokens: int) -> tuple[float, int, int, list[float]]:
     gaps: list[float] = []
     left = asyncio.Semaphore(num_streams)
 
-    async def ask() -> tuple[int, int]:
+    async def send() -> tuple[int, int]:
         async with left:
             return await one(16, num_tokens, gaps)
 
     begin = time.perf_counter()
-    counts = await asyncio.gather(*(ask() for _ in range(num_requests)))
-    num_pieces, num = map(sum, zip(*counts, strict=True))
-    return time.perf_counter() - begin, num_pieces, num, gaps
+    counts = await asyncio.gather(*(send() for _ in range(num_requests)))
+    num_chunks, num = map(sum, zip(*counts, strict=True))
+    return time.perf_counter() - begin, num_chunks, num, gaps
 
 
 def cpu_seconds(pid: int) -> float:
@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", default="1,32,256")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=0.0, help="what a step of the model takes")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step of the model")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     sys.path.insert(0, os.getcwd())
@@ -139,13 +139,13 @@ def main() -> None:
             num_requests = max(20, 2 * num_streams)
             asyncio.run(load(num_streams, num_streams, arguments.tokens))
             before = cpu_seconds(server.pid)
-            seconds, num_pieces, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
+            seconds, num_chunks, num_tokens, gaps = asyncio.run(load(num_streams, num_requests, arguments.tokens))
             cpu = cpu_seconds(server.pid) - before
             line = {
                 "streams": num_streams,
                 "requests_per_s": num_requests / seconds,
                 "tokens_per_s": num_tokens / seconds,
-                "tokens_per_piece": num_tokens / num_pieces,
+                "tokens_per_chunk": num_tokens / num_chunks,
                 "api_us_per_token": 1e6 * cpu / num_tokens,
                 "tokens_per_core_s": num_tokens / cpu,
                 "gap_ms_median": 1000 * statistics.median(gaps),

@@ -1,16 +1,16 @@
-"""A long run at saturation: does memory stay flat, does latency drift, do the books balance?
+"""A long run at saturation: does memory stay flat, does latency drift, do the counters balance?
 
     python -m bench.soak [--minutes 20] [--model smollm2] [--clients 24]
 
-A real server is asked by more clients than it can serve at once, each asking again as soon as it has its answer: prompts of all
-lengths, many with a common beginning, streamed and whole, some of a given form, some of several samples, some left by their
-client in the middle. Memory and counters are read every few seconds. The verdict is computed; the exit status is 1 if it is bad:
+There are more clients than slots, and each sends the next request as soon as it has a response: prompts of all lengths, many with
+a shared prefix, streamed and not, some with structured output, some with several samples, some aborted by their client in the
+middle. Memory and counters are read every few seconds. The verdict is computed; the exit status is 1 if it is bad:
 
 - memory: the resident size of all processes, fitted by a line after the warm-up, grows by less than 3 % over the rest;
-- work: processor time per computed token in the last third is at most 25 % above that in the first, which holds whoever else uses
-  the machine;
-- latency: the median time between tokens in the last third is at most twice that in the first, which does not;
-- integrity: every request was answered as asked, all that were submitted have ended, every page is free again.
+- work: processor time per computed token in the last third is at most 25 % above that in the first, which does not depend
+  on other load of the machine;
+- latency: the median time between tokens in the last third is at most twice that in the first, which does depend on it;
+- integrity: every response was complete, all submitted requests have ended, every page is free again.
 """
 
 from __future__ import annotations
@@ -52,39 +52,39 @@ class Run:
     end_s: float
     ttft: list[tuple[float, float]] = field(default_factory=list)  # when, how long
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    answered: dict[str, int] = field(default_factory=dict)  # by kind
+    completed: dict[str, int] = field(default_factory=dict)  # by kind
     wrong: list[str] = field(default_factory=list)
     samples: list[dict[str, float]] = field(default_factory=list)
 
 
 async def client(run: Run, http: httpx.AsyncClient, items: list[Item], seed: int) -> None:
     rng = random.Random(seed)
-    kinds = {"streamed": 70, "whole": 12, "form": 10, "left": 8}
+    kinds = {"streamed": 70, "whole": 12, "structured": 10, "aborted": 8}
     while time.monotonic() < run.end_s:
         kind = rng.choices(list(kinds), list(kinds.values()))[0]
         item = rng.choice(items)
         body: dict[str, Any] = {"prompt": item.prompt_ids, "max_tokens": item.num_output, "ignore_eos": True, "stream": True}
         if kind == "whole":
             body |= {"stream": False, "n": 2, "logprobs": 2, "temperature": 0.8, "seed": seed}
-        elif kind == "form":
+        elif kind == "structured":
             body = {"prompt": "How high is the tide? ", "max_tokens": 60, "structured_outputs": {"json": SHAPE}, "stream": True}
         try:
-            await ask(run, http, kind, body, rng.randrange(1, 8))
-            run.answered[kind] = run.answered.get(kind, 0) + 1
+            await send(run, http, kind, body, rng.randrange(1, 8))
+            run.completed[kind] = run.completed.get(kind, 0) + 1
         except (httpx.HTTPError, ValueError, KeyError, AssertionError) as error:
             run.wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
 
 
-async def ask(run: Run, http: httpx.AsyncClient, kind: str, body: dict[str, Any], leave_after: int) -> None:
-    """One request; what it should have brought is checked."""
+async def send(run: Run, http: httpx.AsyncClient, kind: str, body: dict[str, Any], abort_after: int) -> None:
+    """One request, with a check of its response."""
     sent = last = time.monotonic()
     num, text = 0, ""
     async with http.stream("POST", f"{run.url}/v1/completions", json=body) as reply:
         if reply.status_code != 200:
             raise ValueError(f"{reply.status_code}: {(await reply.aread())[:200]!r}")
         if not body["stream"]:
-            told = json.loads(await reply.aread())
-            assert told["usage"]["completion_tokens"] == 2 * body["max_tokens"], "tokens are missing"
+            found = json.loads(await reply.aread())
+            assert found["usage"]["completion_tokens"] == 2 * body["max_tokens"], "tokens are missing"
             return
         ended = False
         async for line in event_lines(reply):
@@ -92,20 +92,20 @@ async def ask(run: Run, http: httpx.AsyncClient, kind: str, body: dict[str, Any]
                 ended = True
             if not line.startswith("data: {"):
                 continue
-            told = json.loads(line[6:])
-            if "error" in told:
-                raise ValueError(told["error"]["message"])
+            found = json.loads(line[6:])
+            if "error" in found:
+                raise ValueError(found["error"]["message"])
             now = time.monotonic()
             (run.gaps if num else run.ttft).append((now - run.begun_s, now - last if num else now - sent))
-            num, last, text = num + 1, now, text + told["choices"][0]["text"]
-            if kind == "left" and num >= leave_after:
+            num, last, text = num + 1, now, text + found["choices"][0]["text"]
+            if kind == "aborted" and num >= abort_after:
                 return
         assert ended, "the stream broke off"
-        if kind == "form" and told["choices"][0]["finish_reason"] == "stop":
+        if kind == "structured" and found["choices"][0]["finish_reason"] == "stop":
             assert json.loads(text)["port"] in ("Brest", "Hull"), text
 
 
-# ---- what is measured
+# ---- measurements
 
 
 def processes(pid: int) -> list[int]:
@@ -128,20 +128,20 @@ def cpu_s(pid: int) -> float:
 
 async def counters(run: Run, http: httpx.AsyncClient) -> dict[str, float]:
     """By name; of those with labels, the sum."""
-    told: dict[str, float] = {}
+    found: dict[str, float] = {}
     for line in (await http.get(f"{run.url}/metrics")).text.splitlines():
         if line.startswith("tidemill_") and "_bucket" not in line:
             name, _, value = line.removeprefix("tidemill_").rpartition(" ")
             name = name.partition("{")[0]
-            told[name] = told.get(name, 0.0) + float(value)
-    return told
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 async def sample(run: Run, http: httpx.AsyncClient, pid: int) -> None:
     while True:
         engine = [one for one in processes(pid) if is_engine(one)]
         others = [one for one in processes(pid) if one not in engine]
-        told = await counters(run, http)
+        found = await counters(run, http)
         run.samples.append(
             {
                 "at_s": time.monotonic() - run.begun_s,
@@ -151,7 +151,7 @@ async def sample(run: Run, http: httpx.AsyncClient, pid: int) -> None:
                 "load": os.getloadavg()[0],
             }
             | {
-                name: told.get(name, 0.0)
+                name: found.get(name, 0.0)
                 for name in (
                     "computed_tokens_total", "output_tokens_total", "requests_submitted_total", "requests_finished_total",
                     "requests_running", "requests_waiting", "kv_pages_free", "preemptions_total", "cached_tokens_total",
@@ -162,14 +162,14 @@ async def sample(run: Run, http: httpx.AsyncClient, pid: int) -> None:
 
 
 async def settle(run: Run, http: httpx.AsyncClient) -> dict[str, float]:
-    """The counters, once nothing is under way."""
-    told: dict[str, float] = {}
+    """The counters, once no request is running or queued."""
+    found: dict[str, float] = {}
     for _ in range(600):
-        told = await counters(run, http)
-        if told["requests_running"] == told["requests_waiting"] == 0:
+        found = await counters(run, http)
+        if found["requests_running"] == found["requests_waiting"] == 0:
             break
         await asyncio.sleep(0.1)
-    return told
+    return found
 
 
 async def go(url: str, pid: int, seconds: float, num_clients: int) -> tuple[Run, dict[str, float], dict[str, float]]:
@@ -181,7 +181,7 @@ async def go(url: str, pid: int, seconds: float, num_clients: int) -> tuple[Run,
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(timeout=600, limits=limits) as http:
         run = Run(url, time.monotonic(), 0.0)
-        await ask(run, http, "streamed", {"prompt": "x", "max_tokens": 2, "stream": True, "ignore_eos": True}, 0)
+        await send(run, http, "streamed", {"prompt": "x", "max_tokens": 2, "stream": True, "ignore_eos": True}, 0)
         before = await settle(run, http)
         run = Run(url, time.monotonic(), time.monotonic() + seconds)
         sampling = asyncio.create_task(sample(run, http, pid))
@@ -190,7 +190,7 @@ async def go(url: str, pid: int, seconds: float, num_clients: int) -> tuple[Run,
         return run, before, await settle(run, http)
 
 
-# ---- what it means
+# ---- verdict
 
 
 def percentile(values: list[float], percent: float) -> float:
@@ -200,11 +200,11 @@ def percentile(values: list[float], percent: float) -> float:
 
 def by_minute(points: list[tuple[float, float]], seconds: float) -> list[dict[str, float]]:
     width = min(60.0, seconds / 10)
-    told = []
+    found = []
     for number in range(int(seconds / width)):
         values = [value for at, value in points if number * width <= at < (number + 1) * width]
-        told.append({"at_s": (number + 0.5) * width} | {f"p{p}_ms": 1000 * percentile(values, p) for p in (50, 90, 99)})
-    return told
+        found.append({"at_s": (number + 0.5) * width} | {f"p{p}_ms": 1000 * percentile(values, p) for p in (50, 90, 99)})
+    return found
 
 
 def judge(run: Run, before: dict[str, float], after: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def judge(run: Run, before: dict[str, float], after: dict[str, float], seconds: 
         "memory_slope_mb_per_hour": 3600 * slope,
         "work_per_token_growth": more_work,
         "latency_growth": more_gap,
-        "answered": run.answered,
+        "completed": run.completed,
         "wrong": run.wrong[:20],
         "submitted": after["requests_submitted_total"],
         "ended": after["requests_finished_total"],
@@ -249,19 +249,19 @@ def judge(run: Run, before: dict[str, float], after: dict[str, float], seconds: 
     }
 
 
-def draw(told: dict[str, Any], title: str, path: Path) -> None:
+def draw(found: dict[str, Any], title: str, path: Path) -> None:
     figure, axes = _pyplot().subplots(4, 1, figsize=(9, 10), sharex=True)
-    samples = told["samples"]
+    samples = found["samples"]
     minutes = [one["at_s"] / 60 for one in samples]
     for name, label in (("engine_mb", "engine"), ("server_mb", "server and its workers")):
         axes[0].plot(minutes, [one[name] for one in samples], label=label)
     axes[0].set(ylabel="resident, MiB", ylim=(0, None), title=title)
     for axis, name, label in ((axes[1], "ttft", "time to first token, ms"), (axes[2], "gap", "between tokens, ms")):
         for percent in ("p50_ms", "p90_ms", "p99_ms"):
-            axis.plot([one["at_s"] / 60 for one in told[name]], [one[percent] for one in told[name]], label=percent[:-3])
+            axis.plot([one["at_s"] / 60 for one in found[name]], [one[percent] for one in found[name]], label=percent[:-3])
         axis.set(ylabel=label, ylim=(0, None))
     axes[3].plot(minutes, [one["requests_running"] for one in samples], label="running")
-    axes[3].plot(minutes, [one["requests_waiting"] for one in samples], label="waiting")
+    axes[3].plot(minutes, [one["requests_waiting"] for one in samples], label="queued")
     axes[3].plot(minutes, [one["load"] for one in samples], label="load of the whole machine", color="#999999")
     axes[3].set(ylabel="requests", ylim=(0, None), xlabel="minutes")
     for axis, place in zip(axes, ("center right", "upper right", "upper right", "lower center"), strict=True):
@@ -291,11 +291,12 @@ def main() -> None:
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(60)
-    told = judge(run, before, after, 60 * given.minutes) | {"exit_status": status, "model": given.model, "clients": given.clients}
-    given.json.write_text(json.dumps(told, indent=1))
-    draw(told, f"{given.clients} clients on {given.model}, {given.minutes:g} minutes", given.plot)
-    print(json.dumps({name: value for name, value in told.items() if name not in ("samples", "ttft", "gap")}, indent=1))
-    sys.exit(0 if all(told["verdict"].values()) and status == 0 else 1)
+    found = judge(run, before, after, 60 * given.minutes)
+    found |= {"exit_status": status, "model": given.model, "clients": given.clients}
+    given.json.write_text(json.dumps(found, indent=1))
+    draw(found, f"{given.clients} clients on {given.model}, {given.minutes:g} minutes", given.plot)
+    print(json.dumps({name: value for name, value in found.items() if name not in ("samples", "ttft", "gap")}, indent=1))
+    sys.exit(0 if all(found["verdict"].values()) and status == 0 else 1)
 
 
 def wait(url: str, server: subprocess.Popen) -> None:

@@ -1,8 +1,8 @@
-"""What serving costs before and beside the answers: seconds from the command to the first token, and resident memory under load.
+"""Cold start and memory of the server: seconds from the command to the first token, and resident memory under load.
 
     .venv/bin/python bench/start.py --requests 16
 
-The server is started three times as a user would (`tidemill serve`); the last one then answers all requests at once. Memory is
+The server is started three times as a user would (`tidemill serve`); the last one then serves all requests at once. Memory is
 the high-water mark of the server and of its engine process.
 """
 
@@ -38,11 +38,11 @@ def start(port: int, model: str) -> tuple[subprocess.Popen[bytes], float]:
     question = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 4}
     while process.poll() is None:
         try:
-            answer = post(port, "/v1/chat/completions", question)
+            reply = post(port, "/v1/chat/completions", question)
         except ConnectionRefusedError:
             time.sleep(0.02)
             continue
-        while line := answer.readline():
+        while line := reply.readline():
             if re.search(rb'"content":"[^"]', line):
                 return process, time.perf_counter() - begin
     raise SystemExit(f"the server ended with {process.returncode}")
@@ -59,21 +59,21 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--requests", type=int, default=16)
-    asked = parser.parse_args()
+    given = parser.parse_args()
     seconds = []
     for attempt in range(STARTS):
-        process, took = start(asked.port, asked.model)
+        process, took = start(given.port, given.model)
         seconds.append(took)
         if attempt < STARTS - 1:
             process.send_signal(signal.SIGTERM)
             process.wait()
 
-    def ask(i: int) -> None:
+    def send(i: int) -> None:
         prompt = [100 + (7919 * i + 31 * k) % 40_000 for k in range(128)]
-        body = {"model": asked.model, "prompt": prompt, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
-        assert json.loads(post(asked.port, "/v1/completions", body).read())["usage"]["completion_tokens"] == 128
+        body = {"model": given.model, "prompt": prompt, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+        assert json.loads(post(given.port, "/v1/completions", body).read())["usage"]["completion_tokens"] == 128
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(asked.requests)]
+    threads = [threading.Thread(target=send, args=(i,)) for i in range(given.requests)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -83,7 +83,7 @@ def main() -> None:
     process.send_signal(signal.SIGTERM)
     process.wait()
     print(f"command to first token: {statistics.median(seconds):.2f} s (median of {STARTS})")
-    print(f"resident with {asked.requests} requests: {server + engine:.0f} MB (engine {engine:.0f}, server {server:.0f})")
+    print(f"resident with {given.requests} requests: {server + engine:.0f} MB (engine {engine:.0f}, server {server:.0f})")
 
 
 if __name__ == "__main__":

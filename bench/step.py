@@ -39,13 +39,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    asked = parser.parse_args()
-    core = EngineCore.load(EngineOptions(model=asked.model, dtype=asked.dtype, device="cpu", max_requests=asked.requests))
-    params = SamplingParams(temperature=asked.temperature, max_tokens=10 * NUM_STEPS, ignore_eos=True, seed=0)
-    for i in range(asked.requests):
-        core.submit(Submit(str(i), [100 + (7919 * i + 31 * k) % 40_000 for k in range(asked.prompt_len)], params))
+    given = parser.parse_args()
+    core = EngineCore.load(EngineOptions(model=given.model, dtype=given.dtype, device="cpu", max_requests=given.requests))
+    params = SamplingParams(temperature=given.temperature, max_tokens=10 * NUM_STEPS, ignore_eos=True, seed=0)
+    for i in range(given.requests):
+        core.submit(Submit(str(i), [100 + (7919 * i + 31 * k) % 40_000 for k in range(given.prompt_len)], params))
     decoding: set[str] = set()
-    while len(decoding) < asked.requests:
+    while len(decoding) < given.requests:
         decoding |= {delta.request_id for delta in core.step()[0].deltas}
     layers, head = Stopwatch(core.runner.forward), Stopwatch(core.runner.model.logits)
     core.runner.forward, core.runner.model.logits = layers, head
@@ -54,7 +54,7 @@ def main() -> None:
         core.step()
     total = time.perf_counter() - begin
     rest = total - layers.total_s - head.total_s
-    print(f"{asked.requests} requests, {core.config.dtype}: {total / NUM_STEPS * 1000:.1f} ms a step")
+    print(f"{given.requests} requests, {core.config.dtype}: {total / NUM_STEPS * 1000:.1f} ms a step")
     for name, seconds in (("layers", layers.total_s), ("head", head.total_s), ("outside the forward pass", rest)):
         print(f"  {name:26} {seconds / NUM_STEPS * 1000:7.2f} ms  {100 * seconds / total:5.1f} %")
 

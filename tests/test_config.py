@@ -1,12 +1,14 @@
 """Budgets: what resolve() derives, refuses and explains; and the estimate against real allocations."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from tests.helpers import load_model
-from tidemill.config import EngineOptions, Machine, ModelConfig, fmt_bytes, parse_bytes, resolve
+from tidemill.config import EngineOptions, ModelConfig, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
+from tidemill.machine import Machine
 from tidemill.runner.cpu_runner import CpuRunner
 
 SMOLLM2 = ModelConfig(
@@ -74,7 +76,7 @@ class TestWithAGPU:
         full = resolve(EngineOptions(), long, self.MACHINE)
         assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30
 
-    def test_the_cpu_can_still_be_asked_for(self):
+    def test_the_cpu_can_still_be_chosen(self):
         assert resolve(EngineOptions(device="cpu"), SMOLLM2, self.MACHINE).dtype == "float32"
 
     def test_what_does_not_fit_says_so(self):
@@ -86,8 +88,24 @@ class TestWithAGPU:
             resolve(EngineOptions(kv_memory_bytes=80 * 2**30), long, self.MACHINE)
         assert "--kv-memory" in caught.value.fix
 
+    def test_the_cache_stays_within_32_bit_coordinates(self):
+        """Bulk copies address rows of head_dim values of the whole cache, the null page included, by signed 32-bit numbers."""
+        huge = replace(self.MACHINE, gpu_bytes=2**40, gpu_free_bytes=2**40)
+        long = replace(SMOLLM2, max_context=2**17)
+        rows_per_page = 2 * long.num_layers * long.num_kv_heads * 64
+        config = resolve(EngineOptions(), long, huge)
+        assert (config.num_pages + 1) * rows_per_page < 2**31 <= (config.num_pages + 2) * rows_per_page
+        assert "32-bit coordinates" in config.reasons["kv_bytes"]
+        few = resolve(EngineOptions(kv_memory_bytes=2**39, max_requests=8), long, huge)
+        assert few.num_pages == 8 * 2**17 // 64  # all that 8 slots can fill
+        with pytest.raises(ConfigError, match="32-bit coordinates") as caught:
+            resolve(EngineOptions(kv_memory_bytes=2**39), long, huge)
+        most = re.search(r"at most (\d+M) with --kv-memory", caught.value.fix)
+        assert resolve(EngineOptions(kv_memory_bytes=parse_bytes(most[1])), long, huge).num_pages <= config.num_pages
+        assert caught.value.param == "kv_memory_bytes"
+
     @pytest.mark.parametrize("options", [{"device": "tpu"}, {"device": "cuda", "dtype": "quantized"}])
-    def test_impossible_wishes(self, options):
+    def test_impossible_choices(self, options):
         with pytest.raises(ConfigError, match="not available"):
             resolve(EngineOptions(**options), SMOLLM2, self.MACHINE)
 
@@ -102,6 +120,14 @@ def test_a_small_machine_gets_a_shorter_context():
     assert config.max_context < 8192
     assert "KV memory can hold" in config.reasons["max_context"]
     assert config.full_context_requests >= 1
+
+
+def test_reasons_use_common_words():
+    gpu = replace(LARGE, gpu="NVIDIA Test", gpu_bytes=80 * 2**30, gpu_free_bytes=78 * 2**30)
+    reasons = resolve(EngineOptions(), SMOLLM2, LARGE).reasons | resolve(EngineOptions(), SMOLLM2, gpu).reasons
+    assert "identical prefixes are computed once" in reasons["prefix_caching"]
+    assert "the largest CUDA graph batch" in reasons["max_requests"]
+    assert not re.search(r"\b(rows|beginnings|recorded)\b", " ".join(reasons.values()))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported when asked for: it brings torch, which the server process does without
+    if name == "LLM":  # imported on first use: it loads torch, which the server process does without
         from tidemill.engine.llm import LLM
 
         return LLM

@@ -4,9 +4,9 @@ import signal
 
 
 def main() -> None:
-    # While modules are read, Ctrl-C ends the process. As an exception it could come where Python swallows it (in a callback of
-    # the import system, one time in a hundred), and the server would start all the same. A command that has begun something
-    # heeds it (options.heed_interrupts).
+    # While modules are imported, Ctrl-C ends the process. As an exception it may be raised where Python ignores it (a callback of
+    # the import system, one time in a hundred), and the server would start all the same. A command that has started something
+    # handles it (settings.raise_on_interrupt).
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tidemill.cli.main import main as run

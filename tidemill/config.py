@@ -1,13 +1,13 @@
-"""What is asked for, what the model is, what the machine has, and one resolve() that settles the rest and says why."""
+"""The options of an engine, the shape of a model, and one resolve() that settles every value and records why."""
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from tidemill.errors import ConfigError
+from tidemill.machine import Machine
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
 KV_BYTES = {"float32": 4, "bfloat16": 2}
@@ -18,7 +18,8 @@ QUANTIZED_TYPES = {
 }  # fmt: skip
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
-_GPU_SPARE = 3 * 2**30  # recorded graphs, the libraries' own memory, fragmentation
+_GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
+_MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
 GIB = 2**30
 MIB = 2**20
 
@@ -87,6 +88,8 @@ class ModelConfig:
 
     def weight_bytes(self, dtype: str, compiled: bool) -> int:
         """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
+        if dtype == "bfloat16":
+            return 2 * self.num_parameters
         total = 0.0
         for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
             if kind in PLAIN_TYPES:
@@ -106,31 +109,12 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What the process may use."""
-
-    num_cores: int
-    memory_bytes: int
-    available_bytes: int
-    kernels: str = ""  # the compiled CPU kernels: for which instructions, or empty
-    no_kernels: str = ""  # and then, why
-    gpu: str = ""  # its name, or empty
-    gpu_bytes: int = 0
-    gpu_free_bytes: int = 0
-
-    @staticmethod
-    def detect() -> Machine:
-        total, available = _memory()
-        return Machine(num_cores=_physical_cores(), memory_bytes=total, available_bytes=available)
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What a user may set. None means: derive it."""
 
     model: str = "smollm2"
     served_name: str | None = None
-    load_format: str = "auto"  # dummy: random weights of the shape that config.json tells
+    load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
     page_size: int | None = None
@@ -181,114 +165,37 @@ class EngineConfig:
         return self.num_kv_tokens / self.max_context
 
 
+# ---- decisions: each returns a value and the reason for it, and refuses what cannot be
+
+T = TypeVar("T")
+Decision: TypeAlias = tuple[T, str]
+
+
 def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> EngineConfig:
     """Fill every "auto", check every given value, record why."""
-    why: dict[str, str] = {}
-    device = _resolve_device(options.device, machine, why)
-    on_gpu = device == "cuda"
-    dtype = _resolve_dtype(options.dtype, device, model, machine, why)
-    kv_dtype = "float32" if dtype == "float32" else "bfloat16"
-    why["kv_dtype"] = (
-        "exact" if dtype == "float32" else "as the activations" if on_gpu else "half the memory, finer than the weights"
-    )
+    reasons: dict[str, str] = {}
 
-    page_size = options.page_size or (GPU_PAGE if on_gpu else 16)
-    if page_size not in (1, 2, 4, 8, 16, 32, 64):
-        raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.")
-    if on_gpu and page_size != GPU_PAGE:
-        raise ConfigError(f"page_size is {page_size}; the GPU's kernels take pages of {GPU_PAGE}.", fix="Leave --page-size out.")
-    why["page_size"] = "tokens per KV page" + (", the attention kernels' block" if on_gpu else "")
+    def settle(name: str, decision: Decision[T]) -> T:
+        value, reasons[name] = decision
+        return value
 
-    threads = options.threads or machine.num_cores
-    if not 1 <= threads <= 256:
-        raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.")
-    why["threads"] = "given" if options.threads else "physical cores this process may use"
-
-    max_requests = options.max_requests if options.max_requests is not None else 256 if on_gpu else 64
-    _at_least("max_requests", max_requests, 1)
-    slower = "the largest recorded batch" if on_gpu else "rows; more would only make each request slower on a CPU"
-    why["max_requests"] = "given" if options.max_requests else slower
-
-    token_budget = options.token_budget if options.token_budget is not None else max(2048 if on_gpu else 256, max_requests)
-    _at_least("token_budget", token_budget, 1)
-    if token_budget < max_requests:
-        raise ConfigError(
-            f"token_budget is {token_budget}, less than max_requests, {max_requests}: some requests would never decode.",
-            fix="Raise --token-budget or lower --max-requests.",
-        )
-    why["token_budget"] = "given" if options.token_budget else "tokens per step: keeps a step short beside a long prompt"
-
-    background_tokens = token_budget / 32 if on_gpu else 1 / 8
-    cheap = "rows that read the weights anyway" if on_gpu else "each row lengthens a step on a CPU"
-    background_budget = token_budget if on_gpu else min(token_budget, 64)
-    longer = "" if on_gpu else "; longer ones are no faster on a CPU"
-    why["background_budget"] = f"who comes meanwhile waits for one step{longer}"
-    why["background_tokens"] = f"{cheap}: batches hardly slow down others, and never stand still"
-
-    context = options.max_context if options.max_context is not None else model.max_context
-    _at_least("max_context", context, 2)
-    if context > model.max_context:
-        raise ConfigError(
-            f"max_context is {context}, but the model was made for {model.max_context}.",
-            fix=f"Use --max-context {model.max_context} or less.",
-        )
-    why["max_context"] = "given" if options.max_context else "the model's own"
-
-    available = machine.gpu_free_bytes if on_gpu else machine.available_bytes
-    weights = 2 * model.num_parameters if on_gpu else model.weight_bytes(dtype, bool(machine.kernels))
-    activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    if on_gpu:  # partial results of attention: one for every 512 tokens of context
-        activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
-    if options.fast_math and not on_gpu:
-        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.")
-    per_page = model.kv_bytes_per_token(kv_dtype) * page_size
-    kv_bytes = options.kv_memory_bytes
-    if kv_bytes is None:
-        room = available - weights - activations - (_GPU_SPARE if on_gpu else 0)
-        wanted = max_requests * context * model.kv_bytes_per_token(kv_dtype)
-        kv_bytes = min(wanted, room) if on_gpu else min(wanted, room // 2, 4 * GIB)
-        limited = (
-            "what is left of the GPU's memory"
-            if on_gpu
-            else "half of what memory is left after weights and activations, at most 4 GiB"
-        )
-        why["kv_bytes"] = "all rows at full context" if kv_bytes == wanted else limited
-        if room < per_page:
-            raise ConfigError(
-                f"The model needs {fmt_bytes(weights)} for weights and {fmt_bytes(activations)} for activations; "
-                f"{fmt_bytes(available)} are free"
-                + (f" of the {fmt_bytes(machine.gpu_bytes)} of {machine.gpu}." if on_gpu else "."),
-                fix="Use a smaller model, lower --max-requests or --token-budget, or free memory.",
-            )
-    else:
-        why["kv_bytes"] = "given"
-    num_pages = kv_bytes // per_page
-    min_pages = -(-min(context, 2 * page_size) // page_size)
-    if num_pages < min_pages:
-        raise ConfigError(
-            f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(per_page)}.",
-            fix=f"Give at least {fmt_bytes(min_pages * per_page)} with --kv-memory.",
-        )
-    if num_pages * page_size < context:
-        if options.max_context is not None:
-            raise ConfigError(
-                f"A context of {context} tokens needs {fmt_bytes(context * per_page // page_size)} of KV memory; "
-                f"{fmt_bytes(kv_bytes)} are set aside.",
-                fix=f"Use --max-context {num_pages * page_size} or raise --kv-memory.",
-            )
-        context = num_pages * page_size
-        why["max_context"] = f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
-    num_pages = min(num_pages, max_requests * -(-context // page_size))
-    if on_gpu and num_pages * per_page > available - weights - activations:
-        raise ConfigError(
-            f"The model needs {fmt_bytes(weights)} for weights, {fmt_bytes(activations)} for activations and "
-            f"{fmt_bytes(num_pages * per_page)} of KV memory; {fmt_bytes(available)} are free of the "
-            f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}.",
-            fix="Give less with --kv-memory, use a smaller model, or stop what else uses the GPU.",
-        )
-    why["num_pages"] = f"{fmt_bytes(kv_bytes)} / {fmt_bytes(per_page)} a page"
-    why["policy"] = "scheduling policy"
-    why["prefix_caching"] = "equal beginnings are computed once"
+    device = settle("device", decide_device(options, machine))
+    dtype = settle("dtype", decide_dtype(options, device, model, machine))
+    kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
+    page_size = settle("page_size", _page_size(options, device))
+    threads = settle("threads", _threads(options, machine))
+    max_requests = settle("max_requests", _max_requests(options, device))
+    token_budget = settle("token_budget", _token_budget(options, device, max_requests))
+    background_tokens = settle("background_tokens", _background_tokens(device, token_budget))
+    background_budget = settle("background_budget", _background_budget(device, token_budget))
+    context = settle("max_context", _wanted_context(options, model))
+    fast_math = settle("fast_math", _fast_math(options, device))
+    memory = _memory(device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
+    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
+    context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
+    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
+    reasons["policy"] = "scheduling policy"
+    reasons["prefix_caching"] = "prefix caching: identical prefixes are computed once"
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -304,49 +211,257 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         policy=options.policy,
         prefix_caching=options.prefix_caching,
         threads=threads,
-        fast_math=options.fast_math,
+        fast_math=fast_math,
         structured_backend=options.structured_backend,
-        weight_bytes=weights,
-        kv_bytes=num_pages * per_page,
-        activation_bytes=activations,
-        reasons=why,
+        weight_bytes=memory.weight_bytes,
+        kv_bytes=num_pages * memory.page_bytes,
+        activation_bytes=memory.activation_bytes,
+        reasons=reasons,
     )
 
 
-def _resolve_device(asked: str, machine: Machine, why: dict[str, str]) -> str:
+def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
+    asked = options.device
     if asked not in ("auto", *DTYPES):
-        raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.")
+        raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
     if asked == "cuda" and not machine.gpu:
-        raise ConfigError("device cuda was asked for, but torch sees no GPU.", fix="Use --device cpu, or install torch for CUDA.")
-    why["device"] = "given" if asked != "auto" else machine.gpu or "no GPU"
-    return asked if asked != "auto" else "cuda" if machine.gpu else "cpu"
-
-
-def _resolve_dtype(asked: str, device: str, model: ModelConfig, machine: Machine, why: dict[str, str]) -> str:
-    if asked not in ("auto", *DTYPES[device]):
-        raise ConfigError(f"dtype {asked!r} is not available on {device}.", fix=f"Choose auto, {', '.join(DTYPES[device])}.")
-    if device == "cuda":
-        why["dtype"] = "given" if asked != "auto" else "what the matrix units are made for"
-        return "bfloat16"
-    if asked == "quantized":
-        if not machine.kernels:
-            raise ConfigError(
-                f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
-                fix="Install with a C compiler, or use float32.",
-            )
-        if not model.is_quantized:
-            raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix="Use --dtype float32.")
+        raise ConfigError(
+            "device cuda was requested, but torch sees no GPU.",
+            fix="Use --device cpu, or install torch for CUDA.",
+            param="device",
+        )
     if asked != "auto":
-        why["dtype"] = "given"
-        return asked
+        return asked, "given"
+    return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
+
+
+def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+    asked, possible = options.dtype, DTYPES[device]
+    if asked not in ("auto", *possible):
+        fix = f"Choose auto, {', '.join(possible)}."
+        raise ConfigError(f"dtype {asked!r} is not available on {device}.", fix=fix, param="dtype")
+    if device == "cuda":
+        return "bfloat16", "given" if asked != "auto" else "the format of the tensor cores"
+    if asked == "quantized" and not machine.kernels:
+        raise ConfigError(
+            f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
+            fix="Install with a C compiler, or use --dtype float32.",
+            param="dtype",
+        )
+    if asked == "quantized" and not model.is_quantized:
+        fix = "Use --dtype float32."
+        raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix=fix, param="dtype")
+    if asked != "auto":
+        return asked, "given"
     if not model.is_quantized:
-        why["dtype"] = "the checkpoint is not quantized; sums are exact float32"
-    elif machine.kernels:
-        why["dtype"] = f"the checkpoint is quantized, and there are {machine.kernels} kernels that multiply it as it is"
-        return "quantized"
+        return "float32", "the checkpoint is not quantized; sums are exact float32"
+    if machine.kernels:
+        return "quantized", f"the checkpoint is quantized; {machine.kernels} kernels multiply 4- and 8-bit weights as they are"
+    return "float32", f"no compiled kernels: {machine.no_kernels}"
+
+
+def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
+    if dtype == "float32":
+        return "float32", "exact"
+    return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
+
+
+def _page_size(options: EngineOptions, device: str) -> Decision[int]:
+    page_size = options.page_size or (GPU_PAGE if device == "cuda" else 16)
+    if page_size not in (1, 2, 4, 8, 16, 32, 64):
+        raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.", param="page_size")
+    if device == "cuda" and page_size != GPU_PAGE:
+        raise ConfigError(
+            f"page_size is {page_size}; the GPU's kernels take pages of {GPU_PAGE}.",
+            fix="Leave --page-size out.",
+            param="page_size",
+        )
+    return page_size, "tokens per KV page" + (", the attention kernels' block" if device == "cuda" else "")
+
+
+def _threads(options: EngineOptions, machine: Machine) -> Decision[int]:
+    threads = options.threads or machine.num_cores
+    if not 1 <= threads <= 256:
+        raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
+    return threads, "given" if options.threads else "physical cores this process may use"
+
+
+def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
+    if options.max_requests is not None:
+        return _at_least("max_requests", options.max_requests, 1), "given"
+    if device == "cuda":
+        return 256, "slots: the largest CUDA graph batch"
+    return 64, "slots; more would only make each request slower on a CPU"
+
+
+def _token_budget(options: EngineOptions, device: str, max_requests: int) -> Decision[int]:
+    if options.token_budget is None:
+        default = 2048 if device == "cuda" else 256
+        return max(default, max_requests), "tokens per step: keeps a step short beside a long prompt"
+    if _at_least("token_budget", options.token_budget, 1) < max_requests:
+        raise ConfigError(
+            f"token_budget is {options.token_budget}, less than max_requests, {max_requests}: some requests would never decode.",
+            fix="Raise --token-budget or lower --max-requests.",
+            param="token_budget",
+        )
+    return options.token_budget, "given"
+
+
+def _background_tokens(device: str, token_budget: int) -> Decision[float]:
+    rest = "background requests hardly slow down others, and never stop"
+    if device == "cuda":
+        return token_budget / 32, f"a step loads the weights anyway: {rest}"
+    return 1 / 8, f"each token lengthens a step on a CPU: {rest}"
+
+
+def _background_budget(device: str, token_budget: int) -> Decision[int]:
+    why = "a request that arrives meanwhile is queued for one step"
+    return (token_budget, why) if device == "cuda" else (min(token_budget, 64), f"{why}; longer ones are no faster on a CPU")
+
+
+def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
+    if options.max_context is None:
+        return _at_least("max_context", model.max_context, 2), "the model's own"
+    if _at_least("max_context", options.max_context, 2) > model.max_context:
+        raise ConfigError(
+            f"max_context is {options.max_context}, but the model was made for {model.max_context}.",
+            fix=f"Use --max-context {model.max_context} or less.",
+            param="max_context",
+        )
+    return options.max_context, "given"
+
+
+def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
+    if options.fast_math and device != "cuda":
+        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
+    return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Memory:
+    """What the KV cache shares memory with, and the size of a page."""
+
+    available_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    page_bytes: int
+    page_size: int
+    max_pages: int | None  # what the kernels can address, where there is a limit
+    gpu: str  # its name and size for messages, or empty
+
+    @property
+    def left_bytes(self) -> int:
+        return self.available_bytes - self.weight_bytes - self.activation_bytes
+
+    @property
+    def needs(self) -> str:
+        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights"
+
+    @property
+    def free(self) -> str:
+        return f"{fmt_bytes(self.available_bytes)} are free" + (f" of the {self.gpu}." if self.gpu else ".")
+
+
+def _memory(
+    device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int, token_budget: int,
+    model: ModelConfig, machine: Machine,
+) -> _Memory:  # fmt: skip
+    activations = model.activation_bytes(max(token_budget, 256), max_requests)
+    page_bytes = model.kv_bytes_per_token(kv_dtype) * page_size
+    if device != "cuda":
+        return _Memory(
+            available_bytes=machine.available_bytes,
+            weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
+            activation_bytes=activations,
+            page_bytes=page_bytes,
+            page_size=page_size,
+            max_pages=None,
+            gpu="",
+        )
+    # Partial results of attention: one for every 512 tokens of context.
+    activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+    # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
+    rows_per_page = 2 * model.num_layers * model.num_kv_heads * page_size
+    return _Memory(
+        available_bytes=machine.gpu_free_bytes,
+        weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
+        activation_bytes=activations,
+        page_bytes=page_bytes,
+        page_size=page_size,
+        max_pages=(_MAX_COPY_ROWS - 1) // rows_per_page - 1,
+        gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}",
+    )
+
+
+def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> Decision[int]:
+    """Memory for the KV cache, before it is rounded to pages."""
+    if options.kv_memory_bytes is not None:
+        return options.kv_memory_bytes, "given"
+    room = memory.left_bytes - (_GPU_SPARE if memory.gpu else 0)
+    if room < memory.page_bytes:
+        raise ConfigError(
+            f"{memory.needs} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
+            fix="Use a smaller model, lower --max-requests or --token-budget, or free memory.",
+        )
+    limits = [(wanted_tokens * memory.page_bytes // memory.page_size, "every slot at full context")]
+    if memory.gpu:
+        limits.append((room, "what is left of the GPU's memory"))
     else:
-        why["dtype"] = f"no compiled kernels: {machine.no_kernels}"
-    return "float32"
+        limits.append((min(room // 2, 4 * GIB), "half of what memory is left after weights and activations, at most 4 GiB"))
+    if memory.max_pages is not None:
+        limits.append((memory.max_pages * memory.page_bytes, "the most that the attention kernels' 32-bit coordinates address"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def _possible_context(
+    options: EngineOptions, wanted: int, why: str, kv_bytes: int, memory: _Memory, model: ModelConfig
+) -> Decision[int]:
+    """The context, or less if the KV memory does not hold one request of it."""
+    num_pages, page_size = kv_bytes // memory.page_bytes, memory.page_size
+    min_pages = -(-min(wanted, 2 * page_size) // page_size)
+    if num_pages < min_pages:
+        raise ConfigError(
+            f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
+            fix=f"Give at least {fmt_bytes(min_pages * memory.page_bytes)} with --kv-memory.",
+            param="kv_memory_bytes",
+        )
+    if num_pages * page_size >= wanted:
+        return wanted, why
+    if options.max_context is not None:
+        raise ConfigError(
+            f"A context of {wanted} tokens needs {fmt_bytes(wanted * memory.page_bytes // page_size)} of KV memory; "
+            f"{fmt_bytes(kv_bytes)} are reserved.",
+            fix=f"Use --max-context {num_pages * page_size} or raise --kv-memory.",
+            param="max_context",
+        )
+    return num_pages * page_size, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
+
+
+def _num_pages(kv_bytes: int, memory: _Memory, most: int) -> Decision[int]:
+    """Pages for the KV memory, but no more than all slots could fill."""
+    num_pages = min(kv_bytes // memory.page_bytes, most)
+    num_bytes = num_pages * memory.page_bytes
+    if memory.max_pages is not None and num_pages > memory.max_pages:
+        raise ConfigError(
+            f"{fmt_bytes(num_bytes)} of KV memory are {num_pages:,} pages; the attention kernels' 32-bit coordinates address "
+            f"{memory.max_pages:,}.",
+            fix=f"Give at most {memory.max_pages * memory.page_bytes // MIB}M with --kv-memory, or leave it out.",
+            param="kv_memory_bytes",
+        )
+    if memory.gpu and num_bytes > memory.left_bytes:
+        raise ConfigError(
+            f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory; "
+            f"{memory.free}",
+            fix="Give less with --kv-memory, use a smaller model, or stop what else uses the GPU.",
+            param="kv_memory_bytes",
+        )
+    return num_pages, f"{fmt_bytes(kv_bytes)} / {fmt_bytes(memory.page_bytes)} a page"
+
+
+def _at_least(name: str, value: int, low: int) -> int:
+    if value < low:
+        raise ConfigError(f"{name} is {value}.", fix=f"It must be at least {low}.", param=name)
+    return value
 
 
 def fmt_bytes(num_bytes: float) -> str:
@@ -362,46 +477,3 @@ def parse_bytes(text: str) -> int:
     if not match:
         raise ConfigError(f"{text!r} is not an amount of memory.", fix="Write it like 512M or 4G.")
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{name} is {value}.", fix=f"It must be at least {low}.")
-
-
-def _physical_cores() -> int:
-    """Distinct physical cores among the CPUs this process may run on."""
-    if not hasattr(os, "sched_getaffinity"):  # not Linux
-        return os.cpu_count() or 1
-    cpus = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in cpus:
-        try:
-            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    quota = _read_cgroup("cpu.max").split()
-    limit = int(quota[0]) / int(quota[1]) if len(quota) == 2 and quota[0].isdigit() else len(cores)
-    return max(1, min(len(cores), int(limit)))
-
-
-def _memory() -> tuple[int, int]:
-    """Total and available bytes, whichever is tighter: the machine or the control group."""
-    try:
-        info = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M))
-        total, available = int(info["MemTotal"]) * 1024, int(info["MemAvailable"]) * 1024
-    except (OSError, KeyError):  # not Linux
-        total = available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
-    if limit.isdigit() and used.isdigit():
-        cached = re.search(r"^inactive_file (\d+)$", _read_cgroup("memory.stat"), re.M)  # given back when asked for
-        free = int(limit) - int(used) + (int(cached[1]) if cached else 0)
-        total, available = min(total, int(limit)), min(available, max(0, free))
-    return total, available
-
-
-def _read_cgroup(name: str) -> str:
-    try:
-        return Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""An open-loop load generator for any OpenAI-compatible server: it never waits for an answer before it sends the next request."""
+"""An open-loop load generator for any OpenAI-compatible server: requests are sent when due, not when earlier ones end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def run_load(
 
 
 async def event_lines(reply: Any) -> AsyncGenerator[str, None]:
-    """Lines as server-sent events have them. httpx's own also end at the separators that Unicode knows, within a text."""
+    """Lines of server-sent events. httpx's own reader also breaks lines at Unicode separators within a text."""
     rest = b""
     async for part in reply.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")

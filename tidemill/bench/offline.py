@@ -58,5 +58,5 @@ def run_policies(
     items: Sequence[Item],
     on_done: Callable[[int], None] | None = None,
 ) -> dict[str, list[Record]]:
-    """The same load through each policy, one after the other, over the same weights."""
+    """The same load under each policy, one after the other, with the same weights."""
     return {policy: run_core(EngineCore(model, replace(config, policy=policy)), items, on_done) for policy in policies}

@@ -1,4 +1,4 @@
-"""Pictures of a run. matplotlib is imported when one is asked for."""
+"""Plots of a run. matplotlib is imported when one is made."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def plot_latencies(records: Sequence[Record], path: Path) -> Path:
         axis.step([v * 1000 for v in ordered], [(i + 1) / len(ordered) for i in range(len(ordered))], where="post", color=_DECODE)
         axis.set(title=name, xlabel="ms", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of requests")
+    axes[0].set_ylabel("fraction of requests")
     return _save(figure, path)
 
 
 def plot_timelines(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
-    """One panel a run, one line a request: waiting, prompt, answer."""
+    """One panel a run, one line a request: queued, prefill, decode."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(len(runs), 1, figsize=(11, 0.8 + 2.1 * len(runs)), sharex=True, squeeze=False)
     for (name, records), (axis,) in zip(runs.items(), axes, strict=True):
@@ -68,7 +68,7 @@ def plot_timelines(runs: Mapping[str, Sequence[Record]], path: Path) -> Path:
         axis.set_ylabel("requests")
     axes[-1][0].set_xlabel("seconds")
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (_QUEUE, _PREFILL, _DECODE)]
-    figure.legend(patches, ["waiting", "prompt", "answer"], loc="upper right", ncol=3, fontsize=9)
+    figure.legend(patches, ["queued", "prefill", "decode"], loc="upper right", ncol=3, fontsize=9)
     return _save(figure, path)
 
 

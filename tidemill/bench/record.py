@@ -1,4 +1,4 @@
-"""What was measured of each request, and what follows from all of them."""
+"""Times of each request, and statistics of all of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Record:
 
     due_s: float  # when it should have been sent
     sent_s: float = 0.0
-    started_s: float | None = None  # when the engine took it up, where that is known
+    started_s: float | None = None  # when the engine admitted it, where that is known
     token_times_s: list[float] = field(default_factory=list)  # when text came; several tokens may come at once
-    end_s: float = 0.0  # when the answer was over; its last tokens may have no text
+    end_s: float = 0.0  # when the response ended; its last tokens may have no text
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
@@ -51,7 +51,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float]:
-    """Empty if there is nothing to speak of."""
+    """Percentiles; empty without values."""
     if not values:
         return {}
     return {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}

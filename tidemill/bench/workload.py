@@ -1,4 +1,4 @@
-"""What is asked, and when: synthetic lengths or a recorded trace; Poisson, bursty or recorded arrivals."""
+"""Requests and their arrival times: synthetic lengths or a recorded trace; Poisson, bursty or recorded arrivals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read_trace(
     seed: int = 0,
 ) -> list[Item]:
     """A recorded trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (timestamp in ms, lengths, a
-    hash per 512 tokens, so that equal beginnings stay equal). Times and lengths are multiplied by the scales; a request that
+    hash per 512 tokens, so that shared prefixes stay shared). Times and lengths are multiplied by the scales; a request that
     does not fit `max_context` is cut to it."""
     try:
         rows = _azure_rows(path) if path.suffix == ".csv" else _mooncake_rows(path)

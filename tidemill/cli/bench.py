@@ -19,7 +19,8 @@ from rich.table import Table
 
 from tidemill.bench.record import summarize
 from tidemill.bench.workload import Item, arriving, read_trace, synthetic
-from tidemill.cli import options as opt
+from tidemill.cli.options import ENGINE_NAMES
+from tidemill.cli.settings import EPILOG, Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
 
@@ -30,7 +31,7 @@ NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How m
 PromptLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Spread = Annotated[float, typer.Option(help="Lengths vary by this fraction around the given ones.")]
-SharedPrefix = Annotated[int, typer.Option(help="Tokens that all prompts begin with.")]
+SharedPrefix = Annotated[int, typer.Option(help="Tokens of a prefix that all prompts share.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write pictures into this folder.")]
 TraceFile = Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake JSONL instead of synthetic requests.")]
@@ -40,22 +41,22 @@ LengthScale = Annotated[float, typer.Option(help="Multiply a trace's lengths by 
 
 @app.callback()
 def root() -> None:
-    opt.heed_interrupts()
+    raise_on_interrupt()
 
 
-@app.command()
+@app.command(epilog=EPILOG)
+@takes(*ENGINE_NAMES)
 def latency(
-    model: opt.Model = "smollm2",
+    settings: Settings,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
     repeats: Annotated[int, typer.Option(help="Runs after one warm-up.")] = 5,
-    threads: opt.Threads = None,
     json_path: JsonPath = None,
 ) -> None:
     """One stream: time to first token and time per output token."""
     from tidemill.bench.offline import run_core
 
-    llm = _load(model, threads)
+    llm = _load(settings)
     ttfts, tpots = [], []
     with _bar("Runs", repeats + 1) as done:
         for run in range(repeats + 1):
@@ -69,7 +70,8 @@ def latency(
         "prompt_len": prompt_len, "output_len": output_len, "ttft_s": ttft, "tpot_s": tpot,
         "prefill_tokens_per_s": prompt_len / ttft, "decode_tokens_per_s": 1 / tpot if tpot else None,
     }  # fmt: skip
-    table = Table("", "median", title=f"{model}: {prompt_len} → {output_len} tokens, {repeats} runs", title_justify="left")
+    title = f"{settings['model']}: {prompt_len} → {output_len} tokens, {repeats} runs"
+    table = Table("", "median", title=title, title_justify="left")
     table.add_row("time to first token", f"{ttft * 1000:.1f} ms")
     table.add_row("prefill", f"{prompt_len / ttft:.1f} tokens/s")
     if tpot:
@@ -78,24 +80,22 @@ def latency(
     _report(table, figures, json_path)
 
 
-@app.command()
+@app.command(epilog=EPILOG)
+@takes(*ENGINE_NAMES)
 def throughput(
-    model: opt.Model = "smollm2",
+    settings: Settings,
     requests: NumRequests = 32,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
     spread: Spread = 0.5,
     shared_prefix: SharedPrefix = 0,
-    max_requests: opt.MaxRequests = None,
-    policy: opt.PolicyName = "continuous",
-    threads: opt.Threads = None,
     json_path: JsonPath = None,
     plot: PlotDir = None,
 ) -> None:
     """Many requests at once, offline."""
     from tidemill.bench.offline import run_core
 
-    llm = _load(model, threads, max_requests=max_requests, policy=policy)
+    llm = _load(settings)
     items = _drawn(llm, requests, prompt_len, output_len, spread=spread, shared_prefix=shared_prefix)
     with _bar("Requests", requests) as done:
         records = run_core(llm.core, items, done)
@@ -103,8 +103,9 @@ def throughput(
     if plot:
         from tidemill.bench.plots import plot_timelines
 
-        console.print(f"wrote {plot_timelines({policy: records}, plot / 'timeline.png')}")
-    _report(_table({model: figures}, f"{requests} requests, offline"), figures, json_path)
+        path = plot_timelines({settings["policy"]: records}, plot / "timeline.png")
+        console.print(f"wrote {path}")
+    _report(_table({settings["model"]: figures}, f"{requests} requests, offline"), figures, json_path)
 
 
 @app.command()
@@ -137,7 +138,7 @@ def serve(
     json_path: JsonPath = None,
     plot: PlotDir = None,
 ) -> None:
-    """Open-loop load on a server: requests go out when they are due, whatever came of the earlier ones."""
+    """Open-loop load on a server: requests are sent when they are due, whether or not earlier ones have finished."""
     from tidemill.bench.http import run_load
 
     runs: dict[str, list[Any]] = {}
@@ -185,27 +186,26 @@ def serve(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=EPILOG)
+@takes(*(name for name in ENGINE_NAMES if name != "policy"), max_requests=8)
 def policies(
-    model: opt.Model = "smollm2",
+    settings: Settings,
     requests: NumRequests = 16,
     prompt_len: PromptLen = 96,
     output_len: OutputLen = 48,
     spread: Spread = 0.9,
-    rate: Annotated[float | None, typer.Option(help="Requests per second; without it all come at once.")] = None,
-    max_requests: Annotated[int, typer.Option(help="Rows: how many are computed at the same time.")] = 8,
+    rate: Annotated[float | None, typer.Option(help="Requests per second; without it all arrive at once.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="These policies; default: all.")] = None,
-    threads: opt.Threads = None,
     json_path: JsonPath = None,
     plot: PlotDir = None,
 ) -> None:
-    """The same load through every scheduling policy: the picture that explains batching."""
+    """The same load under every scheduling policy."""
     from tidemill.bench.offline import run_policies
 
     names = only or ["none", "static", "prefill-first", "splitfuse", "continuous"]
     if unknown := set(names) - set(POLICIES):
         raise ConfigError(f"There is no scheduling policy {unknown.pop()!r}.", fix=f"Choose among {', '.join(POLICIES)}.")
-    llm = _load(model, threads, max_requests=max_requests)
+    llm = _load(settings)
     items = _drawn(llm, requests, prompt_len, output_len, spread=spread)
     if rate is not None:
         items = arriving(items, rate)
@@ -216,16 +216,17 @@ def policies(
         from tidemill.bench.plots import plot_timelines
 
         console.print(f"wrote {plot_timelines(runs, plot / 'policies.png')}")
-    _report(_table(summaries, f"{model}: {requests} requests over {max_requests} rows"), summaries, json_path)
+    title = f"{settings['model']}: {requests} requests over {llm.config.max_requests} slots"
+    _report(_table(summaries, title), summaries, json_path)
 
 
 # ---- shared
 
 
-def _load(model: str, threads: int | None, **options: Any) -> Any:
+def _load(settings: Settings) -> Any:
     from tidemill.engine.llm import LLM
 
-    return LLM(model, progress=console.is_terminal, threads=threads, prefix_caching=True, **options)
+    return LLM(progress=console.is_terminal, **settings.engine)
 
 
 def _drawn(llm: Any, requests: int, prompt_len: int, output_len: int, **more: Any) -> list[Item]:

@@ -1,4 +1,4 @@
-"""`tidemill chat`: a conversation in the terminal. Ctrl-C stops the answer, not the program."""
+"""`tidemill chat`: a conversation in the terminal. Ctrl-C stops a response, not the program."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tidemill.cli import options as opt
-from tidemill.cli.generate import summary
+from tidemill.cli.generate import MaxTokens, Seed, Temperature, TopK, TopP, summary
+from tidemill.cli.options import ENGINE_NAMES
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
-_HELP = "/reset starts over, /system TEXT sets the system prompt, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = "/reset starts over, /system TEXT sets the system prompt, /exit or Ctrl-D leaves, Ctrl-C stops a response."
 
 
+@takes(*ENGINE_NAMES)
 def chat(
-    model: opt.Model = "smollm2",
+    settings: Settings,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: opt.MaxTokens = 1024,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 0.95,
-    top_k: opt.TopK = 0,
-    seed: opt.Seed = None,
-    threads: opt.Threads = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = None,
 ) -> None:
-    """Talk to a model."""
-    from tidemill.engine.llm import LLM
+    """Chat with a model in the terminal."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    from tidemill.engine.llm import LLM  # brings torch
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() a history and editing
     console = Console(stderr=True, highlight=False)
-    opt.heed_interrupts()
-    llm = LLM(model, progress=console.is_terminal, threads=threads)
-    console.print(f"Talking to {model}. {_HELP}", style="dim")
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    raise_on_interrupt()
+    llm = LLM(progress=console.is_terminal, **settings.engine)
+    console.print(f"Chat with {settings['model']}. {_HELP}", style="dim")
     conversation = Conversation(llm, console, params, system)
     signal.signal(signal.SIGINT, conversation.on_interrupt)
     while True:
@@ -60,7 +61,7 @@ class Conversation:
         self._llm = llm
         self._console = console
         self._params = params
-        self._answering = self._listening = False
+        self._responding = self._listening = False
         self._begin(system)
 
     def _begin(self, system: str | None) -> None:
@@ -68,8 +69,8 @@ class Conversation:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def on_interrupt(self, *_: object) -> None:
-        """Ctrl-C ends an answer (between two steps, so that the engine is never cut in two) or a line being typed."""
-        if self._answering:
+        """Ctrl-C ends a response (between two steps, so that the engine is never cut in two) or a line being typed."""
+        if self._responding:
             self._llm.interrupt()
         elif self._listening:
             self._listening = False
@@ -102,22 +103,22 @@ class Conversation:
             ids = self._llm.tokenizer.encode_chat(messages, max_tokens=self._llm.config.max_context)
             room = max(1, self._llm.config.max_context - len(ids))
             most = min(self._params.max_tokens or room, room)
-            answer = self._answer(ids, msgspec.structs.replace(self._params, max_tokens=most))
+            response = self._respond(ids, msgspec.structs.replace(self._params, max_tokens=most))
         except InvalidRequest as error:
             self._console.print(f"{error} /reset starts over.", style="red", markup=False)
             return
-        self._messages = [*messages, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": response}]
         self._console.print(summary(self._llm), style="dim", soft_wrap=True)
 
-    def _answer(self, prompt_ids: list[int], params: SamplingParams) -> str:
+    def _respond(self, prompt_ids: list[int], params: SamplingParams) -> str:
         pieces: list[str] = []
-        self._answering = True
+        self._responding = True
         try:
             for piece in self._llm.stream(prompt_ids, params):
                 pieces.append(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         finally:
-            self._answering = False
+            self._responding = False
         print(flush=True)
         return "".join(pieces)

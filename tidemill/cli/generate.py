@@ -9,35 +9,43 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tidemill.cli import options as opt
+from tidemill.cli.options import ENGINE_NAMES
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
 
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: always the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together have this probability.")]
+TopK = Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
+
+
+@takes(*ENGINE_NAMES, model="option")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
-    model: opt.ModelOption = "smollm2",
-    max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 0.95,
-    top_k: opt.TopK = 0,
-    seed: opt.Seed = None,
+    settings: Settings,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
-    threads: opt.Threads = None,
 ) -> None:
-    """Complete a text and print it as it comes."""
-    from tidemill.engine.llm import LLM
-
-    text = sys.stdin.read() if prompt == "-" else prompt
+    """Complete a text and print it as it is generated."""
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
     )
+    from tidemill.engine.llm import LLM  # brings torch
+
+    text = sys.stdin.read() if prompt == "-" else prompt
     console = Console(stderr=True, highlight=False)
-    opt.heed_interrupts()
-    llm = LLM(model, progress=console.is_terminal, threads=threads)
+    raise_on_interrupt()
+    llm = LLM(progress=console.is_terminal, **settings.engine)
     interrupted = False
 
     def on_interrupt(*_: object) -> None:
@@ -57,7 +65,7 @@ def generate(
 
 
 def summary(llm: LLM) -> str:
-    """One line about the last answer: how many tokens, how fast, why it ended."""
+    """One line about the last completion: how many tokens, how fast, why it ended."""
     output = llm.last
     assert output is not None
     sample = output.outputs[0]

@@ -1,4 +1,4 @@
-"""`tidemill`: the commands, and errors as a person wants to read them."""
+"""`tidemill`: the commands, and errors as one or two lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import bench, chat, explain, generate, memory, models, serve
+from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_show_locals=False,  # API keys are among them
 )
 
 
@@ -27,11 +29,11 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
         raise typer.Exit
 
 
-app.command()(serve.serve)
-app.command()(generate.generate)
-app.command()(chat.chat)
+app.command(epilog=EPILOG)(serve.serve)
+app.command(epilog=EPILOG)(generate.generate)
+app.command(epilog=EPILOG)(chat.chat)
 app.command()(models.models)
-app.command()(memory.memory)
+app.command(epilog=EPILOG)(memory.memory)
 app.command()(explain.explain)
 app.add_typer(bench.app, name="bench")
 

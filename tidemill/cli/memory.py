@@ -1,4 +1,4 @@
-"""`tidemill memory`: what a model needs, and how many requests fit."""
+"""`tidemill memory`: the memory a model needs, and how many requests fit."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.cli import options as opt
-from tidemill.config import KV_BYTES, EngineOptions, fmt_bytes, parse_bytes, resolve
+from tidemill.cli.settings import Settings, takes
+from tidemill.config import KV_BYTES, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)
 
 
+@takes("model", "device", "dtype")
 def memory(
-    model: opt.Model = "smollm2",
+    settings: Settings,
     context: Annotated[int | None, typer.Option(help="Tokens of each request. Default: the model's own context.")] = None,
     requests: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
-    dtype: opt.DType = "auto",
     available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
 ) -> None:
     """Estimate memory: weights, KV cache, activations, and how many requests fit."""
@@ -28,29 +28,32 @@ def memory(
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(locate(model))
+    options = settings.engine_options()
+    checkpoint = open_checkpoint(locate(options.model))
     config = model_class(checkpoint).read_config(checkpoint)
     machine = detect()
-    engine = resolve(EngineOptions(dtype=dtype, kv_memory_bytes=2**40), config, machine)
+    device, _ = decide_device(options, machine)
+    dtype, why_dtype = decide_dtype(options, device, config, machine)
+    kv_dtype, _ = decide_kv_dtype(dtype, device)
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
-    weights = engine.weight_bytes
-    per_token = config.kv_bytes_per_token(engine.kv_dtype)
+    weights = config.weight_bytes(dtype, bool(machine.kernels))
+    per_token = config.kv_bytes_per_token(kv_dtype)
     kv = per_token * tokens * requests
     activations = config.activation_bytes(256, max(64, requests))
-    have = parse_bytes(available) if available else machine.available_bytes
+    have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
     room = have - weights - activations
-    table = Table("part", "bytes", "how", title=f"{model}: {requests} × {tokens:,} tokens, {engine.dtype}", title_justify="left")
+    table = Table("part", "bytes", "how", title=f"{options.model}: {requests} × {tokens:,} tokens, {dtype}", title_justify="left")
     table.add_row(
         "weights",
         fmt_bytes(weights),
-        f"{config.num_parameters:,} parameters; " + engine.reasons["dtype"],
+        f"{config.num_parameters:,} parameters; {why_dtype}",
     )
     table.add_row(
         "KV cache",
         fmt_bytes(kv),
-        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {KV_BYTES[engine.kv_dtype]} bytes"
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {KV_BYTES[kv_dtype]} bytes"
         f" = {per_token:,} a token",
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
@@ -59,5 +62,5 @@ def memory(
     fits = max(0, room) // (per_token * tokens)
     console.print(
         f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
-        + ("." if fits >= requests else f", fewer than the {requests} asked for.")
+        + ("." if fits >= requests else f", fewer than the {requests} requested.")
     )

@@ -16,9 +16,9 @@ console = Console(highlight=False)
 
 
 def models(
-    model: Annotated[str | None, typer.Argument(help="Look inside this one; without it, list what is installed.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Show this one; without it, list what is installed.")] = None,
 ) -> None:
-    """List installed models, or say what a checkpoint holds."""
+    """List installed models, or show what a checkpoint holds."""
     if model is None:
         _list()
     else:
@@ -76,8 +76,6 @@ def _inspect(model: str) -> None:
         "KV per token": f"{fmt_bytes(config.kv_bytes_per_token('float32'))} in float32",
         "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
     }
-    for note in config.notes:
-        rows["note"] = note
-    for key, value in rows.items():
+    for key, value in [*rows.items(), *(("note", note) for note in config.notes)]:
         table.add_row(key, value)
     console.print(table, markup=False)

@@ -1,57 +1,197 @@
-"""Options that several commands share, and what Ctrl-C is to them."""
+"""The options table: flags, help, config file, TIDEMILL_* variables and docs/options.md are all made from it.
+
+A new option is one entry here, and one use of `settings["its-name"]`.
+"""
 
 from __future__ import annotations
 
-import signal
-from typing import Annotated
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-import typer
-
-from tidemill.config import parse_bytes
+from tidemill.config import DTYPES, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.errors import ConfigError
 from tidemill.sched.policies import POLICIES
 
-Model = Annotated[
-    str, typer.Argument(help="smollm2, a .gguf file, a folder with config.json and safetensors, or a hub id like org/name.")
-]
-ModelOption = Annotated[str, typer.Option("--model", "-m", help="smollm2, a .gguf file, a folder, or a hub id.")]
-Device = Annotated[str, typer.Option(help="Where to compute: auto, cpu or cuda.")]
-DType = Annotated[
-    str,
-    typer.Option(
-        help="How weights are kept and multiplied: quantized (in their 4 or 8 bits), float32, bfloat16 (on a GPU), or auto."
+Kind = Literal["text", "integer", "number", "switch", "size"]
+ENGINE, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Serving", "Access", "Storage", "Logging"
+_SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_EXPECTED = {
+    "text": "text that is not empty",
+    "integer": "an integer",
+    "number": "a number",
+    "switch": "true or false",
+    "size": "an amount of memory like 512M or 4G",
+}
+_ENGINE_DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One thing a user may set. `name` is written with hyphens, as in the flag."""
+
+    name: str
+    kind: Kind
+    section: str
+    help: str
+    default: Any = None  # of an engine option: as in EngineOptions
+    automatic: str = ""  # in words, what the value is if nothing is given and the default is None
+    field: str = ""  # of EngineOptions
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    is_list: bool = False  # may be given several times
+    is_secret: bool = False  # never printed
+
+    def __post_init__(self) -> None:
+        if self.field:
+            object.__setattr__(self, "default", _ENGINE_DEFAULTS[self.field])
+        if self.is_list:
+            object.__setattr__(self, "default", ())
+
+    @property
+    def key(self) -> str:
+        """As a Python name and as a key of the config file, which takes hyphens as well."""
+        return self.name.replace("-", "_")
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}/--no-{self.name}" if self.kind == "switch" else f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return f"TIDEMILL_{self.key.upper()}"
+
+    @property
+    def default_text(self) -> str:
+        if self.default is None or self.default == ():
+            return self.automatic
+        if self.kind == "switch":
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if self.kind == "number" else str(self.default)
+
+    def show(self, value: Any) -> str:
+        """A value as it may be printed."""
+        if self.is_secret:
+            return f"{len(value)} given" if value else ""
+        if value is None or value == ():
+            return self.automatic and f"automatic: {self.automatic}"
+        if isinstance(value, tuple):
+            return " ".join(value)
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return fmt_bytes(value) if self.kind == "size" else f"{value:g}" if self.kind == "number" else str(value)
+
+    def read(self, given: object, source: str) -> Any:
+        """The value of what a flag, a variable (both text) or a config file (TOML types) gives. `source` is named in errors."""
+        if self.is_list:
+            parts = given if isinstance(given, (list, tuple)) else [given]
+            return tuple(self._read_one(part, source) for part in parts)
+        return self._read_one(given, source)
+
+    def _read_one(self, given: object, source: str) -> Any:
+        value: Any = None
+        with suppress(ValueError, ConfigError):
+            value = self._convert(given)
+        in_range = value is not None and (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+        if in_range and (not self.choices or value in self.choices):
+            return value
+        shown = "not what it must be" if self.is_secret else repr(given)
+        raise ConfigError(f"{source} is {shown}.", fix=self._allowed + _service_link(given), param=self.key)
+
+    def _convert(self, given: object) -> Any:
+        """None or ValueError: of another kind."""
+        text = given.strip() if isinstance(given, str) else None
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        if self.kind == "text":
+            return text or None
+        if self.kind == "switch":
+            return given if isinstance(given, bool) else _SWITCH.get((text or "").lower())
+        if self.kind == "size":
+            return parse_bytes(text) if text else given if isinstance(given, int) and is_number and given >= 0 else None
+        if self.kind == "number":
+            return float(text) if text else float(str(given)) if is_number else None
+        return int(text) if text else given if isinstance(given, int) and is_number else None
+
+    @property
+    def _allowed(self) -> str:
+        if self.choices:
+            return f"Choose one of {', '.join(self.choices)}."
+        words = _EXPECTED[self.kind]
+        if self.low is not None:
+            words += f" from {self.low:g} to {self.high:g}" if self.high is not None else f", {self.low:g} or more"
+        return f"It must be {words}."
+
+
+def _service_link(given: object) -> str:
+    if isinstance(given, str) and given.startswith("tcp://"):
+        return " Kubernetes sets this variable for a service named tidemill: set enableServiceLinks to false."
+    return ""
+
+
+OPTIONS = (
+    Option(
+        "model", "text", ENGINE, field="model",
+        help="smollm2, a .gguf file, a folder with config.json and safetensors, or a hub id like org/name.",
     ),
-]
-PageSize = Annotated[int | None, typer.Option(help="Tokens per KV page: a power of two up to 64. Default: 16; 64 on a GPU.")]
-MaxContext = Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens. Default: the model's own.")]
-MaxRequests = Annotated[int | None, typer.Option(help="Requests computed at the same time. Default: 64; 256 on a GPU.")]
-TokenBudget = Annotated[int | None, typer.Option(help="Tokens computed in one step. Default: 256; 2048 on a GPU.")]
-KVMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, like 512M or 4G.")]
-PolicyName = Annotated[str, typer.Option(help=f"How requests are batched: {', '.join(POLICIES)}.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Compute equal beginnings once.")]
-StructuredBackend = Annotated[
-    str, typer.Option(help="What keeps answers to their form: llguidance, or xgrammar (slower, and only for trusted clients).")
-]
-FastMath = Annotated[
-    bool,
-    typer.Option(
-        help="On a GPU: use the vendor's products and flash-attn-4 where they are faster. Tokens may then depend on the batch."
+    Option("device", "text", ENGINE, field="device", choices=("auto", *DTYPES), help="Where to compute: auto, cpu or cuda."),
+    Option(
+        "dtype", "text", ENGINE, field="dtype", choices=("auto", *DTYPES["cpu"], *DTYPES["cuda"]),
+        help="Weights and matmuls: quantized (a quantized checkpoint keeps its 4 or 8 bits; CPU), float32 (CPU), bfloat16 (GPU), "
+        "or auto.",
     ),
-]
-LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights of the shape in config.json, for measurements.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the physical cores this process may use.")]
+    Option(
+        "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
+        help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",
+    ),
+    Option("max-context", "integer", ENGINE, field="max_context", automatic="the model's own, or what the KV memory holds",
+           help="Longest prompt plus output, in tokens."),
+    Option("max-requests", "integer", ENGINE, field="max_requests", automatic="64; 256 on a GPU",
+           help="Slots: sequences computed at the same time; further ones are queued."),
+    Option("token-budget", "integer", ENGINE, field="token_budget", automatic="256; 2048 on a GPU",
+           help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
+    Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
+           automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
+           help="Memory for the KV cache, like 512M or 4G."),
+    Option("page-size", "integer", ENGINE, field="page_size", automatic="16; 64 on a GPU",
+           help="Tokens per page of the KV cache: a power of two up to 64."),
+    Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
+           help=f"How requests are batched: {', '.join(POLICIES)}."),
+    Option("prefix-caching", "switch", ENGINE, field="prefix_caching", help="Compute identical prefixes once."),
+    Option("threads", "integer", ENGINE, field="threads", automatic="the physical cores this process may use",
+           help="CPU threads."),
+    Option("fast-math", "switch", ENGINE, field="fast_math",
+           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 always takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together have this probability.")]
-TopK = Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+    Option("host", "text", SERVING, "Address to listen on.", "127.0.0.1"),
+    Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535),
+    Option("served-name", "text", SERVING, field="served_name", automatic="the model as given",
+           help="The model's name in the API."),
+    Option("structured-backend", "text", SERVING, field="structured_backend", choices=("llguidance", "xgrammar"),
+           help="Library for structured output: llguidance, or xgrammar (slower, and only for trusted clients)."),
+    Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
+           help="Most queued requests; further ones are refused with status 429."),
+    Option("drain-seconds", "number", SERVING,
+           "On SIGINT or SIGTERM, how long running requests may take to finish.", 30.0, low=0),
+    Option("stall-seconds", "number", SERVING,
+           "How long the engine may have work and complete no step before it is replaced.", 60.0, low=1),
 
+    Option("api-key", "text", ACCESS, "A key that clients must send.", is_list=True, is_secret=True),
+    Option("api-key-file", "text", ACCESS, "A file of keys, or of sha256:HEX of keys, one a line."),
+    Option("admin-key", "text", ACCESS, "A key for metrics and for requests of all tenants.", is_list=True, is_secret=True),
+    Option("allowed-host", "text", ACCESS, "A host name besides localhost and addresses that requests may be addressed to.",
+           is_list=True),
+    Option("allowed-origin", "text", ACCESS, "The origin of a web page that may send requests, like https://a.b.", is_list=True),
 
-def memory_bytes(text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
+    Option("data-dir", "text", STORAGE, "Folder of files and batches.", automatic="~/.local/share/tidemill"),
+    Option("data-quota", "size", STORAGE, "Most bytes that files and batches may take.", "10GB"),
 
+    Option("request-log", "switch", LOGGING, "One line per finished request.", True),
+    Option("log-format", "text", LOGGING, "Format of the request log: text or json.", "text", choices=("text", "json")),
+    Option("log-file", "text", LOGGING, "File of the request log; it may be rotated at any time.", automatic="stderr"),
+)  # fmt: skip
 
-def heed_interrupts() -> None:
-    """From here on Ctrl-C is an exception: what has been begun (a progress bar, an engine) is ended in order."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+BY_NAME = {option.name: option for option in OPTIONS}
+ENGINE_NAMES = tuple(option.name for option in OPTIONS if option.section == ENGINE)
+# Not in the table: a config file cannot name another.
+CONFIG = Option("config", "text", SERVING, "A TOML file of options, like max-context = 4096.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tidemill.config import Machine
 from tidemill.kernels import native
+from tidemill.machine import Machine
 
 
 def detect() -> Machine:

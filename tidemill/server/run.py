@@ -52,6 +52,7 @@ async def serve(
     access: Access | None = None,
     data: Storage | None = None,
     log: RequestLog | None = None,
+    stall_seconds: float = 60.0,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. `on_ready` is told the port, too: 0 asks for any that is free."""
@@ -68,7 +69,7 @@ async def serve(
         explainer.take(batch)
         live.take(batch)
 
-    client = EngineClient(on_events=on_events, on_pages=lambda pages: live.take_pages(pages))
+    client = EngineClient(on_events=on_events, on_pages=lambda pages: live.take_pages(pages), stall_s=stall_seconds)
     live = Live(client, metrics, explainer)
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None

@@ -1,0 +1,60 @@
+"""docs/options.md, made from the options table: python -m tidemill.cli.options_doc > docs/options.md"""
+
+from __future__ import annotations
+
+from tidemill.cli.options import ACCESS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
+
+_INTRO = f"""# Options
+
+<!-- Made by `python -m tidemill.cli.options_doc > docs/options.md`. -->
+
+An option can be given in three ways. The first that is present counts:
+
+1. as a flag: `tidemill serve --max-context 4096`;
+2. as an environment variable: `TIDEMILL_MAX_CONTEXT=4096`. An empty variable counts as absent;
+3. in a TOML file, named by `--config tidemill.toml` or `{CONFIG.variable}`. Keys are names of flags, with hyphens or underscores.
+
+```toml
+model = "smollm2"
+port = 8080
+max-context = 4096
+kv-memory = "2G"
+prefix-caching = true
+allowed-host = ["llm.example.org"]
+```
+
+- Flags of the kind `--x/--no-x` are `true` or `false` in the other two.
+- What may be given several times is a TOML list, or a variable with spaces in between. Lists of two sources are not joined.
+- Sizes are written like `512M`, `4G` or `1.5GiB` and are powers of 1024. Paths are relative to the current folder.
+- A key that is not an option is an error. So is a wrong value; the error names its source. A variable that is no option, but has
+  nearly the name of one, is reported and ignored.
+
+`tidemill serve --show-config` prints every value and its source. API keys are never printed.
+"""
+_SECTIONS = {
+    ENGINE: "Taken by `serve` and by every command that loads a model: `generate`, `chat` and `bench latency`, `throughput` and "
+    "`policies`. `memory` takes `model`, `device` and `dtype`.",
+    SERVING: "Of `serve`.",
+    ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",
+    STORAGE: "Of `serve`.",
+    LOGGING: "Of `serve`.",
+}
+
+
+def _line(option: Option) -> str:
+    """A line of a table. The variable is not listed: it follows from the name."""
+    more = " May be given several times." if option.is_list else ""
+    flag = f"`{option.flag}`" + (" or the first argument" if option.name == "model" else "")
+    return f"| {flag} | {option.default_text or '-'} | {option.help}{more} |"
+
+
+def page() -> str:
+    parts = [_INTRO]
+    for section, words in _SECTIONS.items():
+        lines = [_line(option) for option in OPTIONS if option.section == section]
+        parts.append("\n".join([f"## {section}", "", words, "", "| option | default | meaning |", "|---|---|---|", *lines, ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

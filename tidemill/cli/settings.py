@@ -1,0 +1,174 @@
+"""Values of options: from a flag, else from the environment, else from a config file, else the default."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidemill.cli.options import BY_NAME, CONFIG, OPTIONS, Option
+from tidemill.config import EngineOptions
+from tidemill.errors import ConfigError
+
+EPILOG = "Options can also be set by environment variables (TIDEMILL_MAX_CONTEXT) and in a TOML file (--config); flags win."
+_METAVARS = {"text": "TEXT", "integer": "INTEGER", "number": "FLOAT", "size": "SIZE"}
+
+
+class Settings:
+    """What the options of a command are, and where each value came from."""
+
+    def __init__(self, values: dict[str, Any], sources: dict[str, str]) -> None:
+        self._values, self._sources = values, sources
+
+    @staticmethod
+    def read(
+        names: Iterable[str],
+        flags: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        config: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> Settings:
+        """`flags` maps names to what was given, None where nothing was; `defaults` are a command's own."""
+        flags, environ = flags or {}, os.environ if environ is None else environ
+        path = config or environ.get(CONFIG.variable)
+        file = _read_file(Path(path).expanduser()) if path else {}
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for option in (BY_NAME[name] for name in names):
+            name = option.name
+            if flags.get(name) not in (None, []):
+                given, source = flags[name], f"--{name}"
+            elif text := environ.get(option.variable):
+                given, source = text.split() if option.is_list else text, option.variable
+            elif option.key in file:
+                given, source = file[option.key], f"{name} in {path}"
+            else:
+                default = (defaults or {}).get(name, option.default)
+                given, source = None if default in (None, ()) else default, ""
+                values[name] = default
+            sources[name] = source
+            if given is not None:
+                values[name] = option.read(given, source)
+        return Settings(values, sources)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The fields of EngineOptions that are among the options."""
+        return {option.field: self._values[option.name] for option in OPTIONS if option.field and option.name in self._values}
+
+    def engine_options(self) -> EngineOptions:
+        return EngineOptions(**self.engine)
+
+    def shown(self) -> list[tuple[str, str, str]]:
+        """Name, value and source of each; secrets are counted, not shown."""
+        return [
+            (name, BY_NAME[name].show(value), self._sources[name].removeprefix(f"{name} in ") or "default")
+            for name, value in self._values.items()
+        ]
+
+    def explained(self, error: ConfigError) -> ConfigError:
+        """The same error, which also names the variable or the file that the value came from."""
+        option = next((option for option in OPTIONS if error.param and error.param in (option.field, option.key)), None)
+        source = self._sources.get(option.name, "") if option else ""
+        if not source or source.startswith("--") or source in error.message:
+            return error
+        return ConfigError(f"{error.message} It is set by {source}.", fix=error.fix, param=error.param)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The config file by keys with underscores; names of options are checked, their values are not yet."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config file {path} cannot be read: {error}.", param=CONFIG.key) from error
+    except tomllib.TOMLDecodeError as error:
+        fix = "Write options like max-context = 4096."
+        raise ConfigError(f"The config file {path} is not TOML: {error}.", fix=fix, param=CONFIG.key) from error
+    known = {option.key: option.name for option in OPTIONS}
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {known[nearest]}?", param=name)
+        if key in found:
+            raise ConfigError(f"{path} sets {known[key]} twice, with hyphens and with underscores.", fix="Keep one of them.")
+        found[key] = value
+    return found
+
+
+def misspelled(environ: Mapping[str, str]) -> list[str]:
+    """A line for each TIDEMILL_* variable that is no option, but looks like one. (Others are set by Kubernetes, for services.)"""
+    known = [option.variable for option in (*OPTIONS, CONFIG)]
+    near = {
+        name: difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        for name in environ
+        if name.startswith("TIDEMILL_") and name not in known
+    }
+    return [f"{name} is not an option and is ignored. Did you mean {found[0]}?" for name, found in near.items() if found]
+
+
+def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options of the table: flags in its signature, and their values as its parameter `settings`.
+
+    `model`: how it is given, as an argument or as an option. `defaults`: of this command, where they differ.
+    """
+    options = [BY_NAME[name] for name in names]
+    own_defaults = {name.replace("_", "-"): value for name, value in defaults.items()}
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in inspect.signature(function, eval_str=True).parameters.values()
+            if parameter.name != "settings"
+        ]
+        made = [_parameter(option, model, own_defaults) for option in (*options, CONFIG)]
+
+        def run(**given: Any) -> None:
+            flags = {option.name: given.pop(option.key) for option in options}
+            settings = Settings.read(names, flags, config=given.pop(CONFIG.key), defaults=own_defaults)
+            for line in misspelled(os.environ):
+                print(f"warning: {line}", file=sys.stderr)
+            try:
+                function(settings=settings, **given)
+            except ConfigError as error:
+                raise settings.explained(error) from error.__cause__
+
+        run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
+        run.__signature__ = inspect.Signature(own + made)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + made}
+        return run
+
+    return decorate
+
+
+def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    """The flag of an option. All but switches are text here, so that one place reads what flags and variables say."""
+    default = str(defaults.get(option.name, option.default_text))
+    words = option.help + (" May be given several times." if option.is_list else "")
+    if default:
+        words += f" Default: {default}."
+    if option.name == "model" and model == "argument":
+        info: Any = typer.Argument(help=words, metavar="MODEL")
+    else:
+        flags = [option.flag, "-m"] if option.name == "model" else [option.flag]
+        info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind))
+    kind: Any = bool | None if option.kind == "switch" else list[str] | None if option.is_list else str | None
+    return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+def raise_on_interrupt() -> None:
+    """From here on Ctrl-C is an exception, so that what has been started (a progress bar, an engine) is ended in order."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

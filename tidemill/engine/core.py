@@ -112,7 +112,7 @@ class EngineCore:
         """Queue a request, or raise what is wrong with it. `form`: what its answer must be, if that has just been compiled."""
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
-        num_waiting = self.scheduler.num_waiting(request.priority >= BACKGROUND)
+        num_waiting = self.scheduler.waiting.num_waiting(request.priority >= BACKGROUND)
         if num_waiting + request.params.n > self.config.max_waiting and request.resumed is None:
             raise QueueFull(f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may.", fix="Try again later.")
         self._check_prompt(request.prompt_ids, request.params.max_tokens)

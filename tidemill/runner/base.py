@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tidemill.models.base import CausalLM
@@ -24,7 +25,7 @@ class StepResult:
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
 
 
 class Runner(Protocol):
@@ -44,7 +45,7 @@ def look_at_prompt(model: CausalLM, state: RowState, item: StepItem, hidden_TH: 
         result.prompt_logprobs[item.row] = list(prompt_logprobs(model, state, item, hidden_TH, params.prompt_logprobs))
     if params is not None and params.pooling is not None:
         states = hidden_TH if params.pooling == "mean" else hidden_TH[-1:]
-        result.pooled[item.row] = states.double().sum(0).cpu()
+        result.pooled[item.row] = states.double().sum(0).cpu().numpy()
 
 
 def prompt_logprobs(

@@ -101,18 +101,17 @@ class _Class:
     @property
     def best(self) -> int:
         """The highest priority among requests that could start: the lowest value."""
-        return min(tenant.ready[0].priority for tenant in self._ready.values())
+        return min([tenant.ready[0].priority for tenant in self._ready.values()])
 
     def first(self, now: float) -> Request | None:
         if not self._ready:
             return None
-        best = self.best
-        candidates = []
+        best, chosen, least = self.best, None, (0, 0)
         for tenant in self._ready.values():
-            request = tenant.candidate(best, now)
-            if request is not None:
-                candidates.append((tenant.num_served, request.seq, request))
-        return min(candidates)[2]
+            served = (tenant.num_served, tenant.ready[0].seq)
+            if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:
+                chosen, least = request, served
+        return chosen
 
     def check_integrity(self) -> None:
         assert self.num_waiting == sum(tenant.num_waiting for tenant in self.tenants.values())

@@ -86,6 +86,21 @@ def test_what_started_by_age_is_not_preempted_for_the_priorities_it_passed():
     assert not [e for e in buffer.take() if isinstance(e, events.Preempted)]
 
 
+def test_urgent_requests_one_after_the_other_do_not_preempt_for_ever():
+    """The next one comes when the last one has ended, so that none is queued when the patient one starts."""
+    scheduler, clock, buffer = make(rows=1)
+    add(scheduler, "patient", 1, max_tokens=40)
+    ended, num = [], 0
+    while "patient" not in ended:
+        assert clock.now() < 3 * AGEING_S, "starves"
+        if f"urgent{num - 1}" in ended or not num:
+            step(scheduler, clock)
+            add(scheduler, f"urgent{num}", URGENT, max_tokens=10)
+            num += 1
+        ended += step(scheduler, clock)
+    assert sum(isinstance(e, events.Preempted) for e in buffer.take()) > 5
+
+
 def test_urgent_requests_keep_every_second_place_in_a_long_queue():
     """Where everything has waited long, priority still counts: the two orders alternate."""
     scheduler, clock, _ = make()

@@ -1,4 +1,4 @@
-"""What goes back to the frontend: a Delta for each sampled token, with what the request asked about its prompt and its tokens."""
+"""Outputs for the frontend: a Delta for each sampled token, with the logprobs and embeddings that were requested."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
 
 @dataclass(slots=True)
 class StepResult:
-    """By row: the token sampled (negative: the logits were not numbers), and what was asked about it."""
+    """By row: the token sampled (negative: the logits were not numbers), and the logprobs that were requested."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Runner(Protocol):
 
 
 def look_at_prompt(model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, result: StepResult) -> None:
-    """What a request asks about its prompt, from the hidden states of this step's tokens."""
+    """Prompt logprobs and pooling where requested, from the hidden states of this step's tokens."""
     params = state.params[item.row]
     if params is not None and params.prompt_logprobs is not None:
         result.prompt_logprobs[item.row] = list(prompt_logprobs(model, state, item, hidden_TH, params.prompt_logprobs))

@@ -58,7 +58,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class Unsent:
-    """Changes of rows and pages that no plan has told the runner. They go with the next plan that computes something."""
+    """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
 
     rows: dict[int, Request] = field(default_factory=dict)  # taken by new requests
     page_updates: dict[int, list[RowPages]] = field(default_factory=dict)  # by row, as are the copies

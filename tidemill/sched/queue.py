@@ -2,7 +2,8 @@
 
 Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request of a tenant, once it has
 waited `AGEING_S`, is level with the highest priority that waits. Among tenants on one level, the one with the fewest computed
-tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
+tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one. A request that had to
+wait so long for higher priorities is not preempted for them afterwards.
 The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
 """
 
@@ -68,7 +69,7 @@ class _Class:
         del self.tenants[request.tenant]
         self._served_before[request.tenant] = tenant.num_served
         if not self.tenants:
-            self._served_before.clear()  # nobody is left to be owed anything
+            self._served_before.clear()  # all start level again
         elif len(self._served_before) > _NUM_REMEMBERED:
             least = min(other.num_served for other in self.tenants.values())
             kept = [(name, served) for name, served in self._served_before.items() if served > least]
@@ -82,10 +83,10 @@ class _Class:
 
     def make_ready(self, request: Request, now: float) -> None:
         tenant = request.account
-        request.queued_s = now
+        request.queued_s = now - request.waited_s
         insort(tenant.ready, request, key=_place)
         tenant.by_age[request.seq] = request
-        if request.is_aged:
+        if request.is_aged or request.waited_s >= AGEING_S:
             tenant.by_age.move_to_end(request.seq, last=False)
         self._ready[request.tenant] = tenant
 
@@ -170,11 +171,14 @@ class WaitingQueue:
         """The request that starts next."""
         return self._classes[False].first(now) or self._classes[True].first(now)
 
-    def take(self, request: Request) -> bool:
-        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long."""
-        kind, tenant = self._classes[request.in_background], request.account
+    def take(self, request: Request, now: float) -> bool:
+        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long. If so, or
+        if it has waited long and was preempted before, it keeps its slot from now on."""
+        tenant = request.account
         tenant.oldest_is_next = request is tenant.ready[0]
-        by_age = request.priority > kind.best
+        by_age = request.priority > self._classes[request.in_background].best
+        request.waited_s = now - request.queued_s
+        request.is_aged |= by_age or (request.epoch > 0 and request.waited_s >= AGEING_S)
         self.remove(request)
         return by_age
 

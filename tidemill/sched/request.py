@@ -55,8 +55,9 @@ class Request:
     started_s: float | None = None
     first_token_s: float | None = None
     in_background: bool = False
-    queued_s: float = 0.0  # when it was last queued
-    is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
+    waited_s: float = 0.0  # in the queue, until it last started
+    queued_s: float = 0.0  # while it is queued: now less its time in the queue
+    is_aged: bool = False  # it waited long because of higher priorities, and is not preempted for them any more
     account: Tenant = field(init=False)  # set when it is queued for the first time
 
     def __post_init__(self) -> None:

@@ -131,7 +131,7 @@ class Scheduler:
         self._emit_what_is_left(now)
 
     def discard(self, request: Request, reason: str) -> None:
-        """Abort a request whose KV is not numbers: before others use its pages, they are cleared."""
+        """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
             self._unsent.page_zeroes += self.kv.discard(request.seq)
         self.abort(request, reason)
@@ -355,9 +355,8 @@ class Scheduler:
             reason = f"prefix hit {found} of {request.num_known}"
             if request.params.needs_whole_prompt:
                 reason = "prefix cache not used: the request asks about the whole prompt"
-        if self.waiting.take(request):
-            request.is_aged = True
-            reason += f"; before higher priorities, after {now - request.queued_s:.0f} s in the queue"
+        if self.waiting.take(request, now):
+            reason += f"; before higher priorities, after {request.waited_s:.0f} s in the queue"
         if forked:
             self._forked.remove(request)
         insort(self.running, request, key=_rank)
@@ -392,7 +391,7 @@ class Scheduler:
         state.num_left -= count
         request.num_computed += count
         request.num_in_flight += samples
-        # A page can be found once it is full of tokens that are known here; between two ends of pages there is nothing to say.
+        # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
         if count > 1 or request.num_computed % self.kv.page_size <= request.num_in_flight:
             self.kv.record(request.seq, request.tokens, request.num_computed)
 

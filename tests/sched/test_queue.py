@@ -89,7 +89,7 @@ def test_what_started_by_age_is_not_preempted_for_the_priorities_it_passed():
 def test_urgent_requests_one_after_the_other_do_not_preempt_for_ever():
     """The next one comes when the last one has ended, so that none is queued when the patient one starts."""
     scheduler, clock, buffer = make(rows=1)
-    add(scheduler, "patient", 1, max_tokens=40)
+    add(scheduler, "patient", 1, max_tokens=100)
     ended, num = [], 0
     while "patient" not in ended:
         assert clock.now() < 3 * AGEING_S, "starves"

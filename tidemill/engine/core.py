@@ -222,7 +222,7 @@ class EngineCore:
         return StepOutput(deltas, self._events.take()), failed
 
     def _add_masks(self, plan: StepPlan) -> list[Refused]:
-        """Token masks of structured outputs. A request whose grammar fails is aborted; its part of the step is computed in vain."""
+        """Token masks of structured outputs. A request whose grammar fails is aborted; its part of the step is wasted."""
         if not self.structured:
             return []
         began = self._clock.now()

@@ -108,7 +108,7 @@ class KVManager:
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0) -> int | None:
-        """Give a new sequence pages for all its tokens, sharing what is cached under its keys. Returns the number of tokens found,
+        """Give a new sequence pages for all its tokens, sharing what is cached under its keys. Returns how many tokens that is,
         or None if fewer than `reserve` pages would stay free (nothing is changed then)."""
         assert seq not in self._tables
         if self.num_pages_to_admit(num_tokens, keys) + reserve > self._pool.num_free:
@@ -150,7 +150,7 @@ class KVManager:
         return copies
 
     def record(self, seq: int, token_ids: Sequence[int], num_computed: int) -> None:
-        """Tokens up to `num_computed` are (or will be, by the step being planned) in the cache: full pages enter the prefix index."""
+        """Tokens up to `num_computed` are computed, or will be by the step being planned: full pages enter the prefix index."""
         if not self.prefix_caching:
             return
         table = self._tables[seq]

@@ -2,8 +2,8 @@
 
 Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request of a tenant, once it has
 waited `AGEING_S`, is level with the highest priority that waits. Among tenants on one level, the one with the fewest computed
-tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one. A request that had to
-wait so long for higher priorities is not preempted for them afterwards.
+tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
+A request that started before higher priorities in this way is not preempted for them afterwards.
 The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
 """
 
@@ -172,13 +172,12 @@ class WaitingQueue:
         return self._classes[False].first(now) or self._classes[True].first(now)
 
     def take(self, request: Request, now: float) -> bool:
-        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long. If so, or
-        if it has waited long and was preempted before, it keeps its slot from now on."""
+        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long."""
         tenant = request.account
         tenant.oldest_is_next = request is tenant.ready[0]
         by_age = request.priority > self._classes[request.in_background].best
         request.waited_s = now - request.queued_s
-        request.is_aged |= by_age or (request.epoch > 0 and request.waited_s >= AGEING_S)
+        request.is_aged |= by_age
         self.remove(request)
         return by_age
 

@@ -57,7 +57,7 @@ class Request:
     in_background: bool = False
     waited_s: float = 0.0  # in the queue, until it last started
     queued_s: float = 0.0  # while it is queued: now less its time in the queue
-    is_aged: bool = False  # it waited long because of higher priorities, and is not preempted for them any more
+    is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
     account: Tenant = field(init=False)  # set when it is queued for the first time
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ class Submitted(_Event, frozen=True):
 
 
 class Resumed(_Event, frozen=True):
-    """A sample goes on that an engine before this one had begun."""
+    """A sample continues that an earlier engine process had begun."""
 
     request_id: str
     num_prompt: int
@@ -36,7 +36,7 @@ class EngineRestarted(_Event, frozen=True):
 
 
 class Deferred(_Event, frozen=True):
-    """The first in the queue could not start, and why. Said once per reason, not once per step."""
+    """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
 
     request_id: str
     reason: str
@@ -79,7 +79,7 @@ class PagesEvicted(_Event, frozen=True):
 
 
 class StepPlanned(_Event, frozen=True):
-    """One step: who computes how many tokens, out of which budget."""
+    """One step: which requests compute how many tokens, out of which budget."""
 
     step: int
     num_tokens: int
@@ -99,7 +99,7 @@ class StepDone(_Event, frozen=True):
 
 
 class MasksMade(_Event, frozen=True):
-    """Before a step: which tokens may come in answers of a given form."""
+    """Before a step: the token masks of structured outputs."""
 
     num_masks: int
     duration_s: float
@@ -122,7 +122,7 @@ class Finished(_Event, frozen=True):
 
 
 class RequestsLeft(_Event, frozen=True):
-    """Requests ended or were aborted, and this is how things stand now."""
+    """The state after requests ended or were aborted."""
 
     num_running: int
     num_waiting: int
@@ -158,17 +158,15 @@ EventSink: TypeAlias = Callable[[Event], None]
 
 
 class EventBuffer:
-    """Collects events until somebody takes them. Bounded: past `limit` the oldest go, and `num_dropped` says how many."""
+    """Collects events until they are taken. Bounded: past twice the `limit`, the oldest are dropped down to it."""
 
     def __init__(self, limit: int = 65_536) -> None:
         self._events: list[Event] = []
         self._limit = limit
-        self.num_dropped = 0
 
     def __call__(self, event: Event) -> None:
         self._events.append(event)
         if len(self._events) > 2 * self._limit:
-            self.num_dropped += len(self._events) - self._limit
             del self._events[: -self._limit]
 
     def take(self) -> list[Event]:

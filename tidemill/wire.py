@@ -49,7 +49,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of a request that another engine had begun, and what it had said."""
+    """A sample of a request that an earlier engine process had begun, and its output so far."""
 
     index: int
     output_ids: list[int]
@@ -62,7 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int] = []
     priority: int = 0
     salt: str = ""
-    tenant: str = ""  # owners share the engine fairly
+    tenant: str = ""  # tenants share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
 
 
@@ -80,7 +80,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShowPages(msgspec.Struct, frozen=True, tag=True):
-    """Somebody looks: say once who holds which page."""
+    """Send `Pages` once, for the live view."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +94,7 @@ ToEngine: TypeAlias = Start | Submit | Abort | Finish | ShowPages | Shutdown
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Weights are on their way."""
+    """Weights are being read."""
 
     name: str
     done_bytes: int
@@ -122,11 +122,11 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pages(msgspec.Struct, frozen=True, tag=True):
-    """Who holds which page, between two steps."""
+    """Which request holds which page, between two steps."""
 
     owners: list[tuple[str, int]]  # request and how many pages it holds, shared ones included
-    kinds: bytes  # of each page two bytes, the lower first: `kv.manager` says what they mean
-    took_s: float  # to find out, while no step was made
+    kinds: bytes  # of each page two bytes, the lower first: explained in `kv.manager`
+    took_s: float  # to collect, while no step was made
 
 
 FromEngine: TypeAlias = Loading | Ready | Refused | StepOutput | Pages

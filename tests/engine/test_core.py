@@ -8,6 +8,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, QueueFull
 from tidemill.sampling import SamplingParams
+from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Abort, Submit
 
 
@@ -65,7 +66,7 @@ def test_abort_of_one_sample_leaves_the_others(core):
     assert len(answers["a:1"].tokens) < 6
     core.scheduler.check_integrity()
     assert not core._live
-    assert not core._id_of
+    assert not core._live_of
 
 
 def test_stop_tokens_and_eos(core):
@@ -163,6 +164,59 @@ def test_the_queue_is_bounded(model):
     while core.has_work:
         core.step()
     core.submit(Submit("r3", [1], greedy(2)))
+
+
+def test_one_tenant_leaves_room_in_the_queue_for_others(model):
+    core = make_core(model, max_waiting=64)
+    choices = SamplingParams(max_tokens=2, seed=1, n=8)
+    for i in range(4):
+        core.submit(Submit(f"flood{i}", [1, 2], choices, tenant="a"))
+    with pytest.raises(QueueFull, match=r"32 requests of this API key are waiting; at most 32 may") as caught:
+        core.submit(Submit("flood4", [1, 2], choices, tenant="a"))
+    assert caught.value.status == 429
+    core.submit(Submit("b0", [1, 2], choices, tenant="b"))
+    core.submit(Submit("b1", [1, 2], choices, tenant="b"))
+    with pytest.raises(QueueFull, match="16 requests of this API key are waiting; at most 16 may"):
+        core.submit(Submit("b2", [1, 2], choices, tenant="b"))
+    core.submit(Submit("whole", [1, 2], SamplingParams(max_tokens=1, seed=1, n=16), tenant="c"))  # its first may be large
+    with pytest.raises(QueueFull, match="64 requests are waiting; at most 64 may"):
+        core.submit(Submit("d", [1, 2], greedy(1), tenant="d"))
+    core.submit(Submit("batch", [1, 2], greedy(1), priority=BACKGROUND, tenant="a"))  # has a queue of its own
+    while core.has_work:
+        core.step()
+    core.submit(Submit("a", [1, 2], choices, tenant="a"))
+
+
+def test_without_keys_the_whole_queue_may_be_filled(model):
+    core = make_core(model, max_waiting=64)
+    for i in range(8):
+        core.submit(Submit(f"r{i}", [1, 2], SamplingParams(max_tokens=2, seed=1, n=8)))
+    with pytest.raises(QueueFull, match="64 requests are waiting; at most 64 may"):
+        core.submit(Submit("more", [1, 2], greedy(1)))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_have_length_one_and_are_the_same_in_chunks_and_after_preemption(model, pooling):
+    prompts = {f"e{i}": ([7 + i] * (60 + i), SamplingParams(max_tokens=1, temperature=0, pooling=pooling)) for i in range(4)}
+    whole = {name: answer.last.embedding for name, answer in run(make_core(model), prompts).items()}
+    for vector in whole.values():
+        assert sum(value * value for value in vector) == pytest.approx(1.0)
+    core = make_core(model, token_budget=32, max_requests=4)
+    answers = {name: Answer() for name in prompts}
+    for name, (prompt, params) in prompts.items():
+        core.submit(Submit(name, prompt, params))
+    take(core, answers)
+    core.scheduler._preempt(core.scheduler.running[0], "test")
+    while core.has_work:
+        take(core, answers)
+    for name, vector in whole.items():
+        assert answers[name].last.embedding == pytest.approx(vector, abs=1e-12)
+
+
+def test_the_step_loop_has_no_torch():
+    from tidemill.engine import core, outputs, structured
+
+    assert not any(hasattr(module, "torch") for module in (core, outputs, structured))
 
 
 def test_timings_sum_to_the_whole(core):

@@ -34,7 +34,7 @@ def backend(request):
 @pytest.fixture
 def core(model, tiny_folder, backend):
     core = make_core(model, structured_backend=backend)
-    core.tokenizer_path = tiny_folder
+    core.structured.tokenizer_path = tiny_folder
     return core
 
 
@@ -70,7 +70,7 @@ def test_every_form(core, tokenizer, temperature):
     for name, form in (("regex", "[0-9]{3}-[a-f]+ok"), ("grammar", r"a[bc]+\.")):
         assert re.fullmatch(form, texts[name]) or answers[name].finish_reason == "length"
     assert answers["choice"].finish_reason == "stop"
-    assert not core._matchers
+    assert not core.structured
     alone = run(core, {"free": requests["free"]})["free"]
     assert alone.tokens == answers["free"].tokens  # others' forms are no business of its
 
@@ -92,7 +92,7 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
 
     def answers(asks, **options):
         core = make_core(model, structured_backend=backend, **options)
-        core.tokenizer_path = tiny_folder
+        core.structured.tokenizer_path = tiny_folder
         return {name: answer.tokens for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()}
 
     mine = ask(grammar, 5, n=3, logprobs=1, max_tokens=60)

@@ -22,6 +22,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.scheduler = None
         self.live = {}
+        self.tables = {}  # by row: pages as a runner knows them, from the plans alone
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -37,24 +38,33 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_budget=max(rows, 6),
             max_context=24,
             policy=make_policy(policy),
-            clock=VirtualClock(),
+            clock=(clock := VirtualClock()),
             emit=EventBuffer(),
             background_tokens=background_tokens,
             background_budget=3,
         )
+        self.clock = clock
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         max_tokens=st.integers(1, 20),
         n=st.sampled_from([1, 1, 1, 3]),
-        priority=st.sampled_from([0, 1, 2, BACKGROUND, BACKGROUND + 1]),
+        priority=st.sampled_from([-(2**31), 0, 1, 2, BACKGROUND, BACKGROUND + 1]),
         salt=st.sampled_from(["", "x"]),
+        tenant=st.sampled_from(["", "a", "b"]),
     )
-    def submit(self, prompt, max_tokens, n, priority, salt):
+    def submit(self, prompt, max_tokens, n, priority, salt, tenant):
         if len(self.live) < 12:
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1)
-            for request in self.scheduler.add("r", prompt, params, priority=priority, salt=salt, eos_token_ids=frozenset({EOS})):
+            ends = frozenset({EOS})
+            for request in self.scheduler.add(
+                "r", prompt, params, priority=priority, salt=salt, tenant=tenant, eos_token_ids=ends
+            ):
                 self.live[request.seq] = request
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 7.0, 11.0]))
+    def wait(self, seconds):
+        self.clock.advance(seconds)
 
     @rule(which=st.integers(0, 11))
     def abort(self, which):
@@ -84,11 +94,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_integrity()
 
     def check_plan(self, plan):
-        """What a runner relies on: nobody writes a page that another sequence holds, and copies never chain."""
+        """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
+        which pages a row has."""
+        assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
+        assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
+        for new in plan.new_rows:
+            self.tables[new.row] = dict(enumerate(new.page_ids))
+        for update in plan.page_updates:
+            self.tables[update.row] |= dict(enumerate(update.page_ids, update.first_index))
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
         written = []
         for item in plan.items:
             table = kv.table(item.seq)
+            assert dict(enumerate(table)) == self.tables[item.row]
             assert item.row == by_seq[item.seq].row
             first, last = item.start // kv.page_size, (item.start + item.count - 1) // kv.page_size
             written += table[first : last + 1]

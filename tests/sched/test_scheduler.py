@@ -5,7 +5,7 @@ from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.sched.policies import make_policy
+from tidemill.sched.policies import Policy, make_policy
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
@@ -166,7 +166,7 @@ def test_an_urgent_request_takes_the_place_of_a_lower_one():
     _plan, done = step(scheduler)
     assert [p.request.request_id for p in done] == ["urgent"]
     assert [e.request_id for e in buffer.take() if isinstance(e, events.Preempted)] == ["low"]
-    assert scheduler.waiting[0].request_id == "low"  # back in its old place, before its equal
+    assert next(iter(scheduler.waiting)).request_id == "low"  # back in its old place, before its equal
     run(scheduler)
 
 
@@ -196,7 +196,7 @@ def test_a_forked_sample_pushes_nobody_out_for_pages_it_has():
     run(scheduler)
 
 
-def test_owners_share_what_there_is():
+def test_tenants_share_what_there_is():
     """One tenant floods the queue; the other's few requests are served in turn with its, and idling saves up no claim."""
     scheduler, _ = make(rows=1, budget=16)
     for i in range(6):
@@ -297,7 +297,7 @@ def test_the_reason_for_waiting_is_said_once():
     for _ in range(4):
         step(scheduler)
     deferred = [e for e in buffer.take() if isinstance(e, events.Deferred)]
-    assert [(e.request_id, e.reason) for e in deferred] == [("b", "all 1 rows are taken")]
+    assert [(e.request_id, e.reason) for e in deferred] == [("b", "all 1 slots are taken")]
 
 
 def tokens_of(scheduler, plan):
@@ -347,7 +347,7 @@ def test_rows_and_pages_are_given_up_by_the_background_first():
     assert run(scheduler) == {"batch0": "length", "batch1": "length", "somebody": "length"}
 
 
-def test_what_an_owner_runs_in_the_background_is_not_held_against_them():
+def test_what_a_tenant_runs_in_the_background_is_not_counted_against_it():
     scheduler, _ = make(rows=1)
     scheduler.add("batch", [5] * 30, SamplingParams(max_tokens=30, seed=0), priority=BACKGROUND, tenant="a")
     for _ in range(10):
@@ -373,5 +373,74 @@ def test_the_background_queues_apart():
     for i in range(5):
         add(scheduler, f"batch{i}", 3, priority=BACKGROUND + i)
     add(scheduler, "somebody", 3)
-    assert scheduler.num_waiting(in_background=True) == 5
-    assert scheduler.num_waiting(in_background=False) == 1
+    assert scheduler.waiting.num_waiting(in_background=True) == 5
+    assert scheduler.waiting.num_waiting(in_background=False) == 1
+
+
+class AdmitsFirst(Policy):
+    """While `holds`, a prompt that has a slot is not computed yet."""
+
+    holds = True
+
+    def chunk(self, num_needed, state):
+        is_started = state.num_running > state.num_running_before or not state.num_left
+        return 0 if self.holds and is_started else super().chunk(num_needed, state)
+
+
+def holding(**settings):
+    scheduler, _ = make(**settings)
+    scheduler.policy = AdmitsFirst()
+    return scheduler
+
+
+def test_a_slot_taken_in_a_step_that_computes_nothing_is_in_the_next_plan():
+    scheduler = holding()
+    (request,) = add(scheduler, "a", 6)
+    assert scheduler.plan() is None
+    scheduler.check_integrity()
+    scheduler.policy.holds = False
+    plan, _ = step(scheduler)
+    assert [(new.row, new.token_ids) for new in plan.new_rows] == [(request.row, request.tokens[:6])]
+    assert not step(scheduler)[0].new_rows
+
+
+def test_what_was_not_sent_is_forgotten_with_its_request():
+    scheduler = holding()
+    (gone,) = add(scheduler, "gone", 6)
+    assert scheduler.plan() is None
+    scheduler.abort(gone, "test")
+    scheduler.policy.holds = False
+    add(scheduler, "next", 3)
+    plan, _ = step(scheduler)
+    assert [len(new.token_ids) for new in plan.new_rows] == [3]
+
+
+def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan():
+    scheduler = holding(page_size=4)
+    first, second, _third = add(scheduler, "r", 10, n=3, max_tokens=2)
+    scheduler.policy.holds = False
+    step(scheduler)
+    shared = scheduler.kv.table(first.seq)[2]
+    scheduler._free_rows, kept = [], scheduler._free_rows  # the other samples cannot start yet
+    ahead = scheduler.plan()
+    scheduler._free_rows = kept
+    scheduler.policy.holds = True
+    assert scheduler.plan() is None  # the first one's last token is under way, the second one has its slot
+    assert second.row >= 0
+    scheduler.commit(ahead, {first.row: 1})
+    scheduler.policy.holds = False
+    plan, _ = step(scheduler)
+    assert plan.page_copies == [(shared, plan.new_rows[0].page_ids[2])]
+    assert [new.row for new in plan.new_rows] == [item.row for item in plan.items]
+
+
+def test_a_row_that_is_new_in_a_plan_has_its_pages_there_and_nowhere_else():
+    scheduler, _ = make(page_size=4)
+    add(scheduler, "r", 10, n=3, max_tokens=4)
+    step(scheduler)
+    plan, _ = step(scheduler)
+    assert plan.page_copies
+    assert len(plan.new_rows) == 2
+    assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
+    for new in plan.new_rows:
+        assert new.page_ids == list(scheduler.kv.table(next(r.seq for r in scheduler.running if r.row == new.row)))

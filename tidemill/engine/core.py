@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, fmt_bytes, resolve
+from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.engine.outputs import Live, make_deltas
+from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, QueueFull, TidemillError
 from tidemill.events import Event, EventBuffer
-from tidemill.frontend.structured import Grammars, Matcher, check_backend
-from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
 from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.runner.base import Runner, StepResult
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.base import StepResult
+from tidemill.runner.make import make_runner
 from tidemill.sampling import Grammar
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
@@ -31,17 +30,7 @@ from tidemill.sched.request import BACKGROUND, Request
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings, TokenLogprobs
-
-
-@dataclass(slots=True)
-class _Live:
-    """A submitted request: its samples that have not ended."""
-
-    samples: dict[int, int] = field(default_factory=dict)  # seq to index
-    requests: dict[int, Request] = field(default_factory=dict)  # index to request
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    pooled: torch.Tensor | None = None
+from tidemill.wire import Abort, Finish, Pages, Refused, StepOutput, Submit, Timings
 
 
 class EngineCore:
@@ -63,11 +52,9 @@ class EngineCore:
             background_budget=config.background_budget,
         )
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
-        self._live: dict[str, _Live] = {}
-        self._id_of: dict[int, str] = {}  # seq to request id
-        self._matchers: dict[int, Matcher] = {}  # of requests whose answer must have a form, by seq
-        self.tokenizer_path: Path | None = None  # where such requests find words for tokens
-        self._grammars: Grammars | None = None
+        self._live: dict[str, Live] = {}
+        self._live_of: dict[int, Live] = {}  # by seq
+        self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
 
     @classmethod
     def load(
@@ -75,8 +62,8 @@ class EngineCore:
         options: EngineOptions,
         progress: ProgressFn | None = None,
     ) -> EngineCore:
-        """From what a user typed to an engine that can run."""
-        make_policy(options.policy)  # a wrong name is told before gigabytes are read
+        """From a user's options to an engine that can run."""
+        make_policy(options.policy)  # a wrong name is an error before gigabytes are read
         check_backend(options.structured_backend)
         checkpoint = open_checkpoint(locate(options.model))
         architecture = model_class(checkpoint)
@@ -88,7 +75,7 @@ class EngineCore:
         random = options.load_format == "dummy"
         method = f"{config.dtype}-fast" if config.fast_math else config.dtype
         core = cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
-        core.tokenizer_path = checkpoint.path
+        core.structured.tokenizer_path = checkpoint.path
         return core
 
     @property
@@ -97,28 +84,25 @@ class EngineCore:
 
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
-        return self._grammars is not None and grammar in self._grammars
+        return self.structured.is_compiled(grammar)
 
     def compile_grammar(self, grammar: Grammar) -> Matcher:
         """May take a while; may be called from another thread."""
-        if self._grammars is None:
-            if self.tokenizer_path is None:
-                raise InvalidRequest("Without a tokenizer there is no form to keep to.", param="grammar")
-            tokenizer = Tokenizer.load(self.tokenizer_path)
-            self._grammars = Grammars.of(self.config.structured_backend, tokenizer, self.model_config.vocab_size)
-        return self._grammars.compile(grammar)
+        return self.structured.compile(grammar)
 
-    def submit(self, request: Submit, form: Matcher | None = None) -> None:
-        """Queue a request, or raise what is wrong with it. `form`: what its answer must be, if that has just been compiled."""
+    def submit(self, request: Submit, compiled: Matcher | None = None) -> None:
+        """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
         if request.request_id in self._live:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
-        num_waiting = self.scheduler.num_waiting(request.priority >= BACKGROUND)
-        if num_waiting + request.params.n > self.config.max_waiting and request.resumed is None:
-            raise QueueFull(f"{num_waiting} requests are waiting; at most {self.config.max_waiting} may.", fix="Try again later.")
+        if request.resumed is None:
+            self._check_queue(request)
         self._check_prompt(request.prompt_ids, request.params.max_tokens)
         request.params.check_vocabulary(self.model_config.vocab_size)
-        resumed = request.resumed
-        matcher = None if request.params.grammar is None else self._matcher(request.params.grammar, form)
+        outputs = {sample.index: sample.output_ids for sample in request.resumed or ()}
+        if request.resumed is None:
+            outputs = {index: [] for index in range(request.params.n)}
+        grammar = request.params.grammar
+        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()))
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -127,24 +111,30 @@ class EngineCore:
             priority=request.priority,
             salt=request.salt,
             tenant=request.tenant,
-            resumed=None if resumed is None else {sample.index: sample.output_ids for sample in resumed},
+            resumed=None if request.resumed is None else outputs,
         )
-        live = _Live()
-        indexes = range(len(made)) if resumed is None else [sample.index for sample in resumed]
-        for index, sample in zip(indexes, made, strict=True):
-            live.samples[sample.seq] = index
-            live.requests[index] = sample
-            self._id_of[sample.seq] = request.request_id
-            if matcher is not None:
-                self._matchers[sample.seq] = mine = matcher.copy()
-                mine.take(sample.tokens[sample.num_prompt :])
-        self._live[request.request_id] = live
+        live = self._live[request.request_id] = Live(request.request_id)
+        for index, sample in zip(outputs, made, strict=True):
+            live.add(index, sample)
+            self._live_of[sample.seq] = live
+        for sample, matcher in zip(made, matchers, strict=False):
+            self.structured.start(sample.seq, matcher)
 
-    def _matcher(self, grammar: Grammar, form: Matcher | None) -> Matcher:
-        if self._grammars is None:
-            form = self.compile_grammar(grammar)
-        assert self._grammars is not None
-        return self._grammars.matcher(grammar, form)
+    def _check_queue(self, request: Submit) -> None:
+        """The queue is bounded, and one tenant's part of it is half of what the others leave, so that there is always room for
+        another tenant. Without API keys there is one tenant, the one without a name, and only the bound applies."""
+        in_background, most, num_new = request.priority >= BACKGROUND, self.config.max_waiting, request.params.n
+        num_waiting = self.scheduler.waiting.num_waiting(in_background)
+        if num_waiting + num_new > most:
+            raise QueueFull(f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later.")
+        num_own = self.scheduler.waiting.num_waiting(in_background, request.tenant)
+        most_own = (most - num_waiting + num_own) // 2
+        if request.tenant and num_own and num_own + num_new > most_own:
+            raise QueueFull(
+                f"{num_own} requests of this API key are waiting; at most {most_own} may, half of the {most} places less those "
+                f"that other keys hold.",
+                fix="Try again when some of them have started.",
+            )
 
     def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
         vocab_size, context = self.model_config.vocab_size, self.config.max_context
@@ -155,7 +145,7 @@ class EngineCore:
             raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
         if len(prompt_ids) >= context:
             raise ContextTooLong(
-                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the answer.",
+                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the output.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )
@@ -168,7 +158,7 @@ class EngineCore:
             )
 
     def abort(self, message: Abort) -> None:
-        """Unknown or ended requests are ignored: the answer may have crossed the abort on its way."""
+        """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""
         live = self._live.get(message.request_id)
         if live is None:
             return
@@ -188,7 +178,7 @@ class EngineCore:
         return Timings(*request.spans(self._clock.now()))
 
     def pages(self) -> Pages:
-        """Who holds which page. The engine stands still meanwhile, so it is for the asker to ask seldom."""
+        """Which request holds which page. No step is made meanwhile, so it should be called seldom."""
         begin = self._clock.now()
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
@@ -202,154 +192,100 @@ class EngineCore:
     def step(self) -> tuple[StepOutput, list[Refused]]:
         """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
         plan = None
+        failed: list[Refused] = []
         try:
             started = self._clock.now()
             plan = self.scheduler.plan()
             if plan is not None:
-                self._set_masks(plan)
+                failed += self._add_masks(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
-                return StepOutput([], self._events.take()), []
+                return StepOutput([], self._events.take()), failed
             done, launched, started = self._in_flight.popleft()
             result = self.runner.collect(launched)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
-            failed = self._fail(plan, error)
+            failed += self._fail_step(plan, error)
             if not isinstance(error, Exception):
                 raise
             traceback.print_exc()
             return StepOutput([], self._events.take()), failed
-        failed = self._fail_broken(done, result)
+        failed += self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
-        if self._matchers:
-            progress = [self._advance_grammar(one, failed) for one in progress]
-            progress = [one for one in progress if one.request.seq in self._id_of]
+        if self.structured:
+            progress = self._follow_grammars(progress, failed)
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
-        return StepOutput(self._deltas(done, result, progress, now), self._events.take()), failed
+        deltas = make_deltas(done, result, progress, self._live_of, now)
+        for one in progress:
+            if one.finish_reason:
+                self._forget(one.request.seq)
+        return StepOutput(deltas, self._events.take()), failed
 
-    def _set_masks(self, plan: StepPlan) -> None:
-        """The sampler is told which tokens may come."""
-        items = plan.items if self._matchers else ()
+    def _add_masks(self, plan: StepPlan) -> list[Refused]:
+        """Token masks of structured outputs. A request whose grammar fails is aborted; its part of the step is wasted."""
+        if not self.structured:
+            return []
         began = self._clock.now()
-        self.runner.state.masks = masks = {
-            item.row: self._matchers[item.seq].mask() for item in items if item.samples and item.seq in self._matchers
-        }
-        if masks:
+        plan.masks, broken = self.structured.masks(plan.items)
+        if plan.masks:
             now = self._clock.now()
-            self._events(events.MasksMade(now, len(masks), now - began))
+            self._events(events.MasksMade(now, len(plan.masks), now - began))
+        return [self._fail_request(seq, error, "grammar failed") for seq, error in broken.items() if seq in self._live_of]
 
-    def _advance_grammar(self, progress: Progress, failed: list[Refused]) -> Progress:
-        """A token has come; where the form allows nothing more, the answer is complete. Where it has become too much to follow,
-        the request fails: it would end as if it were complete."""
-        matcher = self._matchers.get(progress.request.seq)
-        if matcher is None:
-            return progress
-        if not progress.finish_reason:
-            matcher.take([progress.token_id])
-        if matcher.error:
-            request_id, what = self._id_of[progress.request.seq], matcher.error.splitlines()[0][:300]
-            failed.append(refusal(request_id, InvalidRequest(f"The answer's form cannot be followed further: {what}")))
-            self.abort(Abort(request_id, "its form cannot be followed"))
-            return progress
-        if progress.finish_reason or not matcher.is_over:
-            return progress
-        self.scheduler.finish(progress.request, "stop")
-        return msgspec.structs.replace(progress, finish_reason="stop")
+    def _follow_grammars(self, progress: list[Progress], failed: list[Refused]) -> list[Progress]:
+        """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
+        for i, one in enumerate(progress):
+            seq = one.request.seq
+            if seq not in self.structured or one.finish_reason:
+                continue
+            try:
+                if self.structured.take(seq, one.token_id):
+                    self.scheduler.finish(one.request, "stop")
+                    progress[i] = msgspec.structs.replace(one, finish_reason="stop")
+            except InvalidRequest as error:
+                failed.append(self._fail_request(seq, error, "grammar failed"))
+        return [one for one in progress if one.request.seq in self._live_of]
 
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
         """Requests whose logits are not numbers fail alone."""
-        failed: dict[str, Refused] = {}
+        failed = []
         for item in plan.items if min(result.tokens.values(), default=0) < 0 else ():
-            request_id = self._id_of.get(item.seq)
-            if request_id is None or result.tokens.get(item.row, 0) >= 0:
-                continue
-            error = ModelFailed("The model's logits are not numbers on this request.", fix="Change the prompt or the parameters.")
-            failed[request_id] = refusal(request_id, error)
-            for request in list(self._live[request_id].requests.values()):
-                self.scheduler.discard(request, "logits are not numbers")
-                self._forget(request.seq)
-        return list(failed.values())
+            if item.seq in self._live_of and result.tokens.get(item.row, 0) < 0:
+                words = "The model's logits are not numbers on this request."
+                error = ModelFailed(words, fix="Change the prompt or the parameters.")
+                failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
+        return failed
 
-    def _deltas(self, plan: StepPlan, result: StepResult, progress: list[Progress], now: float) -> list[Delta]:
-        for item in plan.items if result.prompt_logprobs else ():
-            entries = result.prompt_logprobs.get(item.row)
-            live = self._live.get(self._id_of[item.seq]) if entries and item.seq in self._id_of else None
-            if entries and live:
-                if item.start == 0:
-                    live.prompt_logprobs.clear()  # it was preempted on the way and started over
-                live.prompt_logprobs += entries
-        for item in plan.items if result.pooled else ():
-            part = result.pooled.get(item.row)
-            live = self._live.get(self._id_of[item.seq]) if part is not None and item.seq in self._id_of else None
-            if part is not None and live:
-                goes_on = live.pooled is not None and item.start > 0 and live.requests[0].params.pooling == "mean"
-                live.pooled = live.pooled + part if goes_on and live.pooled is not None else part
-        row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
-        deltas = []
-        for done in progress:
-            request = done.request
-            request_id = self._id_of[request.seq]
-            live = self._live[request_id]
-            first, params = request.num_output == 1, request.params
-            logprobs = result.logprobs.get(row_of[request.seq]) if row_of else None
-            wants_prompt = first and params.prompt_logprobs is not None and live.samples[request.seq] == 0
-            deltas.append(
-                Delta(
-                    request_id,
-                    live.samples[request.seq],
-                    [done.token_id],
-                    done.finish_reason,
-                    [logprobs] if logprobs else None,
-                    list(live.prompt_logprobs) if wants_prompt else None,
-                    request.num_cached,
-                    Timings(*request.spans(now)) if done.finish_reason else None,
-                    torch.nn.functional.normalize(live.pooled, dim=0).tolist() if first and live.pooled is not None else None,
-                )
-            )
-            if done.finish_reason:
-                self._forget(request.seq)
-        return deltas
+    def _fail_request(
+        self, seq: int, error: TidemillError, reason: str, end: Callable[[Request, str], None] | None = None
+    ) -> Refused:
+        """End all samples of a request with an error."""
+        live = self._live_of[seq]
+        for request in list(live.requests.values()):
+            (end or self.scheduler.abort)(request, reason)
+            self._forget(request.seq)
+        return refusal(live.request_id, error)
 
-    def _fail(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
+    def _fail_step(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail (all of them, if it was not even planned). The others start over, since they may
         share pages that the step had announced and never computed."""
         plans = [launched for launched, _, _ in self._in_flight] + ([] if plan is None else [plan])
         self._in_flight.clear()
-        seqs = list(self._id_of) if plan is None else [item.seq for each in plans for item in each.items]
-        failed = []
-        for request_id in dict.fromkeys(self._id_of[seq] for seq in seqs if seq in self._id_of):
-            self.abort(Abort(request_id, f"step failed: {type(error).__name__}"))
-            what = f"The engine failed while computing this request ({type(error).__name__})."
-            failed.append(refusal(request_id, TidemillError(what)))
+        seqs = list(self._live_of) if plan is None else [item.seq for each in plans for item in each.items]
+        name = type(error).__name__
+        failure = TidemillError(f"The engine failed while computing this request ({name}).")
+        failed = [self._fail_request(seq, failure, f"step failed: {name}") for seq in seqs if seq in self._live_of]
         self.scheduler.drop_computed("a step failed")
         self.runner.state.discard_staged()
         return failed
 
     def _forget(self, seq: int) -> None:
-        request_id = self._id_of.pop(seq)
-        self._matchers.pop(seq, None)
-        live = self._live[request_id]
+        live = self._live_of.pop(seq)
+        self.structured.stop(seq)
         del live.requests[live.samples[seq]]
         if not live.requests:
-            del self._live[request_id]
+            del self._live[live.request_id]
 
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:
     return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
-
-
-def make_runner(model: CausalLM, config: EngineConfig) -> Runner:
-    if config.device == "cuda":
-        from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
-
-        try:
-            return CudaRunner(model, config)
-        except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info()
-            raise ConfigError(
-                f"The GPU's memory ran out at start: weights {fmt_bytes(config.weight_bytes)}, KV cache "
-                f"{fmt_bytes(config.kv_bytes)}, activations {fmt_bytes(config.activation_bytes)}; "
-                f"{fmt_bytes(free)} of {fmt_bytes(total)} are left.",
-                fix=f"Give less than {fmt_bytes(config.kv_bytes)} with --kv-memory, or stop what else uses the GPU.",
-            ) from error
-    return CpuRunner(model, config)

@@ -24,7 +24,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
 _MAX_EVENTS = 100_000
-_NO_LIMIT = 2**31 - 1  # a script may queue as much as it likes
+_NO_LIMIT = 2**31 - 1  # a script may queue any number of requests
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = dict[str, Any]
@@ -32,7 +32,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(slots=True)
 class Completion:
-    """One sample of an answer."""
+    """One sample of a request's output."""
 
     index: int
     text: str = ""
@@ -67,7 +67,7 @@ class _Pending:
 
 
 class LLM:
-    """Loads a model and answers. Options are those of `EngineOptions`."""
+    """A model loaded in this process. Options are those of `EngineOptions`."""
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
         path = locate(model, fetch=True)
@@ -84,7 +84,7 @@ class LLM:
         self.config = self.core.config
         self.model_config = self.core.model_config
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
-        self.last: RequestOutput | None = None  # what the last stream produced, with its timings
+        self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
 
     def generate(
@@ -109,13 +109,13 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or many."""
+        """Reply to one conversation (a list of messages) or many."""
         batch: list[Any] = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
         encoded = [self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context) for messages in batch]
         return self._run([None] * len(batch), encoded, params, progress, 0)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """Text of one answer as it comes. Leaving the loop early ends the request."""
+        """Text of one completion as it is generated. Leaving the loop early ends the request."""
         yield from self._stream(self._encode(prompt), params or SamplingParams())
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:

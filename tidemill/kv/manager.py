@@ -23,7 +23,7 @@ FREE, CACHED, SHARED, FIRST_OWNER = range(4)
 class _Table:
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # chain keys of the leading full pages, as far as they are known
-    num_recorded: int = 0  # of them, how many are findable
+    num_recorded: int = 0  # of them, how many are in the prefix index
     root: bytes = b""
 
 
@@ -47,7 +47,7 @@ class KVManager:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be taken now; some may still hold findable content."""
+        """Pages that can be taken now; some may still hold cached content, which is evicted then."""
         return self._pool.num_free
 
     def num_pages_for(self, num_tokens: int) -> int:
@@ -71,7 +71,7 @@ class KVManager:
         return keys
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages that already hold the longest findable beginning."""
+        """Pages that hold the longest cached prefix."""
         pages: list[int] = []
         for key in keys:
             page = self._index.find(key)
@@ -81,7 +81,7 @@ class KVManager:
         return pages
 
     def num_pages_to_admit(self, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
-        """Free pages that `admit` would take: new ones, and found ones that nobody owns."""
+        """Free pages that `admit` would take: new ones, and cached ones that no sequence holds."""
         found = self.find(keys)
         num_revived = sum(1 for page in found if self._pool.references(page) == 0)
         return self.num_pages_for(num_tokens) - len(found) + num_revived
@@ -91,12 +91,12 @@ class KVManager:
         return len(self._shared(seq, start, end))
 
     def num_freed_by(self, seqs: Sequence[int]) -> int:
-        """Pages that would be free if these sequences were released: those that nobody else holds."""
+        """Pages that would be free if these sequences were released: those that no other sequence holds."""
         owners = Counter(page for seq in seqs for page in self._tables[seq].pages)
         return sum(1 for page, num in owners.items() if self._pool.references(page) == num)
 
     def map(self, seqs: Sequence[int]) -> array[int]:
-        """What each page is, for somebody who looks. `seqs`: all that hold pages. Takes a while: some 20 ms for 100,000 pages."""
+        """What each page is, for the live view. `seqs`: all that hold pages. Takes some 20 ms for 100,000 pages."""
         kinds = array("H", bytes(2 * self._pool.num_pages))
         for page in self._index.pages():
             kinds[page] = CACHED
@@ -108,7 +108,7 @@ class KVManager:
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0) -> int | None:
-        """Give a new sequence pages for all its tokens, sharing what is found under its keys. Returns the number of tokens found,
+        """Give a new sequence pages for all its tokens, sharing what is cached under its keys. Returns how many tokens that is,
         or None if fewer than `reserve` pages would stay free (nothing is changed then)."""
         assert seq not in self._tables
         if self.num_pages_to_admit(num_tokens, keys) + reserve > self._pool.num_free:
@@ -150,7 +150,7 @@ class KVManager:
         return copies
 
     def record(self, seq: int, token_ids: Sequence[int], num_computed: int) -> None:
-        """Tokens up to `num_computed` are (or will be, by the step being planned) in the cache: full pages become findable."""
+        """Tokens up to `num_computed` are computed, or will be by the step being planned: full pages enter the prefix index."""
         if not self.prefix_caching:
             return
         table = self._tables[seq]
@@ -182,7 +182,7 @@ class KVManager:
             self._pool.drop(page)
 
     def discard(self, seq: int) -> list[int]:
-        """The sequence is done, and what it computed is worthless: nobody may find it. Returns pages to be cleared."""
+        """The sequence is done, and what it computed is worthless: it leaves the prefix index. Returns pages to be cleared."""
         own = [page for page in self._tables[seq].pages if self._pool.references(page) == 1]
         for page in own:
             self._index.forget(page)
@@ -190,15 +190,15 @@ class KVManager:
         return own
 
     def clear_prefixes(self) -> int:
-        """Forget all findable content. Returns how many pages that was."""
+        """Empty the prefix index. Returns how many pages were in it."""
         for table in self._tables.values():
-            table.num_recorded = 0  # a live sequence is found again once it is recorded anew
+            table.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         return self._index.clear()
 
     # ---- inside
 
     def _shared(self, seq: int, start: int, end: int) -> list[int]:
-        """Table entries of tokens start..end-1 whose pages others hold or may find."""
+        """Table entries of tokens start..end-1 whose pages are shared or in the prefix index."""
         pages = self._tables[seq].pages
         return [
             i

@@ -31,7 +31,7 @@ class PrefixIndex:
         return page in self._key_of
 
     def pages(self) -> Iterable[int]:
-        """All pages whose content can be found, in no order."""
+        """All cached pages, in no order."""
         return self._key_of
 
     def find(self, key: bytes) -> int | None:
@@ -44,7 +44,7 @@ class PrefixIndex:
             self._key_of[page] = key
 
     def forget(self, page: int) -> bool:
-        """The page's content is about to be overwritten. True if it held something worth finding."""
+        """The page's content is about to be overwritten. True if it was cached."""
         key = self._key_of.pop(page, None)
         if key is None:
             return False

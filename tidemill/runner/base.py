@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tidemill.models.base import CausalLM
@@ -19,12 +20,12 @@ _PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
 
 @dataclass(slots=True)
 class StepResult:
-    """By row: the token sampled (negative: the logits were not numbers), and what was asked about it."""
+    """By row: the token sampled (negative: the logits were not numbers), and the logprobs that were requested."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
+    pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
 
 
 class Runner(Protocol):
@@ -38,13 +39,13 @@ class Runner(Protocol):
 
 
 def look_at_prompt(model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, result: StepResult) -> None:
-    """What a request asks about its prompt, from the hidden states of this step's tokens."""
+    """Prompt logprobs and pooling where requested, from the hidden states of this step's tokens."""
     params = state.params[item.row]
     if params is not None and params.prompt_logprobs is not None:
         result.prompt_logprobs[item.row] = list(prompt_logprobs(model, state, item, hidden_TH, params.prompt_logprobs))
     if params is not None and params.pooling is not None:
         states = hidden_TH if params.pooling == "mean" else hidden_TH[-1:]
-        result.pooled[item.row] = states.double().sum(0).cpu()
+        result.pooled[item.row] = states.double().sum(0).cpu().numpy()
 
 
 def prompt_logprobs(

@@ -11,7 +11,7 @@ from tidemill.sched.plan import StepPlan
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: from memory that it can read by itself."""
+    """To the device without waiting for it: from pinned memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -46,7 +46,7 @@ class StagedWrites:
 
 
 class RowState:
-    """Tokens, page table and draw of every row; sampling parameters beside them on the host, where the plan comes from."""
+    """Tokens, page table and sampling words of every row on the device; sampling parameters beside them on the host."""
 
     def __init__(self, num_rows: int, max_context: int, page_size: int, device: torch.device | None = None) -> None:
         self.page_size = page_size
@@ -60,7 +60,7 @@ class RowState:
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
-        self.masks: dict[int, np.ndarray] = {}  # of rows whose next token must fit a form: a bit for each that does
+        self.masks: dict[int, np.ndarray] = {}  # of rows with structured output in this step: a bit per token that may come
         self.num_prompt = [0] * num_rows
         self._num_pages = [0] * num_rows
 
@@ -73,11 +73,11 @@ class RowState:
             self._add(1, new.row, 0, new.page_ids + [0] * (self._num_pages[new.row] - len(new.page_ids)))  # past the end: null
             self._num_pages[new.row] = len(new.page_ids)
             self._add(2, new.row, 0, _draw_words(new.params))
-        added_in_full = {new.row for new in plan.new_rows}
         for update in plan.page_updates:
-            if update.row not in added_in_full:
-                self._add(1, update.row, update.first_index, update.page_ids)
-                self._num_pages[update.row] = update.first_index + len(update.page_ids)
+            self._add(1, update.row, update.first_index, update.page_ids)
+            end = update.first_index + len(update.page_ids)
+            self._num_pages[update.row] = max(self._num_pages[update.row], end)
+        self.masks = {row: np.frombuffer(words, np.int32) for row, words in plan.masks.items()}
 
     def _add(self, part: int, row: int, column: int, values: list[int]) -> None:
         self._writes.add(self._offsets[part] + row * self._widths[part] + column, values)

@@ -1,4 +1,4 @@
-"""Where time comes from. The scheduler never asks the machine."""
+"""The source of time. The scheduler never reads the system clock itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """Time that passes only when told to."""
+    """Time that advances by calls only: for tests and simulation."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

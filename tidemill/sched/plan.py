@@ -1,12 +1,14 @@
-"""StepPlan: what the scheduler tells the runner. New rows in full once, afterwards only what changed. Ints, no tensors."""
+"""StepPlan: what the runner computes next. New sequences in full once, afterwards only what changed. Ints, no tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from tidemill.sampling import SamplingParams
+from tidemill.sched.request import Request
 
 
 class NewRow(msgspec.Struct, frozen=True):
@@ -29,7 +31,7 @@ class RowPages(msgspec.Struct, frozen=True):
 
 
 class StepItem(msgspec.Struct, frozen=True, gc=False):
-    """One request's share of the step: tokens start .. start + count - 1 of its row."""
+    """One request's part of the step: tokens start .. start + count - 1 of its row."""
 
     seq: int
     row: int
@@ -44,13 +46,42 @@ class StepPlan:
     step: int
     items: list[StepItem] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
-    page_updates: list[RowPages] = field(default_factory=list)
-    page_copies: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (source, target): all read, then all written, then the step
-
-    page_zeroes: list[int] = field(default_factory=list)  # whose content must not reach the next owner, even masked
+    page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
+    page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
+    page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
+    masks: dict[int, bytes] = field(default_factory=dict)  # by row, for structured output: a bit per token that may come next
 
     @property
     def num_tokens(self) -> int:
         return sum(item.count for item in self.items)
+
+
+@dataclass(slots=True)
+class Unsent:
+    """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
+
+    rows: dict[int, Request] = field(default_factory=dict)  # taken by new requests
+    page_updates: dict[int, list[RowPages]] = field(default_factory=dict)  # by row, as are the copies
+    page_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    page_zeroes: list[int] = field(default_factory=list)
+
+    def update_pages(self, row: int, first_index: int, page_ids: list[int]) -> None:
+        self.page_updates.setdefault(row, []).append(RowPages(row, first_index, page_ids))
+
+    def copy_page(self, row: int, source: int, target: int) -> None:
+        self.page_copies.setdefault(row, []).append((source, target))
+
+    def forget(self, row: int) -> None:
+        """The row's request has left it."""
+        for changes in (self.rows, self.page_updates, self.page_copies):
+            changes.pop(row, None)
+
+    def send_with(self, plan: StepPlan, table: Callable[[int], Sequence[int]]) -> None:
+        """`table`: a sequence's pages. Those of a new row are complete by now, whatever changed since it was taken."""
+        plan.new_rows = [
+            NewRow(row, list(new.tokens), new.num_prompt, list(table(new.seq)), new.params, new.eos_token_ids)
+            for row, new in self.rows.items()
+        ]
+        plan.page_updates = [each for row, of_row in self.page_updates.items() if row not in self.rows for each in of_row]
+        plan.page_copies = [each for of_row in self.page_copies.values() for each in of_row]
+        plan.page_zeroes = self.page_zeroes

@@ -12,7 +12,7 @@ from tidemill.errors import ConfigError
 
 @dataclass(slots=True)
 class StepState:
-    """What a policy may look at while a step is being filled."""
+    """What a policy decides by, while a step is being filled."""
 
     budget: int
     num_left: int  # of the budget
@@ -26,7 +26,7 @@ class Policy:
     """Continuous batching with stall-free chunked prefill: the default, and the base of the others.
 
     Running requests get their next token first; what is left of the budget computes prompts, in order of arrival, cut to fit.
-    A prompt is cut only as the first one of a step: cutting a second would lengthen this step for everybody else and not
+    A prompt is cut only as the first one of a step: cutting a second would lengthen this step for all others and not
     finish the prompt any earlier than computing it next.
     """
 

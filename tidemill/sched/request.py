@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tidemill.sampling import SamplingParams
 
-BACKGROUND = 1_000_000  # priorities from here on give way even while they run
+if TYPE_CHECKING:
+    from tidemill.sched.queue import Tenant
+
+BACKGROUND = 1_000_000  # requests of this priority value and above yield to all others, also while they run
 
 
 class Status(Enum):
@@ -34,7 +38,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0  # lower runs first
     salt: str = ""
-    tenant: str = ""  # owners share the engine fairly
+    tenant: str = ""
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
 
@@ -42,8 +46,8 @@ class Request:
     row: int = -1
     num_prompt: int = 0
     num_computed: int = 0
-    num_in_flight: int = 0  # sampled on the device, not yet told to the host
-    writable_end: int = 0  # tokens before this one may be written without asking: their page is this request's alone
+    num_in_flight: int = 0  # sampled on the device, not yet known to the host
+    writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
     deferred_because: str = ""
@@ -51,13 +55,14 @@ class Request:
     started_s: float | None = None
     first_token_s: float | None = None
     in_background: bool = False
-    share: str = ""  # on whose account its tokens go
+    waited_s: float = 0.0  # in the queue, until it last started
+    queued_s: float = 0.0  # while it is queued: now less its time in the queue
+    is_aged: bool = False  # it started before requests of higher priority, and is not preempted for them
+    account: Tenant = field(init=False)  # set when it is queued for the first time
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         self.in_background = self.priority >= BACKGROUND
-        # What a tenant runs in the background is not held against what they ask meanwhile.
-        self.share = f"{self.tenant}\0background" if self.in_background else self.tenant
 
     @property
     def num_known(self) -> int:
@@ -73,12 +78,23 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     def spans(self, now: float) -> tuple[float, float, float]:
-        """Where its time went, up to `now`: waiting, until the first token, since."""
+        """Its time up to `now`: in the queue, then until the first token, then since."""
         started = self.started_s if self.started_s is not None else now
         first = self.first_token_s if self.first_token_s is not None else now
         return started - self.arrival_s, first - started, now - first
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
+    def place(self) -> tuple[int, int]:
+        """Order in the queue: lower priority value, then earlier arrival."""
         return (self.priority, self.seq)
+
+    @property
+    def rank(self) -> tuple[bool, bool, int, int]:
+        """Order of running requests; the last one is preempted first. Ageing holds on: what it let start, it lets finish."""
+        return (self.in_background, not self.is_aged, self.priority, self.seq)
+
+    def yields_to(self, other: Request) -> bool:
+        """It can be preempted so that `other` starts."""
+        if self.in_background and not other.in_background:
+            return True
+        return self.priority > other.priority and not self.is_aged

@@ -6,8 +6,7 @@ Chunked prefill, prefix hits, preemption and (later) speculative tokens are all 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
+from bisect import insort
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -17,9 +16,10 @@ from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
-from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan
+from tidemill.sched.plan import StepItem, StepPlan, Unsent
 from tidemill.sched.policies import Policy, StepState
-from tidemill.sched.request import BACKGROUND, Request, Status
+from tidemill.sched.queue import WaitingQueue
+from tidemill.sched.request import Request, Status
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -46,22 +46,21 @@ class Scheduler:
         background_tokens: float = 1.0,
         background_budget: int | None = None,
     ) -> None:
-        """`background_tokens`: how many a step, on average, the background gets beside others. `background_budget`: how many
-        alone; whoever comes then waits for such a step to end."""
+        """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
+        how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
         self.token_budget = token_budget
         self.max_context = max_context
-        self.waiting: list[Request] = []  # by rank
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by rank
         self._clock = clock
         self._emit = emit
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._page_zeroes: list[int] = []
-        self._served: dict[str, int] = {}  # tokens computed for each share
-        self._present: Counter[str] = Counter()  # their requests, running or waiting
+        self._unsent = Unsent()
+        self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
         self._background_tokens = background_tokens
         self._background_budget = background_budget or token_budget
         self._background_saved = 0.0  # tokens that the background may have and has not had
@@ -73,11 +72,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
-
-    def num_waiting(self, in_background: bool) -> int:
-        """The background queues apart: a batch leaves the others' queue as long as it was."""
-        num_others = bisect_left(self.waiting, BACKGROUND, key=lambda request: request.priority)
-        return len(self.waiting) - num_others if in_background else num_others
 
     def add(
         self,
@@ -95,7 +89,7 @@ class Scheduler:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
         `resumed`: only these samples, each from the output it has; they are computed like preempted ones."""
         now = self._clock.now()
-        assert 0 < len(prompt_ids) < self.max_context, "checked before it came here"
+        assert 0 < len(prompt_ids) < self.max_context, "checked by the engine"
         room = self.max_context - len(prompt_ids)
         made: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
@@ -123,12 +117,8 @@ class Scheduler:
                 request.first_token_s = now if resumed[index] else None
                 self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
             made.append(request)
-            insort(self.waiting, request, key=_rank)
-        share = made[0].share
-        if not self._present[share]:  # who was away starts level with the least served of those here: idling saves up no claim
-            least = min((self._served[other] for other in self._present), default=0)
-            self._served[share] = max(self._served.get(share, 0), least)
-        self._present[share] += len(made)
+            self.waiting.join(request)
+            self.waiting.push(request, now)
         return made
 
     def abort(self, request: Request, reason: str) -> None:
@@ -138,19 +128,19 @@ class Scheduler:
         self._remove(request)
         now = self._clock.now()
         self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
-        self._say_what_is_left(now)
+        self._emit_what_is_left(now)
 
     def discard(self, request: Request, reason: str) -> None:
-        """Abort a request whose KV is not numbers: before others use its pages, they are cleared."""
+        """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
-            self._page_zeroes += self.kv.discard(request.seq)
+            self._unsent.page_zeroes += self.kv.discard(request.seq)
         self.abort(request, reason)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
         now = self._clock.now()
         self._finish(request, reason, now)
-        self._say_what_is_left(now)
+        self._emit_what_is_left(now)
 
     def holders(self) -> list[Request]:
         """Requests that hold pages, in the order in which they came."""
@@ -169,7 +159,7 @@ class Scheduler:
         self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
-            state.num_background_left = self._background_budget  # nobody else can use this step
+            state.num_background_left = self._background_budget  # no other request can use this step
             self._fill(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
@@ -177,7 +167,8 @@ class Scheduler:
         if not plan.items:
             return None
         self._step += 1
-        plan.page_zeroes, self._page_zeroes = self._page_zeroes, []
+        self._unsent.send_with(plan, self.kv.table)
+        self._unsent = Unsent()
         num_prefilling = sum(1 for item in plan.items if item.count > 1 or not item.samples)
         self._emit(
             events.StepPlanned(
@@ -227,13 +218,13 @@ class Scheduler:
                 self._finish(request, reason, now)
             progress.append(Progress(request, token, reason))
         if any(done.finish_reason for done in progress):
-            self._say_what_is_left(now)
+            self._emit_what_is_left(now)
         return progress
 
     def _allow_background(self, state: StepState) -> int:
         """Tokens of the next step that the background may have: all of them, or its small part while others are here."""
         others_run = bool(self.running) and not self.running[0].in_background
-        others_come = bool(self.waiting) and not self.waiting[0].in_background and self.policy.may_admit(state)
+        others_come = self.waiting.num_waiting(in_background=False) > 0 and self.policy.may_admit(state)
         if not others_run and not others_come:
             self._background_saved = float(self._background_budget)
         else:
@@ -256,13 +247,13 @@ class Scheduler:
             if request.num_in_flight and request.params.grammar is not None:
                 continue  # which tokens may come depends on the one under way
             if request.num_computed >= request.writable_end:
-                # A victim of preemption ranks after everybody scheduled so far, so it is not in the plan yet.
-                if not self._make_writable(request, plan, 1):
+                # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
+                if not self._make_writable(request, 1):
                     continue
                 request.writable_end = (request.num_computed // page_size + 1) * page_size
             self._schedule(request, 1, plan, state)
 
-    def _make_writable(self, request: Request, plan: StepPlan, count: int) -> bool:
+    def _make_writable(self, request: Request, count: int) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself."""
         end = request.num_computed + count
         while True:
@@ -271,32 +262,32 @@ class Scheduler:
             copies = None if new is None else self.kv.copies_to_write(request.seq, request.num_computed, end)
             if new is not None:
                 if new:
-                    plan.page_updates.append(RowPages(request.row, num_before, new))
+                    self._unsent.update_pages(request.row, num_before, new)
                 if copies is not None:
-                    self._plan_copies(request, copies, plan)
+                    self._plan_copies(request, copies)
                     return True
             victim = self._victim()
             self._preempt(victim, f"no free page for {request.request_id}")
             if victim is request:
                 return False
 
-    def _plan_copies(self, request: Request, copies: list[tuple[int, int]], plan: StepPlan) -> None:
+    def _plan_copies(self, request: Request, copies: list[tuple[int, int]]) -> None:
         table = self.kv.table(request.seq)
         for index, source in copies:
-            plan.page_copies.append((source, table[index]))
-            plan.page_updates.append(RowPages(request.row, index, [table[index]]))
+            self._unsent.copy_page(request.row, source, table[index])
+            self._unsent.update_pages(request.row, index, [table[index]])
             self._emit(events.PageCopied(self._clock.now(), request.request_id, source, table[index]))
 
     # ---- prompts: started ones first, then waiting ones while there is room
 
     def _plan_prefill(self, plan: StepPlan, state: StepState) -> None:
-        """The background comes last, within what it is allowed; and where others wait, nobody joins it."""
+        """The background comes last, within what it is allowed; while others wait, none of it starts."""
         self._continue_prompts(plan, state, in_background=False)
-        nobody_waits = self._start_waiting(plan, state, in_background=False)
+        none_waits = self._start_waiting(plan, state, in_background=False)
         num_left, state.num_left = state.num_left, min(state.num_left, state.num_background_left)
         num_kept = num_left - state.num_left
         self._continue_prompts(plan, state, in_background=True)
-        if nobody_waits:
+        if none_waits:
             self._start_waiting(plan, state, in_background=True)
         state.num_left += num_kept
 
@@ -311,18 +302,17 @@ class Scheduler:
                 self._schedule(started, count, plan, state)
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
-        """False: somebody has to wait on."""
-        while (request := self._next_waiting()) is not None and request.in_background is in_background:
+        """False: a request has to wait on."""
+        while (request := self.waiting.first(self._clock.now())) is not None and request.in_background is in_background:
             obstacle = self._obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
                 return False
-            if not self._admit(request, plan):
-                holder = self._waiting_holder()
-                if self.running or holder is None:
+            if not self._admit(request):
+                if self.running or not self._forked:
                     self._defer(request, "not enough free pages")
                     return False
-                self._preempt(holder, f"no free page for {request.request_id}")  # else nobody could ever run
+                self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
             state.num_running += 1
             count = self.policy.chunk(request.num_needed, state) if state.num_left > 0 else 0
@@ -330,24 +320,9 @@ class Scheduler:
                 self._schedule(request, count, plan, state)
         return True
 
-    def _next_waiting(self) -> Request | None:
-        """The first that is not waiting for its parent's prompt. Where several owners wait at the same priority, that of the one
-        who has been given the fewest tokens."""
-        if len(self._present) <= 1:
-            return next((request for request in self.waiting if request.parent is None), None)
-        first: dict[str, Request] = {}  # of each tenant
-        for request in self.waiting:
-            if first and request.priority != self.waiting[0].priority:
-                break
-            if request.parent is None and request.share not in first:
-                first[request.share] = request
-                if len(first) == len(self._present):
-                    break
-        return min(first.values(), key=lambda request: (self._served[request.share], request.seq), default=None)
-
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:
-            return f"all {self.num_rows} rows are taken"
+            return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
         if state.num_left > 0 and self.policy.chunk(self._num_to_compute(request), state) == 0:
@@ -360,7 +335,7 @@ class Scheduler:
             return request.num_needed
         return request.num_known - len(self.kv.find(self._keys(request))) * self.kv.page_size
 
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
+    def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
@@ -377,13 +352,13 @@ class Scheduler:
             request.num_computed = found
             if request.started_s is None:
                 request.num_cached = found
-            skipped = request.params.needs_whole_prompt
-            reason = (
-                "all of the prompt is asked about: prefix cache not used"
-                if skipped
-                else f"prefix hit {found} of {request.num_known}"
-            )
-        self.waiting.remove(request)
+            reason = f"prefix hit {found} of {request.num_known}"
+            if request.params.needs_whole_prompt:
+                reason = "prefix cache not used: the request asks about the whole prompt"
+        if self.waiting.take(request, now):
+            reason += f"; before higher priorities, after {request.waited_s:.0f} s in the queue"
+        if forked:
+            self._forked.remove(request)
         insort(self.running, request, key=_rank)
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
@@ -395,17 +370,8 @@ class Scheduler:
             events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
         )
         if forked:
-            self._plan_copies(request, copies or [], plan)
-        plan.new_rows.append(
-            NewRow(
-                request.row,
-                list(request.tokens),
-                request.num_prompt,
-                list(self.kv.table(request.seq)),
-                request.params,
-                request.eos_token_ids,
-            )
-        )
+            self._plan_copies(request, copies or [])
+        self._unsent.rows[request.row] = request
         return True
 
     def _defer(self, request: Request, reason: str) -> None:
@@ -414,7 +380,7 @@ class Scheduler:
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
     def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
-        self._served[request.share] += count
+        request.account.num_served += count
         if request.in_background:
             state.num_background_left -= count
             self._background_saved -= count
@@ -425,7 +391,7 @@ class Scheduler:
         state.num_left -= count
         request.num_computed += count
         request.num_in_flight += samples
-        # A page can be found once it is full of tokens that are known here; between two ends of pages there is nothing to say.
+        # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
         if count > 1 or request.num_computed % self.kv.page_size <= request.num_in_flight:
             self.kv.record(request.seq, request.tokens, request.num_computed)
 
@@ -438,19 +404,21 @@ class Scheduler:
             num_shared = request.num_prompt - 1
             child.parent = None
             child.num_computed = child.num_cached = num_shared
+            self.waiting.make_ready(child, now)
             if num_shared:
                 num_pages = self.kv.fork(request.seq, child.seq, request.num_prompt)
+                insort(self._forked, child, key=_place)
                 self._emit(events.Forked(now, child.request_id, request.request_id, num_pages))
         request.children.clear()
 
     # ---- making room
 
     def _make_way(self, state: StepState) -> None:
-        """A waiting request of strictly higher priority may push out running ones of lower priority."""
-        request = self._next_waiting() if self.policy.may_admit(state) else None
+        """A waiting request of strictly higher priority may preempt running ones of lower priority."""
+        request = self.waiting.first(self._clock.now()) if self.policy.may_admit(state) else None
         if request is None:
             return
-        lower = [r for r in self.running if r.priority > request.priority]
+        lower = [running for running in self.running if running.yields_to(request)]
         if not lower:
             return
         num_others = len(self.running) - len(lower)
@@ -469,7 +437,7 @@ class Scheduler:
         return self.kv.num_pages_to_admit(request.num_known, self._keys(request))
 
     def _keys(self, request: Request) -> list[bytes]:
-        """By which its pages can be found. Prompt logprobs need every position computed, so there nothing may be."""
+        """Keys of its pages in the prefix cache. Prompt logprobs need every position computed, so then there are none."""
         if request.params.needs_whole_prompt:
             return []
         if request.page_keys is None:
@@ -477,15 +445,14 @@ class Scheduler:
         return request.page_keys
 
     def _victim(self) -> Request:
-        """Whom to preempt: waiting samples that hold pages, then the running request of lowest priority that came last."""
-        return self._waiting_holder() or self.running[-1]
-
-    def _waiting_holder(self) -> Request | None:
-        return next((request for request in reversed(self.waiting) if self.kv.holds(request.seq)), None)
+        """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
+        return self._forked[-1] if self._forked else self.running[-1]
 
     def _preempt(self, request: Request, reason: str) -> None:
-        """Take away pages and row; the request waits in its old place and is computed again (or found in the prefix cache)."""
-        self._emit(events.Preempted(self._clock.now(), request.request_id, request.num_computed, reason))
+        """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
+        are not found in the prefix cache."""
+        now = self._clock.now()
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason))
         self.kv.release(request.seq)
         request.num_computed = 0
         request.num_in_flight = 0
@@ -493,14 +460,20 @@ class Scheduler:
         request.page_keys = None
         request.epoch += 1
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._free_rows.append(request.row)
-            request.row = -1
+            self._leave_row(request)
             request.status = Status.WAITING
-            insort(self.waiting, request, key=_rank)
+            self.waiting.push(request, now)
+        else:
+            self._forked.remove(request)
+
+    def _leave_row(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free_rows.append(request.row)
+        self._unsent.forget(request.row)
+        request.row = -1
 
     def drop_computed(self, reason: str) -> None:
-        """Nothing that was computed can be trusted: everybody starts over, nothing can be found."""
+        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache."""
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self._preempt(request, reason)
@@ -515,37 +488,41 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._free_rows.append(request.row)
+            self._leave_row(request)
         else:
             self.waiting.remove(request)
+            if request in self._forked:
+                self._forked.remove(request)
         if self.kv.holds(request.seq):
             self.kv.release(request.seq)
         if request.parent is not None:
             request.parent.children.remove(request)
             request.parent = None
-        for child in request.children:  # the first of them takes over as the one that computes the prompt
-            child.parent = request.children[0] if child is not request.children[0] else None
-        if request.children:
-            request.children[0].children = request.children[1:]
+        if request.children:  # the first of them takes over as the one that computes the prompt
+            heir, *others = request.children
+            heir.parent, heir.children = None, others
+            for child in others:
+                child.parent = heir
+            self.waiting.make_ready(heir, self._clock.now())
         request.children = []
         request.status = Status.FINISHED
-        self._present[request.share] -= 1
-        if not self._present[request.share]:
-            del self._present[request.share]
+        self.waiting.leave(request)
         del self._requests[request.seq]
 
-    def _say_what_is_left(self, now: float) -> None:
+    def _emit_what_is_left(self, now: float) -> None:
         self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting), self.kv.num_free_pages))
 
     def check_integrity(self) -> None:
         """Rows, queues and pages agree."""
         self.kv.check_integrity()
         assert self.running == sorted(self.running, key=_rank)
-        assert self.waiting == sorted(self.waiting, key=_rank)
+        self.waiting.check_integrity()
+        assert self._forked == [r for r in self.waiting if self.kv.holds(r.seq)]
         assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self._requests)
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
+        assert all(self._unsent.rows[row].row == row for row in self._unsent.rows)
+        assert {*self._unsent.page_updates, *self._unsent.page_copies} <= set(rows)
         for request in self.running:
             assert self.kv.holds(request.seq)
             assert self.kv.num_pages_for(request.num_computed) <= len(self.kv.table(request.seq))
@@ -553,8 +530,12 @@ class Scheduler:
             assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
 
 
-def _rank(request: Request) -> tuple[int, int]:
+def _rank(request: Request) -> tuple[bool, bool, int, int]:
     return request.rank
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.place
 
 
 def _finish_reason(request: Request, token: int) -> str | None:

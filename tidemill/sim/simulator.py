@@ -22,7 +22,8 @@ class Arrival:
     num_prompt: int
     num_output: int
     priority: int = 0
-    prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; otherwise every prompt is unlike any other
+    tenant: str = ""
+    prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; by default no two prompts share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class SimConfig:
 
 
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
-    """Every arrival to its end. Tokens are made up; only their number matters."""
+    """Every arrival to its end. Token values are arbitrary; only their number matters."""
     cost = cost or LinearCost(fixed_s=1.0)
     clock = VirtualClock()
     buffer = EventBuffer(limit=10_000_000)
@@ -92,7 +93,12 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
             next_token += arrival.num_prompt
             params = SamplingParams(max_tokens=arrival.num_output, seed=0)
             (request,) = scheduler.add(
-                arrival.request_id, list(prompt), params, priority=arrival.priority, arrival_s=arrival.arrival_s
+                arrival.request_id,
+                list(prompt),
+                params,
+                priority=arrival.priority,
+                arrival_s=arrival.arrival_s,
+                tenant=arrival.tenant,
             )
             names[request.seq] = arrival.request_id
         plan = scheduler.plan()

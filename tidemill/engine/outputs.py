@@ -1,0 +1,77 @@
+"""Outputs for the frontend: a Delta for each sampled token, with the logprobs and embeddings that were requested."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.runner.base import StepResult
+from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.sched.request import Request
+from tidemill.sched.scheduler import Progress
+from tidemill.wire import Delta, Timings, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Live:
+    """A submitted request: its samples that have not ended, and what is known about its prompt so far."""
+
+    request_id: str
+    samples: dict[int, int] = field(default_factory=dict)  # seq to index
+    requests: dict[int, Request] = field(default_factory=dict)  # index to request
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pooled: np.ndarray | None = None
+
+    def add(self, index: int, request: Request) -> None:
+        self.samples[request.seq] = index
+        self.requests[index] = request
+
+    def collect(self, item: StepItem, result: StepResult) -> None:
+        """What a step found out about its part of the prompt. From position 0 it starts over: it was preempted on the way."""
+        entries = result.prompt_logprobs.get(item.row)
+        if entries:
+            if item.start == 0:
+                self.prompt_logprobs.clear()
+            self.prompt_logprobs += entries
+        part = result.pooled.get(item.row)
+        if part is not None:
+            goes_on = self.pooled is not None and item.start > 0 and self.requests[0].params.pooling == "mean"
+            self.pooled = self.pooled + part if goes_on and self.pooled is not None else part
+
+    def delta(self, done: Progress, logprobs: TokenLogprobs | None, now: float) -> Delta:
+        request, index = done.request, self.samples[done.request.seq]
+        is_first = request.num_output == 1
+        wants_prompt = is_first and request.params.prompt_logprobs is not None and index == 0
+        return Delta(
+            self.request_id,
+            index,
+            [done.token_id],
+            done.finish_reason,
+            logprobs=[logprobs] if logprobs else None,
+            prompt_logprobs=list(self.prompt_logprobs) if wants_prompt else None,
+            num_cached=request.num_cached,
+            timings=Timings(*request.spans(now)) if done.finish_reason else None,
+            embedding=_unit(self.pooled) if is_first and self.pooled is not None else None,
+        )
+
+
+def make_deltas(
+    plan: StepPlan, result: StepResult, progress: list[Progress], live_of: Mapping[int, Live], now: float
+) -> list[Delta]:
+    """`live_of`: by seq. Requests that ended since the step was planned are not there."""
+    if result.prompt_logprobs or result.pooled:
+        for item in plan.items:
+            if item.seq in live_of:
+                live_of[item.seq].collect(item, result)
+    row_of = {item.seq: item.row for item in plan.items} if result.logprobs else {}
+    return [
+        live_of[done.request.seq].delta(done, result.logprobs.get(row_of[done.request.seq]) if row_of else None, now)
+        for done in progress
+    ]
+
+
+def _unit(vector: np.ndarray) -> list[float]:
+    """Of length 1."""
+    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).tolist()

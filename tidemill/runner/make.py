@@ -1,0 +1,28 @@
+"""The runner for a device."""
+
+from __future__ import annotations
+
+import torch
+
+from tidemill.config import EngineConfig, fmt_bytes
+from tidemill.errors import ConfigError
+from tidemill.models.base import CausalLM
+from tidemill.runner.base import Runner
+from tidemill.runner.cpu_runner import CpuRunner
+
+
+def make_runner(model: CausalLM, config: EngineConfig) -> Runner:
+    if config.device != "cuda":
+        return CpuRunner(model, config)
+    from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
+
+    try:
+        return CudaRunner(model, config)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise ConfigError(
+            f"The GPU's memory ran out at start: weights {fmt_bytes(config.weight_bytes)}, KV cache "
+            f"{fmt_bytes(config.kv_bytes)}, activations {fmt_bytes(config.activation_bytes)}; "
+            f"{fmt_bytes(free)} of {fmt_bytes(total)} are left.",
+            fix=f"Give less than {fmt_bytes(config.kv_bytes)} with --kv-memory, or stop what else uses the GPU.",
+        ) from error

@@ -1,0 +1,191 @@
+"""WaitingQueue: requests without a slot, in one queue per tenant. Choosing the next one looks at tenants, not at requests.
+
+Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request of a tenant, once it has
+waited `AGEING_S`, is level with the highest priority that waits. Among tenants on one level, the one with the fewest computed
+tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
+A request that started before higher priorities in this way is not preempted for them afterwards.
+The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tidemill.sched.request import Request
+
+AGEING_S = 10.0
+_NUM_REMEMBERED = 1024  # tenants without requests whose computed tokens are remembered
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One tenant's requests of one class."""
+
+    num_served: int  # tokens computed
+    num_requests: int = 0  # queued or running
+    num_waiting: int = 0  # queued, those included that wait for the prompt of their first sample
+    ready: list[Request] = field(default_factory=list)  # by place
+    by_age: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # the same, longest in the queue first
+    oldest_is_next: bool = False
+
+    def candidate(self, best: int, now: float) -> Request | None:
+        """The next request if this tenant's turn comes. `best`: the highest priority that waits, of any tenant."""
+        head, oldest = self.ready[0], next(iter(self.by_age.values()))
+        is_aged = oldest.is_aged or now - oldest.queued_s >= AGEING_S
+        if head.priority > best and not is_aged:
+            return None
+        if is_aged and oldest.priority > head.priority and (self.oldest_is_next or head.priority > best):
+            return oldest
+        return head
+
+
+class _Class:
+    """The foreground or the background."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.tenants: dict[str, Tenant] = {}  # those with requests
+        self._ready: dict[str, Tenant] = {}  # of these, those with a request that could start
+        self._served_before: dict[str, int] = {}  # of tenants without requests
+
+    def join(self, request: Request) -> None:
+        """A tenant that had no requests starts level with the least served of those present: idling saves up no claim, and
+        leaving for a moment pays no debt."""
+        tenant = self.tenants.get(request.tenant)
+        if tenant is None:
+            least = min((other.num_served for other in self.tenants.values()), default=0)
+            tenant = self.tenants[request.tenant] = Tenant(max(self._served_before.pop(request.tenant, 0), least))
+        tenant.num_requests += 1
+        request.account = tenant
+
+    def leave(self, request: Request) -> None:
+        tenant = request.account
+        tenant.num_requests -= 1
+        if tenant.num_requests:
+            return
+        del self.tenants[request.tenant]
+        self._served_before[request.tenant] = tenant.num_served
+        if not self.tenants:
+            self._served_before.clear()  # all start level again
+        elif len(self._served_before) > _NUM_REMEMBERED:
+            least = min(other.num_served for other in self.tenants.values())
+            kept = [(name, served) for name, served in self._served_before.items() if served > least]
+            self._served_before = dict(kept[-_NUM_REMEMBERED // 2 :])
+
+    def push(self, request: Request, now: float) -> None:
+        self.num_waiting += 1
+        request.account.num_waiting += 1
+        if request.parent is None:
+            self.make_ready(request, now)
+
+    def make_ready(self, request: Request, now: float) -> None:
+        tenant = request.account
+        request.queued_s = now - request.waited_s
+        insort(tenant.ready, request, key=_place)
+        tenant.by_age[request.seq] = request
+        if request.is_aged or request.waited_s >= AGEING_S:
+            tenant.by_age.move_to_end(request.seq, last=False)
+        self._ready[request.tenant] = tenant
+
+    def remove(self, request: Request) -> None:
+        tenant = request.account
+        self.num_waiting -= 1
+        tenant.num_waiting -= 1
+        if tenant.by_age.pop(request.seq, None) is not None:
+            del tenant.ready[bisect_left(tenant.ready, request.place, key=_place)]
+            if not tenant.ready:
+                del self._ready[request.tenant]
+
+    @property
+    def best(self) -> int:
+        """The highest priority among requests that could start: the lowest value."""
+        return min([tenant.ready[0].priority for tenant in self._ready.values()])
+
+    def first(self, now: float) -> Request | None:
+        if not self._ready:
+            return None
+        best, chosen, least = self.best, None, (0, 0)
+        for tenant in self._ready.values():
+            served = (tenant.num_served, tenant.ready[0].seq)
+            if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:
+                chosen, least = request, served
+        return chosen
+
+    def check_integrity(self) -> None:
+        assert self.num_waiting == sum(tenant.num_waiting for tenant in self.tenants.values())
+        assert self._ready == {name: tenant for name, tenant in self.tenants.items() if tenant.ready}
+        assert not self._served_before.keys() & self.tenants.keys()
+        assert len(self._served_before) <= _NUM_REMEMBERED
+        for tenant in self.tenants.values():
+            assert tenant.num_requests >= tenant.num_waiting >= len(tenant.ready)
+            assert tenant.ready == sorted(tenant.ready, key=_place)
+            assert {request.seq for request in tenant.ready} == set(tenant.by_age)
+            assert all(request.parent is None for request in tenant.ready)
+
+
+class WaitingQueue:
+    """All requests without a slot."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+        self._classes = (_Class(), _Class())
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """By priority, then arrival."""
+        return iter(sorted(self._requests.values(), key=_place))
+
+    def num_waiting(self, in_background: bool, tenant: str | None = None) -> int:
+        """`tenant`: of this one only."""
+        kind = self._classes[in_background]
+        if tenant is None:
+            return kind.num_waiting
+        return kind.tenants[tenant].num_waiting if tenant in kind.tenants else 0
+
+    def join(self, request: Request) -> None:
+        """A new request, to be counted for its tenant until it leaves."""
+        self._classes[request.in_background].join(request)
+
+    def leave(self, request: Request) -> None:
+        self._classes[request.in_background].leave(request)
+
+    def push(self, request: Request, now: float) -> None:
+        """Queue a request that has joined. It can be chosen once it does not wait for a prompt that it will share."""
+        self._requests[request.seq] = request
+        self._classes[request.in_background].push(request, now)
+
+    def make_ready(self, request: Request, now: float) -> None:
+        """A queued request does not wait for another's prompt any more."""
+        self._classes[request.in_background].make_ready(request, now)
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.seq]
+        self._classes[request.in_background].remove(request)
+
+    def first(self, now: float) -> Request | None:
+        """The request that starts next."""
+        return self._classes[False].first(now) or self._classes[True].first(now)
+
+    def take(self, request: Request, now: float) -> bool:
+        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long."""
+        tenant = request.account
+        tenant.oldest_is_next = request is tenant.ready[0]
+        by_age = request.priority > self._classes[request.in_background].best
+        request.waited_s = now - request.queued_s
+        request.is_aged |= by_age
+        self.remove(request)
+        return by_age
+
+    def check_integrity(self) -> None:
+        for kind in self._classes:
+            kind.check_integrity()
+        assert len(self) == sum(kind.num_waiting for kind in self._classes)
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.place

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import codecs
-import json
+import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from tidemill.errors import CheckpointError, InvalidRequest
 from tidemill.frontend.chat import ChatTemplate, Template
+from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_json
 
+_log = logging.getLogger("tidemill.frontend")
+
 
 class Tokenizer:
-    """What a model's words are. Decoding goes through the bytes of each token, so it can stop and go on anywhere."""
+    """Text to token ids and back. Decoding goes through the bytes of each token, so it can stop and resume anywhere."""
 
     def __init__(
         self,
@@ -46,10 +51,11 @@ class Tokenizer:
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
         self.chat_template: Template | None = None
+        self._marks: bool | None = None  # whether control tokens in content are marked; None: not tried yet
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
-                self.chat_template = ChatTemplate(chat_template)
+                self.chat_template = ChatTemplate(chat_template, self._control_texts())
             except CheckpointError as error:  # completions work all the same
                 self._no_chat = str(error)
 
@@ -60,9 +66,9 @@ class Tokenizer:
         made.path = path
         return made
 
-    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
-        is refused before any work is done on it."""
+        is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
             raise InvalidRequest(
                 f"The prompt has {len(text)} characters, more than {max_tokens} tokens of context can hold.",
@@ -70,18 +76,30 @@ class Tokenizer:
                 param="prompt",
             )
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            backend = self._marked_backend if marked else self._backend
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
         return [*self._before, *ids, *self._after] if add_special else ids
 
+    def use_template(self, template: Template) -> None:
+        """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
+        self.chat_template = template
+        self._marks = self._try_marks(template)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
-        """`how`: as of `render_chat`."""
-        text = self.render_chat(messages, **how)
-        ids = self.encode(text, add_special=False, max_tokens=max_tokens)
+        """`how`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
+        text = self._render(messages, **how)
+        is_marked = bool(self._marks) and self.chat_template is not None and self.chat_template.control.is_marked(text)
+        ids = self.encode(text, add_special=False, max_tokens=max_tokens, marked=is_marked)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
-    def render_chat(
+    def render_chat(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
+        """The prompt that a conversation becomes, as text. `how`: as of `_render`."""
+        text = self._render(messages, **how)
+        return self.chat_template.control.unmark(text) if self._marks and self.chat_template is not None else text
+
+    def _render(
         self,
         messages: Sequence[dict[str, Any]],
         *,
@@ -90,9 +108,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt that a conversation becomes. `continue_final_message`: it ends within the last message, not after it."""
+        """With marks in control tokens. `continue_final_message`: the prompt ends within the last message, not after it."""
         if self.chat_template is None:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
+        if self._marks is None:
+            self.use_template(self.chat_template)
         ours = {
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
@@ -101,14 +121,46 @@ class Tokenizer:
         taken = next((name for name in ("messages", "tools", *ours) if name in (variables or {})), None)
         if taken is not None:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken!r}.", param="chat_template_kwargs")
-        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours})
+        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours}, marks=bool(self._marks))
         if not continue_final_message:
             return text
         last = messages[-1].get("content")
+        last = self.chat_template.control.mark(last) if self._marks else last
         at = text.rfind(last) if isinstance(last, str) and last else -1
         if at < 0:
             raise InvalidRequest("The last message cannot be continued: it is not in the prompt as it is.", param="messages")
         return text[: at + len(last or "")]
+
+    # ---- control tokens in content
+
+    def _control_texts(self) -> list[str]:
+        """Of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they came."""
+        return [text for token in sorted(self.special_ids) if (text := self._backend.id_to_token(token))]
+
+    @cached_property
+    def _marked_backend(self) -> Backend:
+        """The same tokenizer, except that no token crosses a mark, and marks are dropped."""
+        backend = Backend.from_str(self._backend.to_str())
+        in_bytes = "".join({byte: char for char, byte in _gpt2_bytes().items()}[byte] for byte in MARK.encode())
+        split = pre_tokenizers.Split(Regex(f"{MARK}|{in_bytes}"), "removed")  # after ByteLevel, text is bytes
+        backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, split]) if backend.pre_tokenizer else split
+        return backend
+
+    def _try_marks(self, template: Template) -> bool:
+        """Whether control tokens in content can be told from the template's own; what cannot is logged."""
+        control = template.control
+        unsafe = [
+            text
+            for text in self._control_texts()
+            if text not in control.texts
+            or self.special_ids.intersection(self.encode(control.mark(f"x{text}y"), add_special=False, marked=True))
+        ]
+        if unsafe:
+            _log.warning("Control tokens of this tokenizer that a message may contain: %s.", ", ".join(map(repr, unsafe[:8])))
+        if _marks_survive(template, {"bos_token": self._bos_text, "eos_token": self._eos_text}):
+            return True
+        _log.warning("The model's chat template rewrites content: control tokens in messages cannot be told from its own.")
+        return False
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
@@ -119,6 +171,22 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         decoder = StreamDecoder(self, skip_special)
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
+
+
+def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
+    """Render a conversation without control tokens and one with all of them: both must have as many that are whole."""
+    for roles in (["system", "user", "assistant", "user"], ["user", "assistant", "user"], ["user"]):
+        counts = []
+        for content in ("x y", f"x {' '.join(template.control.texts)} y"):
+            messages = [{"role": role, "content": content} for role in roles]
+            try:
+                text = template.render(messages, None, {**variables, "add_generation_prompt": True}, marks=True)
+            except InvalidRequest:  # it may know no system message, for example
+                break
+            counts.append(template.control.count(text))
+        if counts:
+            return len(counts) == 2 and counts[0] == counts[1]
+    return True
 
 
 class StreamDecoder:
@@ -153,7 +221,7 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
     """The bytes each id stands for, and which ids are special."""
     added = backend.get_added_tokens_decoder()
     special = frozenset(token_id for token_id, token in added.items() if token.special)
-    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    decoder = backend.decoder.__getstate__().decode() if backend.decoder is not None else "null"
     vocab = backend.get_vocab(with_added_tokens=True)
     table: dict[int, bytes] = {}
     if '"ByteLevel"' in decoder:
@@ -166,7 +234,7 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                     table[token_id] = bytes(map(to_byte.__getitem__, token))
                 except KeyError:
                     table[token_id] = token.encode()
-    elif "\\u2581" in decoder or '"Metaspace"' in decoder:
+    elif "▁" in decoder or '"Metaspace"' in decoder:
         for token, token_id in vocab.items():
             if token_id not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 table[token_id] = bytes([int(token[3:5], 16)])

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -18,6 +19,7 @@ from tidemill.errors import CheckpointError, InvalidRequest
 from tidemill.frontend.control import ControlTokens
 
 MAX_CHARS = 16 * 2**20
+MAX_TEMPLATE_CHARS = 2**20
 _ERROR_CHARS = 300
 _TEMPLATE_TOKENS = ("bos_token", "eos_token")  # variables that are the tokenizer's, not a client's
 
@@ -30,6 +32,20 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _NothingComputed(CodeGenerator):
+    """jinja2 computes constant expressions while it compiles, however large; here they are computed when they are rendered."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _NothingComputed
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)  # what is intercepted is not computed early
 
 
 class Template(Protocol):
@@ -53,14 +69,18 @@ class ChatTemplate:
 
     def __init__(self, source: str, control: Iterable[str] = ()) -> None:
         self.source, self.control = source, ControlTokens(control)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self._knows_tools = "tools" in source
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(f"The model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.")
         try:
-            source.encode()  # a lone surrogate is not text
+            source.encode()
             self._template = environment.from_string(source)
+        except UnicodeEncodeError as error:  # a lone surrogate
+            raise CheckpointError("The model's chat template is not valid UTF-8.") from error
         except Exception as error:  # jinja2's own; of deep nesting RecursionError, MemoryError or SyntaxError
             why = str(error)[:_ERROR_CHARS] or type(error).__name__
             raise CheckpointError(f"The model's chat template cannot be compiled: {why}.") from error

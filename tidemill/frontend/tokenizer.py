@@ -9,16 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.errors import CheckpointError, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.weights.gguf import GGUFFile
-from tidemill.weights.locate import read_json
+from tidemill.weights.locate import read_file, read_json
 
+_SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
 _log = logging.getLogger("tidemill.frontend")
 
 
@@ -62,7 +64,13 @@ class Tokenizer:
     @staticmethod
     def load(path: Path) -> Tokenizer:
         """From a checkpoint: a GGUF file or a Hugging Face folder."""
-        made = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        try:
+            made = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        except (TidemillError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
+            why = f"{type(error).__name__}: {str(error)[:300]}"
+            raise CheckpointError(f"The tokenizer of {path} cannot be loaded: {why}.") from error
         made.path = path
         return made
 
@@ -268,15 +276,9 @@ def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the tokenizer in its fast form beside the weights.")
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    backend = _read_backend(file)
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    eos: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
-        eos += [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
+    eos = [*_eos_ids(path / "generation_config.json"), *_eos_ids(path / "config.json")]
     named = _token_id(backend, settings.get("eos_token"))
     eos += [named] if named is not None else []
     backend.no_truncation()
@@ -296,6 +298,46 @@ def _from_folder(path: Path) -> Tokenizer:
     )
 
 
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _File(msgspec.Struct):
+    """What of a tokenizer.json decides how much memory the library takes for it."""
+
+    model: _Model
+    added_tokens: list[_Added] = []
+
+
+def _read_backend(path: Path) -> Backend:
+    data = read_file(path)
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        vocab = file.model.vocab
+        ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in file.added_tokens)]
+        limit = 2 * (len(vocab) + len(file.added_tokens)) + _SPARE_IDS
+        if not all(0 <= token < limit for token in ids):
+            raise CheckpointError(f"{path}: token ids are from {min(ids)} to {max(ids)}; with so few tokens, 0 to {limit - 1}.")
+        return Backend.from_buffer(data)
+    except (TidemillError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _eos_ids(path: Path) -> list[int]:
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
+    wrong = next((token for token in ids if type(token) is not int or not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: eos_token_id is {str(wrong)[:100]}, which is not a token id.")
+    return ids
+
+
 def _token_id(backend: Backend, token: Any) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     return backend.token_to_id(text) if isinstance(text, str) else None
@@ -303,7 +345,7 @@ def _token_id(backend: Backend, token: Any) -> int | None:
 
 def _folder_template(path: Path, settings: dict[str, Any]) -> str | None:
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_file(path / "chat_template.jinja").decode(errors="surrogateescape")  # refused where it is compiled
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -216,6 +216,30 @@ def test_a_configuration_larger_than_its_weights_is_refused_before_layers_are_ma
             load_model(folder)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}},
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}},
+        {"rope_theta": 0},
+        {"rope_theta": float("inf")},
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1.0},
+        {"max_position_embeddings": 0},
+        {"head_dim": 15},
+        {"hidden_size": 10**30},
+        {"num_hidden_layers": -1},
+    ],
+    ids=str,
+)
+def test_numbers_that_no_model_has(folder, changes):
+    edit(folder / "config.json", **changes)
+    with pytest.raises(CheckpointError):
+        load_model(folder)
+
+
 # ---- at random
 
 

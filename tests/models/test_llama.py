@@ -67,15 +67,15 @@ def test_tokens_and_logits_equal_transformers(shape, tmp_path):
     assert sum(agreed for agreed, _ in results) >= 0.98 * 12 * 24
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 32])
+@pytest.mark.parametrize("page_size", [1, 32])  # 16 is what the others have
 def test_every_page_size(page_size, tmp_path):
     reference = make_llama(tmp_path, **SHAPES["gqa 9/3 tied"])
     model = load_model(tmp_path)
-    asked = prompts(50, model.config.vocab_size)
+    asked = prompts(16, model.config.vocab_size)
     core = make_core(model, page_size=page_size, token_budget=100)
-    answers = run(core, {name: (prompt, greedy(64)) for name, prompt in asked.items()})
+    answers = run(core, {name: (prompt, greedy(40)) for name, prompt in asked.items()})
     results = [reference_agrees(reference, prompt, answers[name].tokens) for name, prompt in asked.items()]
-    assert sum(agreed for agreed, _ in results) >= 0.98 * 50 * 64
+    assert sum(agreed for agreed, _ in results) >= 0.98 * 16 * 40
 
 
 def test_sharded_checkpoint_is_the_same_model(tmp_path):

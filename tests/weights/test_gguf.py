@@ -17,8 +17,9 @@ from tidemill.weights.gguf import GGUFFile
 TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
 
-def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, reshape=None, **metadata):
-    """A GGUF of a Transformers Llama as llama.cpp's converter lays it out: q and k rows permuted, names translated."""
+def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, reshape=None, strings=None, **metadata):
+    """A GGUF of a Transformers Llama as llama.cpp's converter lays it out: q and k rows permuted, names translated. `strings`:
+    further keys of any kind, instead of those of the same name."""
     c = reference.config
     writer = gguf.GGUFWriter(path, "llama")
     settings = {
@@ -28,10 +29,11 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
         "llama.rope.dimension_count": c.head_dim,
     } | metadata  # fmt: skip
     for key, value in settings.items():
-        if value is not None:
+        if value is not None and key not in (strings or {}):
             writer.add_uint32(key, value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
+    reals = {"llama.attention.layer_norm_rms_epsilon": c.rms_norm_eps, "llama.rope.freq_base": 10000.0}
+    for key, value in (reals | (strings or {})).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
     for name, weight in reference.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
@@ -123,9 +125,9 @@ def test_quantized_models_run(qtype, reference, tmp_path):
     exact = prompt_logits(load_model(path), prompt)
     assert len(run(make_core(load_model(path)), {"a": ([1, 2, 3], greedy(4))})["a"].tokens) == 4
     if native.lib:
-        packed = load_model(path, "quantized")
-        # Activations are rounded to 8 bits, so logits of packed products differ a little, and only of them.
-        error = (prompt_logits(packed, prompt, dtype="float32") - exact).std() / exact.std()
+        quantized = load_model(path, "quantized")
+        # Activations are rounded to 8 bits, so logits of quantized matmuls differ a little, and only of them.
+        error = (prompt_logits(quantized, prompt, dtype="float32") - exact).std() / exact.std()
         assert error < (1e-5 if qtype in ("BF16", "F16") else 0.05), error
 
 

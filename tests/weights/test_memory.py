@@ -28,8 +28,8 @@ print(json.dumps({"before": before, "after": after, "peak": peak, "weights": mod
     [("float32", 0.35), pytest.param("quantized", 1.1, marks=pytest.mark.skipif(native.lib is None, reason=native.why))],
 )
 def test_peak_memory_while_loading_is_near_the_final_size(smollm2_path, dtype, spare):
-    """Packing takes room for the codes of the largest tensor, which is a large part of a small model."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(smollm2_path), dtype], capture_output=True, text=True, timeout=120)
+    """Quantized loading also holds the codes of the largest tensor, which is a large part of a small model."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(smollm2_path), dtype], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen["after"] - seen["before"] < (1 + spare) * seen["weights"], seen

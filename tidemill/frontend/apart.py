@@ -17,12 +17,13 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.control import ControlTokens
 
 TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
 GRAMMAR_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
@@ -75,13 +76,13 @@ class _Pool:
 
 
 class Renderer:
-    """Renders as ChatTemplate does."""
+    """Renders as ChatTemplate does, in worker processes."""
 
     num_workers = 2
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._pool = _Pool(self.num_workers, "template", source)
+    def __init__(self, source: str, control: Iterable[str] = ()) -> None:
+        self.source, self.control = source, ControlTokens(control)
+        self._pool = _Pool(self.num_workers, "template", source, self.control.texts)
         self.close = self._pool.close
 
     def render(
@@ -89,9 +90,11 @@ class Renderer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        *,
+        marks: bool = False,
     ) -> str:
         why = "The model's chat template does not come to an end with these messages."
-        made: str = self._pool.ask([messages, tools, variables], InvalidRequest(why, param="messages"))
+        made: str = self._pool.ask([messages, tools, variables, marks], InvalidRequest(why, param="messages"))
         return made
 
 
@@ -147,10 +150,15 @@ def _read(stream: IO[bytes]) -> Any:
 # ---- in the worker
 
 
-def _renderer(source: str) -> Callable[..., str]:
+def _renderer(source: str, control: list[str]) -> Callable[..., str]:
     from tidemill.frontend.chat import ChatTemplate
 
-    return ChatTemplate(source).render
+    template = ChatTemplate(source, control)
+
+    def render(messages: Any, tools: Any = None, variables: Any = None, marks: bool = False) -> str:
+        return template.render(messages, tools, variables, marks=marks)
+
+    return render
 
 
 def _checker(backend: str, tokenizer_path: str, num_tokens: int) -> Callable[[str, str], None]:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.frontend.control import ControlTokens
 
 MAX_CHARS = 16 * 2**20
+MAX_TEMPLATE_CHARS = 2**20
 _ERROR_CHARS = 300
+_TEMPLATE_TOKENS = ("bos_token", "eos_token")  # variables that are the tokenizer's, not a client's
 
 
 class _Generation(Extension):
-    """{% generation %} marks the assistant's words for training; here its content is simply text."""
+    """{% generation %} delimits the assistant's text for training; here its content is plain text."""
 
     tags = {"generation"}
 
@@ -30,47 +34,74 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _NothingComputed(CodeGenerator):
+    """jinja2 computes constant expressions while it compiles, however large; here they are computed when they are rendered."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _NothingComputed
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)  # what is intercepted is not computed early
+
+
 class Template(Protocol):
-    """What turns a conversation into a prompt: a ChatTemplate here, or one in a process of its own."""
+    """Turns a conversation into a prompt: a ChatTemplate, or a Renderer, which runs one in a worker process."""
 
     source: str
+    control: ControlTokens
 
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        *,
+        marks: bool = False,
     ) -> str: ...
 
 
 class ChatTemplate:
-    """Compiled once; rendering can call nothing but what is given here."""
+    """Compiled once; rendering can call nothing but what is given here. `control`: texts of the tokenizer's control tokens."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+    def __init__(self, source: str, control: Iterable[str] = ()) -> None:
+        self.source, self.control = source, ControlTokens(control)
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, _Generation])
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         self._knows_tools = "tools" in source
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(f"The model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}.")
         try:
+            source.encode()
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"The model's chat template cannot be compiled: {error}.") from error
+        except UnicodeEncodeError as error:  # a lone surrogate
+            raise CheckpointError("The model's chat template is not valid UTF-8.") from error
+        except Exception as error:  # jinja2's own; of deep nesting RecursionError, MemoryError or SyntaxError
+            why = str(error)[:_ERROR_CHARS] or type(error).__name__
+            raise CheckpointError(f"The model's chat template cannot be compiled: {why}.") from error
 
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
+        *,
+        marks: bool = False,
     ) -> str:
-        """A template that knows nothing of tools finds them described in the system's message."""
+        """If the template does not use `tools`, they are described in the system message. `marks`: control tokens in what the
+        client gave are broken by marks."""
         try:
-            plain = [_plain(message) for message in messages]
+            known = {**(variables or {}), "messages": [_plain(message) for message in messages], "tools": tools or None}
+            if marks:
+                known = {name: value if name in _TEMPLATE_TOKENS else self.control.mark(value) for name, value in known.items()}
             if tools and not self._knows_tools:
-                plain = _with_tools(plain, tools)
-            known = {"documents": None, **(variables or {}), "messages": plain, "tools": tools or None}
-            return _bounded(self._template.generate(known))
+                known["messages"] = _with_tools(known["messages"], known["tools"])
+            return _bounded(self._template.generate({"documents": None, **known}))
         except InvalidRequest:
             raise
         except jinja2.TemplateError as error:
@@ -82,7 +113,7 @@ class ChatTemplate:
 
 
 def _bounded(parts: Iterator[str]) -> str:
-    """A template that writes and writes is stopped. One that loops and writes nothing is, too, where it runs `apart`."""
+    """Stops a template whose output does not end. One that loops without output is stopped only in a worker (apart.py)."""
     written, num_chars = [], 0
     for part in parts:
         written.append(part)
@@ -109,7 +140,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Templates write arguments as JSON themselves: they are given the value, not its text."""
+    """Templates serialize arguments themselves, so they get the value, not its JSON text."""
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
         with contextlib.suppress(ValueError):

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tidemill.errors import CheckpointError
 
+_MAX_CHARS = 2**12  # of a token or a pair of them
 # Token types of the format.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
@@ -49,7 +50,7 @@ class BuiltTokenizer:
     bos_token_id: int | None
     add_bos: bool
     add_eos: bool
-    eos_token_ids: tuple[int, ...]  # the file's own first, then control tokens that are known to end an answer
+    eos_token_ids: tuple[int, ...]  # the file's own first, then control tokens that are known to end a turn
 
 
 def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
@@ -60,7 +61,7 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
         raise CheckpointError(f"{source}: key tokenizer.ggml.token_type must have one entry for each of {len(tokens)} tokens.")
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens, source)
-        bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
+        bos_default = metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT  # a string: else it was refused
     elif kind == "llama":
         backend = _sentencepiece(metadata, tokens, types, source)
         bos_default = True
@@ -75,7 +76,7 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
 
     def token_id(name: str) -> int | None:
         value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+        return value if type(value) is int and 0 <= value < len(tokens) else None
 
     enders = [token_id(name) for name in ("eos", "eot", "eom")] + [tokens.index(token) for token in control if token in _ENDERS]
     return BuiltTokenizer(
@@ -89,7 +90,7 @@ def build_tokenizer(metadata: dict[str, Any], source: str) -> BuiltTokenizer:
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in _CUTS:
+    if not isinstance(pre, str) or pre not in _CUTS:
         raise CheckpointError(f"{source}: the pre-tokenizer {pre!r} is not supported.", fix=f"Known: {', '.join(_CUTS)}.")
     merges = []
     for merge in _strings(metadata, "tokenizer.ggml.merges", source):
@@ -98,10 +99,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tok
             raise CheckpointError(f"{source}: key tokenizer.ggml.merges has the entry {merge!r}, not a pair.")
         merges.append((left, right))
     vocab = {token: i for i, token in enumerate(tokens)}
-    try:
-        backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
-    except Exception as error:  # the library raises bare Exception, for example for a merge of unknown tokens
-        raise CheckpointError(f"{source}: the tokenizer's vocabulary and merges do not fit: {error}.") from error
+    backend = _bpe(source, vocab, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _CUTS[pre]]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
@@ -125,15 +123,24 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]
     ranked.sort()
     merges = [(tokens[left], tokens[right]) for _, _, left, right in ranked]
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    backend = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = _bpe(source, vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = [normalizers.Prepend("▁")] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return backend
 
 
+def _bpe(source: str, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab, merges, **options))
+    except Exception as error:  # the library raises bare Exception, for example for a merge of unknown tokens
+        raise CheckpointError(f"{source}: the tokenizer's vocabulary and merges do not fit: {error}.") from error
+
+
 def _strings(metadata: dict[str, Any], key: str, source: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not value or not isinstance(value[0], str):
         raise CheckpointError(f"{source}: key {key} must be a list of strings.")
+    if max(map(len, value)) > _MAX_CHARS:
+        raise CheckpointError(f"{source}: key {key} has an entry of more than {_MAX_CHARS} characters.")
     return value

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import codecs
-import json
+import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.errors import CheckpointError, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
+from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.weights.gguf import GGUFFile
-from tidemill.weights.locate import read_json
+from tidemill.weights.locate import read_file, read_json
+
+_SPARE_IDS = 2**16  # ids that a vocabulary may leave unused, beside as many as it has
+_log = logging.getLogger("tidemill.frontend")
 
 
 class Tokenizer:
-    """What a model's words are. Decoding goes through the bytes of each token, so it can stop and go on anywhere."""
+    """Text to token ids and back. Decoding goes through the bytes of each token, so it can stop and resume anywhere."""
 
     def __init__(
         self,
@@ -46,23 +53,30 @@ class Tokenizer:
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
         self.chat_template: Template | None = None
+        self._marks: bool | None = None  # whether control tokens in content are marked; None: not tried yet
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
-                self.chat_template = ChatTemplate(chat_template)
+                self.chat_template = ChatTemplate(chat_template, self._control_texts())
             except CheckpointError as error:  # completions work all the same
                 self._no_chat = str(error)
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
         """From a checkpoint: a GGUF file or a Hugging Face folder."""
-        made = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        try:
+            made = _from_folder(path) if path.is_dir() else _from_gguf(path)
+        except (TidemillError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
+            why = f"{type(error).__name__}: {str(error)[:300]}"
+            raise CheckpointError(f"The tokenizer of {path} cannot be loaded: {why}.") from error
         made.path = path
         return made
 
-    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
-        is refused before any work is done on it."""
+        is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
             raise InvalidRequest(
                 f"The prompt has {len(text)} characters, more than {max_tokens} tokens of context can hold.",
@@ -70,18 +84,30 @@ class Tokenizer:
                 param="prompt",
             )
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            backend = self._marked_backend if marked else self._backend
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
         return [*self._before, *ids, *self._after] if add_special else ids
 
+    def use_template(self, template: Template) -> None:
+        """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
+        self.chat_template = template
+        self._marks = self._try_marks(template)
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
-        """`how`: as of `render_chat`."""
-        text = self.render_chat(messages, **how)
-        ids = self.encode(text, add_special=False, max_tokens=max_tokens)
+        """`how`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
+        text = self._render(messages, **how)
+        is_marked = bool(self._marks) and self.chat_template is not None and self.chat_template.control.is_marked(text)
+        ids = self.encode(text, add_special=False, max_tokens=max_tokens, marked=is_marked)
         return ids if ids[:1] == self._before_chat else [*self._before_chat, *ids]  # a GGUF's template may write it or not
 
-    def render_chat(
+    def render_chat(self, messages: Sequence[dict[str, Any]], **how: Any) -> str:
+        """The prompt that a conversation becomes, as text. `how`: as of `_render`."""
+        text = self._render(messages, **how)
+        return self.chat_template.control.unmark(text) if self._marks and self.chat_template is not None else text
+
+    def _render(
         self,
         messages: Sequence[dict[str, Any]],
         *,
@@ -90,9 +116,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt that a conversation becomes. `continue_final_message`: it ends within the last message, not after it."""
+        """With marks in control tokens. `continue_final_message`: the prompt ends within the last message, not after it."""
         if self.chat_template is None:
             raise InvalidRequest(self._no_chat, fix="Use completions with a plain prompt.", param="messages")
+        if self._marks is None:
+            self.use_template(self.chat_template)
         ours = {
             "bos_token": self._bos_text,
             "eos_token": self._eos_text,
@@ -101,14 +129,46 @@ class Tokenizer:
         taken = next((name for name in ("messages", "tools", *ours) if name in (variables or {})), None)
         if taken is not None:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken!r}.", param="chat_template_kwargs")
-        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours})
+        text = self.chat_template.render(messages, tools, {**(variables or {}), **ours}, marks=bool(self._marks))
         if not continue_final_message:
             return text
         last = messages[-1].get("content")
+        last = self.chat_template.control.mark(last) if self._marks else last
         at = text.rfind(last) if isinstance(last, str) and last else -1
         if at < 0:
             raise InvalidRequest("The last message cannot be continued: it is not in the prompt as it is.", param="messages")
         return text[: at + len(last or "")]
+
+    # ---- control tokens in content
+
+    def _control_texts(self) -> list[str]:
+        """Of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they came."""
+        return [text for token in sorted(self.special_ids) if (text := self._backend.id_to_token(token))]
+
+    @cached_property
+    def _marked_backend(self) -> Backend:
+        """The same tokenizer, except that no token crosses a mark, and marks are dropped."""
+        backend = Backend.from_str(self._backend.to_str())
+        in_bytes = "".join({byte: char for char, byte in _gpt2_bytes().items()}[byte] for byte in MARK.encode())
+        split = pre_tokenizers.Split(Regex(f"{MARK}|{in_bytes}"), "removed")  # after ByteLevel, text is bytes
+        backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, split]) if backend.pre_tokenizer else split
+        return backend
+
+    def _try_marks(self, template: Template) -> bool:
+        """Whether control tokens in content can be told from the template's own; what cannot is logged."""
+        control = template.control
+        unsafe = [
+            text
+            for text in self._control_texts()
+            if text not in control.texts
+            or self.special_ids.intersection(self.encode(control.mark(f"x{text}y"), add_special=False, marked=True))
+        ]
+        if unsafe:
+            _log.warning("Control tokens of this tokenizer that a message may contain: %s.", ", ".join(map(repr, unsafe[:8])))
+        if _marks_survive(template, {"bos_token": self._bos_text, "eos_token": self._eos_text}):
+            return True
+        _log.warning("The model's chat template rewrites content: control tokens in messages cannot be told from its own.")
+        return False
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
@@ -119,6 +179,22 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         decoder = StreamDecoder(self, skip_special)
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
+
+
+def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
+    """Render a conversation without control tokens and one with all of them: both must have as many that are whole."""
+    for roles in (["system", "user", "assistant", "user"], ["user", "assistant", "user"], ["user"]):
+        counts = []
+        for content in ("x y", f"x {' '.join(template.control.texts)} y"):
+            messages = [{"role": role, "content": content} for role in roles]
+            try:
+                text = template.render(messages, None, {**variables, "add_generation_prompt": True}, marks=True)
+            except InvalidRequest:  # it may know no system message, for example
+                break
+            counts.append(template.control.count(text))
+        if counts:
+            return len(counts) == 2 and counts[0] == counts[1]
+    return True
 
 
 class StreamDecoder:
@@ -153,7 +229,7 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
     """The bytes each id stands for, and which ids are special."""
     added = backend.get_added_tokens_decoder()
     special = frozenset(token_id for token_id, token in added.items() if token.special)
-    decoder = json.dumps(json.loads(backend.to_str()).get("decoder"))
+    decoder = backend.decoder.__getstate__().decode() if backend.decoder is not None else "null"
     vocab = backend.get_vocab(with_added_tokens=True)
     table: dict[int, bytes] = {}
     if '"ByteLevel"' in decoder:
@@ -166,7 +242,7 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                     table[token_id] = bytes(map(to_byte.__getitem__, token))
                 except KeyError:
                     table[token_id] = token.encode()
-    elif "\\u2581" in decoder or '"Metaspace"' in decoder:
+    elif "▁" in decoder or '"Metaspace"' in decoder:
         for token, token_id in vocab.items():
             if token_id not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
                 table[token_id] = bytes([int(token[3:5], 16)])
@@ -200,15 +276,9 @@ def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the tokenizer in its fast form beside the weights.")
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    backend = _read_backend(file)
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
-    eos: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
-        eos += [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
+    eos = [*_eos_ids(path / "generation_config.json"), *_eos_ids(path / "config.json")]
     named = _token_id(backend, settings.get("eos_token"))
     eos += [named] if named is not None else []
     backend.no_truncation()
@@ -228,6 +298,46 @@ def _from_folder(path: Path) -> Tokenizer:
     )
 
 
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any] = {}
+
+
+class _File(msgspec.Struct):
+    """What of a tokenizer.json decides how much memory the library takes for it."""
+
+    model: _Model
+    added_tokens: list[_Added] = []
+
+
+def _read_backend(path: Path) -> Backend:
+    data = read_file(path)
+    try:
+        file = msgspec.json.decode(data, type=_File)
+        vocab = file.model.vocab
+        ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in file.added_tokens)]
+        limit = 2 * (len(vocab) + len(file.added_tokens)) + _SPARE_IDS
+        if not all(0 <= token < limit for token in ids):
+            raise CheckpointError(f"{path}: token ids are from {min(ids)} to {max(ids)}; with so few tokens, 0 to {limit - 1}.")
+        return Backend.from_buffer(data)
+    except (TidemillError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _eos_ids(path: Path) -> list[int]:
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
+    wrong = next((token for token in ids if type(token) is not int or not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: eos_token_id is {str(wrong)[:100]}, which is not a token id.")
+    return ids
+
+
 def _token_id(backend: Backend, token: Any) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     return backend.token_to_id(text) if isinstance(text, str) else None
@@ -235,7 +345,7 @@ def _token_id(backend: Backend, token: Any) -> int | None:
 
 def _folder_template(path: Path, settings: dict[str, Any]) -> str | None:
     if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_file(path / "chat_template.jinja").decode(errors="surrogateescape")  # refused where it is compiled
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

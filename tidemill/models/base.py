@@ -21,6 +21,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.rope import Rope
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor
 
+_NUMBERS_BELOW = 2**31
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 
@@ -97,6 +98,11 @@ class CausalLM(nn.Module, ABC):
     ) -> CausalLM:
         """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size. `random`: weights of
         the right shapes instead of the checkpoint's."""
+        num_stored = sum(config.stored.values())
+        if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
+            raise CheckpointError(
+                f"{checkpoint.path}: the configuration describes {config.num_parameters} values, the tensors hold {num_stored}."
+            )
         with torch.device("meta"):
             model = cls(config, dtype)
         targets = model._targets(checkpoint.format)
@@ -165,11 +171,13 @@ def optional(metadata: dict[str, Any], key: str, kind: type, default: Any, sourc
 
 
 def required(metadata: dict[str, Any], key: str, kind: type, source: object) -> Any:
-    """A key of a configuration, of the type it must have."""
+    """A key of a configuration, of the type it must have: a whole number that is not negative, or a finite one."""
     value = metadata.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and kind in (int, float) and not 0 <= value < _NUMBERS_BELOW:
+        raise CheckpointError(f"{source}: key {key} is {str(value)[:100]}; it must be from 0 to {_NUMBERS_BELOW - 1}.")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        problem = "is missing" if value is None else f"is {value!r}"
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        problem = "is missing" if value is None else f"is {str(value)[:100]!r}"
         raise CheckpointError(f"{source}: key {key} {problem}; it must be of type {kind.__name__}.")
     return value

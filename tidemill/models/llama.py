@@ -89,9 +89,27 @@ class Llama(CausalLM):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
-        if checkpoint.format == "gguf":
-            return _from_gguf(checkpoint)
-        return _from_hf(checkpoint)
+        config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else _from_hf(checkpoint)
+        _check_numbers(config, checkpoint.path)
+        return config
+
+
+def _check_numbers(config: ModelConfig, source: object) -> None:
+    """What would make rope tables or norms that are not numbers."""
+    scaling = config.rope_scaling or RopeScaling(kind="linear", factor=1.0)
+    wrong = {
+        "context length": config.max_context < 1,
+        "head_dim": config.head_dim % 2,
+        "norm epsilon": not 0 <= config.norm_eps <= 1,
+        "rope theta": not 1 < config.rope_theta < 1e30,
+        "rope scaling factor": not 1e-6 < scaling.factor < 1e6,
+        "rope scaling's original context": scaling.kind != "linear" and scaling.original_context < 1,
+        "rope scaling's low_freq_factor and high_freq_factor": not 0 < scaling.low_freq_factor < scaling.high_freq_factor,
+        "rope scaling's beta_fast and beta_slow": not (scaling.beta_fast > 0 and scaling.beta_slow > 0),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise CheckpointError(f"{source}: the {name} of the configuration cannot be used.")
 
 
 def _from_hf(checkpoint: Checkpoint) -> ModelConfig:

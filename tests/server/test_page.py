@@ -89,10 +89,10 @@ def test_the_stream_follows_the_server(server):
                 seen["running"] = max(seen["running"], frame["totals"]["requests_running"])
                 if seen["held"] and not frame["requests"] and not asking.is_alive():
                     break
-            elif frame["owners"]:
+            elif frame["requests"]:
                 kinds = kinds_of(frame)
                 seen["held"] = max(seen["held"], len(kinds) - kinds.count(0) - kinds.count(1))
-                assert sum(count for _, count in frame["owners"]) > kinds.count(SHARED) > 0
+                assert sum(count for _, count in frame["requests"]) > kinds.count(SHARED) > 0
         assert num / (time.monotonic() - begin) < 15  # two kinds of frames, none more often than every 0.15 s
     asking.join()
     assert seen["running"] == 4
@@ -108,7 +108,7 @@ def test_a_lost_engine_is_seen_and_a_server_that_stops_does_not_wait_for_watcher
         for frame in frames:
             if frame["type"] == "state" and frame["engine"] not in seen[-1:]:
                 seen.append(frame["engine"])
-                if seen[-2:] == ["starting again", "working"]:
+                if seen[-2:] == ["restarting", "running"]:
                     break
         assert frame["totals"]["engine_restarts"] == 1
         assert frame["decisions"][-1][1] == "EngineRestarted"

@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -75,10 +76,12 @@ class TooManyBatches(TidemillError):
 
 
 class Batches:
-    """`is_known`: does the key of this tenant still count?"""
+    """`caller_of`: the caller behind a tenant's name, or None if its key is no longer accepted."""
 
-    def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool], log: RequestLog | None) -> None:
-        self._service, self._storage, self._is_known, self._log = service, storage, is_known, log
+    def __init__(
+        self, service: Service, storage: Storage, caller_of: Callable[[str], Caller | None], log: RequestLog | None
+    ) -> None:
+        self._service, self._storage, self._caller_of, self._log = service, storage, caller_of, log
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(
             service.ready.config.max_requests
@@ -96,7 +99,7 @@ class Batches:
             return
         try:
             for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
-                if model == self._service.model_name and self._is_known(tenant):
+                if model == self._service.model_name and self._caller_of(tenant) is not None:
                     self._start(tenant, batch_id)
         except TidemillError as error:
             _log.error("batches cannot go on: %s", error)
@@ -220,7 +223,9 @@ class Batches:
         async with self._slots:
             begins.set()
             line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
-            caller = Caller(tenant, in_background=True, call=call)
+            known = self._caller_of(tenant)
+            assert known is not None, "batches are begun for accepted keys only"
+            caller = replace(known, in_background=True, call=call)
             call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
             written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
             await self._store(batch["id"], number, call.status >= 400, written)

@@ -57,7 +57,7 @@ def sent(browser):
     return browser.js("return window.sent")
 
 
-def test_an_answer_streams_in_and_tells_how_long_it_took(browser):
+def test_a_response_streams_in_with_its_figures(browser):
     note(browser, ignore_eos=True, max_tokens=600)
     browser.type("#text", "first line", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second line", Keys.ENTER)
     lengths = [browser.until("document.querySelector('.growing .words').textContent.length", within_s=10)]
@@ -79,7 +79,7 @@ def test_an_answer_streams_in_and_tells_how_long_it_took(browser):
 
 
 @pytest.mark.parametrize("how", ["escape", "button"])
-def test_an_answer_is_stopped(browser, roomy, how):
+def test_a_response_is_stopped(browser, roomy, how):
     note(browser, ignore_eos=True, max_tokens=3500)
     browser.say("go on and on")
     browser.until("document.querySelector('.growing .words')?.textContent.length > 20")
@@ -239,7 +239,7 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
         chromium.until("document.querySelector('#key-dialog').open")
         chromium.type("#key", "not the key that it is", Keys.ENTER)
         chromium.until(
-            "document.querySelector('#key-dialog').open && document.querySelector('#key-why').textContent.includes('know')"
+            "document.querySelector('#key-dialog').open && document.querySelector('#key-why').textContent.includes('accept')"
         )
         chromium.type("#key", Keys.CONTROL + "a", Keys.NULL, KEY, Keys.ENTER)
         chromium.until("document.querySelector('#model').value === 'tiny'")
@@ -260,11 +260,11 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
 
 def test_the_engine_is_watched_under_load(browser, roomy):
     def ask(i):
-        body = {"prompt": f"{'a beginning that all have in common ' * 4}{i}", "max_tokens": 900, "ignore_eos": True}
+        body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 900, "ignore_eos": True}
         httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60)
 
     browser.click("#tab-engine")
-    browser.until("document.querySelector('#requests').textContent.includes('Nobody')")
+    browser.until("document.querySelector('#requests').textContent.includes('No requests')")
     asking = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
     for thread in asking:
         thread.start()
@@ -280,7 +280,7 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     assert "prefix hit" in browser.text("#decisions")
     for thread in asking:
         thread.join()
-    browser.until("document.querySelector('#requests').textContent.includes('Nobody')")
+    browser.until("document.querySelector('#requests').textContent.includes('No requests')")
     browser.click("#tab-chat")
 
 

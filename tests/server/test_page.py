@@ -75,7 +75,7 @@ def watching(server, **headers):
 
 
 def test_the_stream_follows_the_server(server):
-    body = {"prompt": "the same beginning of several pages, ", "max_tokens": 400, "ignore_eos": True, "n": 4}
+    body = {"prompt": "the same prefix of several pages, ", "max_tokens": 400, "ignore_eos": True, "n": 4}
     asking = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60))
     with watching(server) as frames:
         assert next(frames)["num_pages"] > 0

@@ -193,7 +193,7 @@ def test_cancelled_and_expired_batches_keep_what_they_have(client):
 
 
 def test_batches_give_way_to_requests_of_people(client, roomy):
-    """A full engine of batch lines, and more in the queue than there are slots: a new request shares its steps with few of them."""
+    """A full engine of batch lines, and more in the queue than there are slots: a new one shares its steps with few."""
     batch = begin(client, "/v1/completions", lines_of("/v1/completions", [LONG] * 200))
     while roomy.gauge("requests_running") < 64:
         time.sleep(0.02)
@@ -224,7 +224,7 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
         while (done := client.batches.retrieve(batch.id).request_counts.completed) < before + 20:
             time.sleep(0.02)
         server.process.send_signal(number)
-        server.process.wait(20)
+        server.process.wait()
         (tmp_path / "data" / "files" / doomed.input_file_id).unlink(missing_ok=True)
         server = Server(roomy_folder, *options).wait()
         client = client_of(server)

@@ -239,7 +239,11 @@ async def test_an_upload_does_not_survive_damage_in_part(tmp_path):
 
 @pytest.mark.parametrize(
     ("lose", "why"),
-    [(Path.unlink, "missing"), (empty, "0 bytes instead of 7"), (lambda path: path.write_bytes(b"x" * 9), "9 bytes instead of 7")],
+    [
+        (Path.unlink, "missing"),
+        (empty, "0 bytes instead of 7"),
+        (lambda path: path.write_bytes(b"x" * 9), "9 bytes instead of 7"),
+    ],
 )
 async def test_lost_content_is_reported(tmp_path, caplog, lose, why):
     async with opened(tmp_path) as storage:

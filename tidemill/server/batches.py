@@ -190,9 +190,6 @@ class Batches:
 
     async def _validate(self, tenant: str, batch: dict[str, Any]) -> None:
         storage = self._storage
-        if time.time() >= batch["expires_at"]:
-            await self._end(tenant, batch, "expired")
-            return
         path = await storage.do(storage.content_path, batch["input_file_id"])
         try:
             num_lines, problems = await asyncio.to_thread(batch_lines.problems_of, path, batch["endpoint"])

@@ -1,7 +1,7 @@
 """The chat page: static files in this folder. There is no build step, and nothing is loaded from another host.
 
-They hold no secret, so they need no key; the page asks for the key and sends it with every call. Its content security policy lets a
-browser run no script but these files and connect to no other server, and no text can become markup.
+They hold no secret, so they need no key; the page asks for the key and sends it with every call. Its content security policy lets
+a browser run no script but these files and connect to no other server, and no text can become markup.
 """
 
 from __future__ import annotations

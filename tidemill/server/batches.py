@@ -1,7 +1,7 @@
-"""OpenAI's Batches API: a file of requests, answered in the background, whatever happens to the server meanwhile.
+"""OpenAI's Batches API: a file of requests, executed in the background, across restarts of the server.
 
-A batch is a line of small steps (`Batches._steps`), each of which begins with what is stored and ends by storing what came of it.
-So going on after a restart, or after the disk was full, is the same as beginning.
+A batch is a sequence of small steps (`Batches._steps`). Each begins with what is stored and ends by storing its result, so
+resuming after a restart, or after the disk was full, is the same as beginning.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -24,14 +27,14 @@ from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
 from tidemill.server.guard import Caller
 from tidemill.server.service import Service
-from tidemill.server.storage import OVER, QuotaExceeded, Storage, StorageFull, StorageUnavailable
+from tidemill.server.storage import OVER, BatchUnknown, ContentLost, QuotaExceeded, Storage, StorageFull, StorageUnavailable
 
 _MAX_UNFINISHED = 100  # batches of one tenant
 _MAX_WINDOW_S = 30 * 86400
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_TRY_AGAIN_S = 10.0  # after the disk, or the engine, failed
+_TRY_AGAIN_S = 10.0  # after a fault of the disk or the engine
 _QUEUE_AGAIN_S = 1.0
-_NOT_ANSWERED = {
+_NOT_EXECUTED = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
@@ -75,57 +78,72 @@ class TooManyBatches(TidemillError):
 
 
 class Batches:
-    """`is_known`: does the key of this tenant still count?"""
+    """`caller_of`: the caller behind a tenant's name, or None if its key is no longer accepted."""
 
-    def __init__(self, service: Service, storage: Storage, is_known: Callable[[str], bool], log: RequestLog | None) -> None:
-        self._service, self._storage, self._is_known, self._log = service, storage, is_known, log
+    def __init__(
+        self, service: Service, storage: Storage, caller_of: Callable[[str], Caller | None], log: RequestLog | None
+    ) -> None:
+        self._service, self._storage, self._caller_of, self._log = service, storage, caller_of, log
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(
-            service.ready.config.max_requests
-        )  # lines at once, of all batches: enough for a full engine
+        self._resuming: asyncio.Task[None] | None = None
+        # Lines at once, of all batches: enough for a full engine.
+        self._slots = asyncio.Semaphore(service.ready.config.max_requests)
         self._steps = {
             "validating": self._validate,
-            "in_progress": self._answer_lines,
+            "in_progress": self._execute,
             "finalizing": self._complete,
             "cancelling": self._end_cancelled,
         }
 
     async def resume(self) -> None:
-        """Go on with what an earlier server left, as far as it is for this model and for keys that still count."""
+        """Continue the batches of an earlier server that are for this model and for keys that are still accepted."""
         if not self._storage.exists:
             return
         try:
-            for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
-                if model == self._service.model_name and self._is_known(tenant):
-                    self._start(tenant, batch_id)
+            await self._resume()
         except TidemillError as error:
-            _log.error("batches cannot go on: %s", error)
+            _log.error("batches cannot be resumed yet: %s", error)
+            self._resuming = asyncio.create_task(self._resume_later())
+
+    async def _resume(self) -> None:
+        for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
+            is_ours = model == self._service.model_name and self._caller_of(tenant) is not None
+            if is_ours and batch_id not in self._tasks:
+                self._start(tenant, batch_id)
+
+    async def _resume_later(self) -> None:
+        while True:
+            await asyncio.sleep(_TRY_AGAIN_S)
+            try:
+                return await self._resume()
+            except TidemillError as error:
+                _log.error("batches cannot be resumed yet: %s", error)
 
     async def stop(self) -> None:
-        """At once: what is not answered yet is answered next time."""
-        tasks = list(self._tasks.values())
+        """At once: lines under way are executed again next time."""
+        tasks = [*self._tasks.values(), *([self._resuming] if self._resuming else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, tenant: str, body: BatchRequest) -> dict[str, Any]:
         if self._service.is_draining:
-            raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
+            raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         if body.endpoint not in self._service.whole_answers:
             known = ", ".join(self._service.whole_answers)
             raise InvalidRequest(f"The endpoint is {body.endpoint[:100]!r}.", fix=f"It may be {known}.", param="endpoint")
         window_s, storage = body.window_s(), self._storage
         if body.output_expires_after is not None:
             kept_s(body.output_expires_after.seconds, "output_expires_after")
-        file = await storage.do(storage.file, tenant, body.input_file_id)
+        file, _ = await storage.do(storage.file_with_path, tenant, body.input_file_id)
         if file["purpose"] != "batch":
             raise InvalidRequest(f"The file's purpose is {file['purpose']!r}, not 'batch'.", param="input_file_id")
         if sum(theirs == tenant for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
             raise TooManyBatches(f"{_MAX_UNFINISHED} batches are not finished.", fix="Wait for one, or cancel one.")
-        told = _batch_object(body, window_s, self._service.model_name)
-        await storage.do(storage.add_batch, tenant, self._service.model_name, told)
-        self._start(tenant, told["id"])
-        return told
+        record = _batch_object(body, window_s, self._service.model_name)
+        await storage.do(storage.add_batch, tenant, self._service.model_name, record)
+        self._start(tenant, record["id"])
+        return record
 
     async def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
         storage = self._storage
@@ -144,31 +162,37 @@ class Batches:
         task.add_done_callback(lambda done: self._tasks.pop(batch_id) if self._tasks.get(batch_id) is done else None)
 
     async def _run(self, tenant: str, batch_id: str) -> None:
-        while not self._service.is_draining:
+        is_gone = False
+        while not self._service.is_draining and not is_gone:
             try:
                 batch = await self._storage.do(self._storage.batch, tenant, batch_id)
                 if batch["status"] in OVER:
                     return
-                await self._steps[batch["status"]](tenant, batch)
+                await self._step(tenant, batch)
+            except* BatchUnknown:  # set aside with a damaged database, which the log says
+                is_gone = True
             except* TidemillError as group:
-                _log.error("batch %s waits: %s", batch_id, group.exceptions[0])
+                _log.error("batch %s is retried later: %s", batch_id, group.exceptions[0])
                 await asyncio.sleep(_TRY_AGAIN_S)
             except* Exception:
-                _log.exception("batch %s waits", batch_id)
+                _log.exception("batch %s is retried later", batch_id)
                 await asyncio.sleep(_TRY_AGAIN_S)
+
+    async def _step(self, tenant: str, batch: dict[str, Any]) -> None:
+        try:
+            await self._steps[batch["status"]](tenant, batch)
+        except* ContentLost as lost:
+            _log.error("batch %s fails: %s", batch["id"], lost.exceptions[0])
+            problem = batch_lines.problem("missing_file", str(lost.exceptions[0]), None, "input_file_id")
+            await self._end(tenant, batch, "failed", errors={"object": "list", "data": [problem]})
 
     # ---- the steps
 
     async def _validate(self, tenant: str, batch: dict[str, Any]) -> None:
         storage = self._storage
-        if time.time() >= batch["expires_at"]:
-            await self._end(tenant, batch, "expired")
-            return
-        path = storage.path(batch["input_file_id"])
+        path = await storage.do(storage.content_path, batch["input_file_id"])
         try:
             num_lines, problems = await asyncio.to_thread(batch_lines.problems_of, path, batch["endpoint"])
-        except FileNotFoundError:
-            num_lines, problems = 0, [batch_lines.problem("missing_file", "The input file is gone.", None, "input_file_id")]
         except OSError as error:
             raise StorageUnavailable(f"The input file cannot be read: {error.strerror}.") from error
         counts = batch["request_counts"] | {"total": num_lines}
@@ -178,16 +202,16 @@ class Batches:
         status = "failed" if problems else "in_progress"
         await storage.do(lambda: storage.move(tenant, batch["id"], ["validating"], status, **changes))
 
-    async def _answer_lines(self, tenant: str, batch: dict[str, Any]) -> None:
+    async def _execute(self, tenant: str, batch: dict[str, Any]) -> None:
         storage = self._storage
+        path = await storage.do(storage.content_path, batch["input_file_id"])
         try:
             async with asyncio.timeout(batch["expires_at"] - time.time()), asyncio.TaskGroup() as group:
-                done = await storage.do(storage.answered, batch["id"])
-                lines = batch_lines.read(storage.path(batch["input_file_id"]), done)
+                lines = batch_lines.read(path, await storage.do(storage.lines_done, batch["id"]))
                 while (found := await asyncio.to_thread(next, lines, None)) is not None:
                     begins = asyncio.Event()
-                    group.create_task(self._answer_line(tenant, batch, *found, begins))
-                    await begins.wait()  # so that no more is read than can be answered
+                    group.create_task(self._execute_line(tenant, batch, *found, begins))
+                    await begins.wait()  # so that no more is read than can be executed
         except TimeoutError:
             await self._end(tenant, batch, "expired")
         else:
@@ -199,45 +223,46 @@ class Batches:
     async def _end_cancelled(self, tenant: str, batch: dict[str, Any]) -> None:
         await self._end(tenant, batch, "cancelled")
 
-    async def _end(self, tenant: str, batch: dict[str, Any], status: str) -> None:
+    async def _end(self, tenant: str, batch: dict[str, Any], status: str, **changes: Any) -> None:
         storage = self._storage
-        path = storage.path(batch["input_file_id"])
-        if status in _NOT_ANSWERED and batch["request_counts"]["total"] and await asyncio.to_thread(path.exists):
-            done = await storage.do(storage.answered, batch["id"])
-            lines = batch_lines.read(path, done)
-            code = _NOT_ANSWERED[status]
+        if status in _NOT_EXECUTED and batch["request_counts"]["total"]:
+            path = await storage.do(storage.content_path, batch["input_file_id"])
+            done = await storage.do(storage.lines_done, batch["id"])
             texts = (
-                (number, batch_lines.unanswered(new_id("batch_req"), batch_lines.parse(text).custom_id, *code))
-                for number, text in lines
+                (number, batch_lines.error_line(new_id("batch_req"), _parse(text).custom_id, *_NOT_EXECUTED[status]))
+                for number, text in batch_lines.read(path, done)
             )
-            await storage.do(storage.add_unanswered, batch["id"], texts)
+            await storage.do(storage.add_skipped, batch["id"], texts)
         expire_s = (batch.get("output_expires_after") or {}).get("seconds")
-        await storage.do(storage.finish, tenant, batch["id"], batch["status"], status, expire_s)
+        finish = partial(storage.finish, tenant, batch["id"], batch["status"], status, expire_s, **changes)
+        await storage.do(finish)
 
     # ---- one line
 
-    async def _answer_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
+    async def _execute_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, call = batch_lines.parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
-            caller = Caller(tenant, in_background=True, call=call)
-            call.status, body = await self._answer(caller, batch["endpoint"], bytes(line.body))
-            written = batch_lines.answered(call.request_id, line.custom_id, call.status, body)
+            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
+            known = self._caller_of(tenant)
+            assert known is not None, "batches are begun for accepted keys only"
+            caller = replace(known, in_background=True, call=call)
+            call.status, body = await self._respond(caller, batch["endpoint"], bytes(line.body))
+            written = batch_lines.response_line(call.request_id, line.custom_id, call.status, body)
             await self._store(batch["id"], number, call.status >= 400, written)
             if self._log is not None:
                 self._log.write(call)
 
     async def _store(self, batch_id: str, number: int, failed: bool, text: bytes) -> None:
-        """Where there is no room, an answer waits for it: to compute it again would help nobody."""
+        """Without room, the result is kept and stored later, rather than computed again."""
         while True:
             try:
-                return await self._storage.do(self._storage.add_answer, batch_id, number, failed, text)
+                return await self._storage.do(self._storage.add_result, batch_id, number, failed, text)
             except (StorageFull, QuotaExceeded) as error:
-                _log.error("an answer of batch %s waits: %s", batch_id, error)
+                _log.error("a result of batch %s is stored later: %s", batch_id, error)
                 await asyncio.sleep(_TRY_AGAIN_S)
 
-    async def _answer(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        """As the route would: what is wrong with the line is its answer; what is wrong with the server is not."""
+    async def _respond(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
+        """As the route would: a mistake in the line is its response; a fault of the server is not."""
         model, answer = self._service.whole_answers[endpoint]
         while True:
             try:
@@ -255,6 +280,14 @@ class Batches:
             except Exception:
                 _log.exception("unexpected error in a line for %s", endpoint)
                 return 500, batch_lines.encode(internal_error())
+
+
+def _parse(text: bytes) -> batch_lines.Line:
+    """A line of a validated file."""
+    try:
+        return batch_lines.parse(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ContentLost("The input file has changed on the server's disk.", param="input_file_id") from None
 
 
 def _batch_object(body: BatchRequest, window_s: int, model: str) -> dict[str, Any]:

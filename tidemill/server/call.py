@@ -1,7 +1,7 @@
-"""A call of the API: its name, what came of it, and the line about it in the log.
+"""A call of the API: its id, its figures, and its line in the request log.
 
-The line says who asked for how much, how long it took and how it ended; never what was said. Whoever is refused is told of, too,
-but not more often than a disk can bear.
+The line has the tenant, token counts, times and how the call ended; never a text. Refused calls are logged at a limited rate, so
+that a flood of them does not fill the disk.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _PREFIXES = {
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
 }
-_QUIET = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds; told of only if something is wrong
+_QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
 _REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
+_log = logging.getLogger("tidemill.server")
 
 
 @dataclass(slots=True)
@@ -57,9 +58,9 @@ class Call:
     is_named: bool = False  # by the client
 
     def fields(self) -> dict[str, Any]:
-        """What the log tells, without what there is nothing to tell of."""
+        """Of the log line; empty ones are left out."""
         now = time.monotonic()
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "id": self.request_id,
             "status": self.status,
@@ -70,15 +71,15 @@ class Call:
             "finish_reason": self.finish_reason,
             "error": self.error,
         }
-        told = {name: value for name, value in told.items() if value}
+        fields = {name: value for name, value in fields.items() if value}
         if self.num_prompt:
-            told |= {"prompt_tokens": self.num_prompt, "cached_tokens": self.num_cached, "output_tokens": self.num_output}
-            told["queue_ms"] = round(1000 * self.queue_s, 1)
+            fields |= {"prompt_tokens": self.num_prompt, "cached_tokens": self.num_cached, "output_tokens": self.num_output}
+            fields["queue_ms"] = round(1000 * self.queue_s, 1)
         if self.first_s:
-            told["first_token_ms"] = round(1000 * (self.first_s - self.begun_s), 1)
+            fields["first_token_ms"] = round(1000 * (self.first_s - self.begun_s), 1)
         if self.num_output > 1 and self.decode_s:
-            told["tokens_per_second"] = round((self.num_output - 1) / self.decode_s, 1)
-        return told | {"total_ms": round(1000 * (now - self.begun_s), 1)}
+            fields["tokens_per_second"] = round((self.num_output - 1) / self.decode_s, 1)
+        return fields | {"total_ms": round(1000 * (now - self.begun_s), 1)}
 
 
 def new_id(prefix: str) -> str:
@@ -88,37 +89,44 @@ def new_id(prefix: str) -> str:
 def check_id(given: str) -> None:
     if not re.fullmatch(ID_PATTERN, given):
         raise InvalidRequest(
-            "The request id is not one.", fix=f"Give 1 to {MAX_ID_CHARS} letters, digits, '.', '_' or '-'.", param="request_id"
+            "The request id is not valid.", fix=f"Give 1 to {MAX_ID_CHARS} letters, digits, '.', '_' or '-'.", param="request_id"
         )
 
 
 class RequestLog:
-    """A line for each call that has ended, to stderr or to a file, which may be moved away at any time and is then made anew."""
+    """A line for each call that has ended, to stderr or to a file. If the file is moved away, a new one is made."""
 
-    def __init__(self, path: Path | None = None, form: str = "text") -> None:
-        if form not in ("text", "json"):
-            raise ConfigError(f"There is no log format {form!r}.", fix="Choose text or json.")
-        self._is_json = form == "json"
+    def __init__(self, path: Path | None = None, log_format: str = "text") -> None:
+        if log_format not in ("text", "json"):
+            raise ConfigError(f"There is no log format {log_format!r}.", fix="Choose text or json.")
+        self._is_json = log_format == "json"
         try:
             self._handler: logging.Handler = WatchedFileHandler(path) if path else logging.StreamHandler(sys.stderr)
         except OSError as error:
             raise ConfigError(f"The log file cannot be written: {error}.", fix="Choose another --log-file.") from error
-        self._left, self._since_s = float(_REFUSED_AT_ONCE), time.monotonic()  # refusals that may be told of
-        self._num_untold = 0
+        self._left, self._since_s = float(_REFUSED_AT_ONCE), time.monotonic()  # refusals that may be logged now
+        self._num_unlogged = 0
+        self._is_failing = False
 
     def write(self, call: Call) -> None:
         if call.path in _QUIET and call.status < 400:
             return
-        if call.status >= 400 and not self._may_tell():
-            self._num_untold += 1
+        if call.status >= 400 and not self._may_log_refusal():
+            self._num_unlogged += 1
             return
-        told = call.fields()
-        if self._num_untold:
-            told["refused_untold"], self._num_untold = self._num_untold, 0
-        text = msgspec.json.encode(told).decode() if self._is_json else _as_text(told)
-        self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))
+        fields = call.fields()
+        if self._num_unlogged:
+            fields["refusals_not_logged"], self._num_unlogged = self._num_unlogged, 0
+        text = msgspec.json.encode(fields).decode() if self._is_json else _as_text(fields)
+        try:
+            self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))
+            self._is_failing = False
+        except OSError as error:  # its folder is gone, or the disk is full: calls do not fail for that
+            if not self._is_failing:
+                _log.error("the request log cannot be written: %s", error)
+            self._is_failing = True
 
-    def _may_tell(self) -> bool:
+    def _may_log_refusal(self) -> bool:
         now = time.monotonic()
         self._left = min(self._left + _REFUSED_PER_S * (now - self._since_s), float(_REFUSED_AT_ONCE))
         self._since_s = now
@@ -128,10 +136,10 @@ class RequestLog:
         return True
 
 
-def _as_text(told: dict[str, Any]) -> str:
-    """Values as they are where they cannot be mistaken for anything else."""
+def _as_text(fields: dict[str, Any]) -> str:
+    """Values are quoted only where they would be ambiguous."""
     words = []
-    for name, value in told.items():
+    for name, value in fields.items():
         text = str(value)
         if not text.isascii() or not text.isprintable() or " " in text or '"' in text:
             text = msgspec.json.encode(text).decode().encode("ascii", "backslashreplace").decode()
@@ -140,7 +148,7 @@ def _as_text(told: dict[str, Any]) -> str:
 
 
 class Called:
-    """Around everything else: names each call, sends the name back, and writes the line when it is over."""
+    """The outermost layer: gives each call an id, sends it back, and writes the log line at the end."""
 
     def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
         self._app, self._log = app, log

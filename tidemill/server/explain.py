@@ -1,10 +1,11 @@
 """Where each request's time went, from arrival to last token: spans that add up to the whole, each with its reason.
 
 Read from the engine's events and from nothing else. Between two events a request is in one state; when the state changes, the
-time since the last change is added to that state's span. So the spans add up, whatever happens.
+time since the last change is added to that state's span. So the spans always add up.
 
-Requests that decode together from step to step have the same story, which is written once for all of them: a step of 256 would
-else cost a tenth of the server's time. Whoever leaves the company is given what it has gone through since they joined.
+Requests that decode together from step to step have the same spans, which are kept once for the whole group: per request, a step
+of 256 would cost a tenth of the server's time. A request that leaves the group is credited with what the group spent since it
+joined.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _Span:
     num_beside: int = 0  # tokens of others in its steps, summed
 
     def add(self, now: _Span, then: _Span) -> None:
-        """What has come to another one since then."""
+        """Add what another span gained between `then` and `now`."""
         self.seconds += now.seconds - then.seconds
         self.num += now.num - then.num
         self.num_tokens += now.num_tokens - then.num_tokens
@@ -64,10 +65,10 @@ class Story:
         return span
 
     def lose_engine(self) -> None:
-        """All time since the last change was lost with it."""
+        """The time since the last change counts as preempted."""
         if self.state != "queued":
             self.state = "preempted"
-            self.preempted.append("the engine was started again")
+            self.preempted.append("the engine was restarted")
 
     def body(self) -> dict[str, Any]:
         total = max(self.since_s - self.begun_s, 1e-9)
@@ -75,8 +76,8 @@ class Story:
         for name in ("queued", "preempted", "prefill", "decode", "between steps"):
             span = self.spans.get(name)
             if span is not None and (span.seconds or span.num):
-                told = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
-                spans.append(told | {"because": self._because(name, span)})
+                row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
+                spans.append(row | {"because": self._because(name, span)})
         return {
             "id": self.request_id.partition("/")[2],  # without the tenant
             "object": "explanation",
@@ -92,16 +93,16 @@ class Story:
 
     def _because(self, name: str, span: _Span) -> str:
         if name == "queued":
-            return "; ".join(reason for reason, _ in self.why_waiting.most_common()) or "until the next step began"
+            return "; ".join(reason for reason, _ in self.why_waiting.most_common()) or "until the next step"
         if name == "preempted":
             return "; ".join(self.preempted)
         if name == "between steps":
-            return "the engine planned, sampled and sent"
+            return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
         beside = span.num_beside / max(span.num, 1)
         steps, tokens = "step" if span.num == 1 else "steps", "token" if span.num_tokens == 1 else "tokens"
-        company = f"shared with {others:.1f} others who computed {beside:.1f} tokens" if others else "alone"
-        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {company}"
+        shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
+        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {shared}"
 
 
 def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:
@@ -109,13 +110,13 @@ def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:
     return f"{tenant}/{request_id}/{'' if part is None else part}"
 
 
-class _Company:
-    """Requests that take part in every step with one token each, and whose state is the same."""
+class _DecodeGroup:
+    """Requests that take part in every step with one token each, and are in the same state."""
 
     def __init__(self) -> None:
         self._story = Story("", "", 0, 0.0, 0.0)
         self.members: set[tuple[str, int]] = set()  # as a step has them: with one token
-        self._joined: dict[str, tuple[_Span, _Span]] = {}  # what the company had gone through by then
+        self._joined: dict[str, tuple[_Span, _Span]] = {}  # the group's spans by then
 
     def _spans(self) -> tuple[_Span, _Span]:
         return self._story.spans.setdefault("decode", _Span()), self._story.spans.setdefault("between steps", _Span())
@@ -129,7 +130,7 @@ class _Company:
             self._story.change(now, "decode")
 
     def take_in(self, story: Story) -> None:
-        """If they have been in the same state since the same time."""
+        """If it has been in the group's state since the same time."""
         if not self.members:
             self._story.state, self._story.since_s = story.state, story.since_s
         if (story.state, story.since_s) == (self._story.state, self._story.since_s):
@@ -153,17 +154,17 @@ class Explainer:
         self._live: dict[str, Story] = {}
         self._ended: OrderedDict[str, Story] = OrderedDict()
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
-        self._company = _Company()
+        self._group = _DecodeGroup()
 
     def find(self, request_id: str, tenant: str | None) -> list[Story]:
-        """The parts of a request, by the id its client knows. `tenant`: only if they are theirs."""
+        """The parts of a request, by the id that its client knows. `tenant`: only of this one."""
         self._dissolve()
         every = (*self._ended.values(), *self._live.values())
         mine = (story for story in every if tenant is None or story.tenant == tenant)
         return [story for story in mine if story.request_id.startswith(engine_id(story.tenant, request_id))]
 
     def under_way(self) -> Iterable[Story]:
-        """In the order in which they came."""
+        """In order of arrival."""
         self._dissolve()
         return self._live.values()
 
@@ -188,14 +189,14 @@ class Explainer:
             case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken():
                 story = self._alone(event.request_id)
                 if story is not None:
-                    self._tell(story, event, now)
+                    self._record(story, event, now)
             case events.Finished() | events.Aborted():
                 story = self._alone(event.request_id)
                 if story is not None:
                     del self._live[event.request_id]
                     step = next((one for one in self._steps.values() if any(name == event.request_id for name, _ in one)), None)
                     span = story.change(now, "over")
-                    if step is not None and isinstance(event, events.Finished):  # it is told before the step's end
+                    if step is not None and isinstance(event, events.Finished):  # it comes before the step's end
                         counts = dict(step)
                         _count(span, counts[event.request_id], len(step), sum(counts.values()))
                     story.ended, story.num_output = event.reason, event.num_output
@@ -204,17 +205,17 @@ class Explainer:
                         self._ended.popitem(last=False)
 
     def _alone(self, request_id: str) -> Story | None:
-        """Its story, no longer told with others'."""
+        """Its story, taken out of the group."""
         story = self._live.get(request_id)
-        if story is not None and request_id in self._company:
-            self._company.let_go(story)
+        if story is not None and request_id in self._group:
+            self._group.let_go(story)
         return story
 
     def _dissolve(self) -> None:
-        for request_id, _ in [*self._company.members]:
+        for request_id, _ in [*self._group.members]:
             self._alone(request_id)
 
-    def _tell(self, story: Story, event: Event, now: float) -> None:
+    def _record(self, story: Story, event: Event, now: float) -> None:
         match event:
             case events.Deferred():
                 if len(story.why_waiting) < _NUM_REASONS:
@@ -233,12 +234,12 @@ class Explainer:
     def _begin(self, event: events.StepPlanned, now: float) -> None:
         self._steps[event.step] = event.tokens_of
         self._steps.pop(event.step - _MAX_AHEAD, None)
-        here, company = set(event.tokens_of), self._company
-        for request_id, _ in company.members - here:
+        here, group = set(event.tokens_of), self._group
+        for request_id, _ in group.members - here:
             self._alone(request_id)
-        if company.members:
-            company.go_on(now)
-        for request_id, count in here - company.members:
+        if group.members:
+            group.go_on(now)
+        for request_id, count in here - group.members:
             story = self._live.get(request_id)
             if story is not None and story.state not in ("prefill", "decode"):  # or its step before is still running
                 story.change(now, "prefill" if count > 1 or story.first_token_s is None else "decode")
@@ -247,13 +248,13 @@ class Explainer:
         tokens_of = self._steps.pop(step, ())
         ahead = {request_id: count for others in self._steps.values() for request_id, count in others}
         num_tokens = sum(count for _, count in tokens_of)
-        here, company = set(tokens_of), self._company
-        staying = company.members & here & ahead.items() if self._steps else company.members & here
-        for request_id, _ in company.members - staying:
+        here, group = set(tokens_of), self._group
+        staying = group.members & here & ahead.items() if self._steps else group.members & here
+        for request_id, _ in group.members - staying:
             self._alone(request_id)
-        if company.members:
-            _count(company.change(now, "decode" if self._steps else "between steps"), 1, len(tokens_of), num_tokens)
-        for request_id, count in here - company.members:
+        if group.members:
+            _count(group.change(now, "decode" if self._steps else "between steps"), 1, len(tokens_of), num_tokens)
+        for request_id, count in here - group.members:
             story = self._live.get(request_id)
             if story is None or story.state not in ("prefill", "decode"):
                 continue
@@ -262,11 +263,11 @@ class Explainer:
             state = "between steps" if following is None else "prefill" if following > 1 else "decode"
             _count(story.change(now, state), count, len(tokens_of), num_tokens)
             if was_decoding and count == 1 and state != "prefill":
-                company.take_in(story)
+                group.take_in(story)
 
 
 def _count(span: _Span, mine: int, num_requests: int, num_tokens: int) -> None:
-    """One more step, and who was in it."""
+    """One more step, and what it was shared with."""
     span.num += 1
     span.num_tokens += mine
     span.num_sharing += num_requests

@@ -1,4 +1,4 @@
-"""OpenAI's Files API: what batches are made from, and what they leave behind."""
+"""OpenAI's Files API: the inputs and outputs of batches."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def make_router(storage: Storage) -> APIRouter:
         coming = storage.begin_file()
         try:
             form = await _receive(request, coming)
-            told = file_object(coming.file_id, coming.num_bytes, form.filename, form.purpose(), form.expire_s())
-            await coming.keep(request.state.caller.tenant, told)
+            record = file_object(coming.file_id, coming.num_bytes, form.filename, form.purpose(), form.expire_s())
+            await coming.keep(request.state.caller.tenant, record)
         finally:
             await coming.end()
-        return told
+        return record
 
     @router.get("/v1/files")
     async def files(request: Request) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def make_router(storage: Storage) -> APIRouter:
 
     @router.get("/v1/files/{file_id}/content")
     async def content(request: Request, file_id: str) -> Response:
-        told = await storage.do(storage.file, request.state.caller.tenant, file_id)
-        path, headers = storage.path(told["id"]), {"X-Content-Type-Options": "nosniff"}
-        return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=told["filename"])
+        record, path = await storage.do(storage.file_with_path, request.state.caller.tenant, file_id)
+        headers = {"X-Content-Type-Options": "nosniff"}
+        return FileResponse(path, headers=headers, media_type="application/octet-stream", filename=record["filename"])
 
     @router.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def page(found: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
 
 
 async def _receive(request: Request, upload: Upload) -> _Form:
-    """The form, its file written as it comes."""
+    """Parse the form; its file is written to the disk as it arrives."""
     form = _Form(request.headers.get("content-type", ""))
     async for part in parts_of(request, MAX_UPLOAD_BYTES, UPLOAD_WITHIN_S):
         form.feed(part)
@@ -99,13 +99,13 @@ async def _receive(request: Request, upload: Upload) -> _Form:
 
 
 class _Form:
-    """A multipart form of one file and few small fields, read piece by piece."""
+    """A multipart form of one file and a few small fields, parsed incrementally."""
 
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise NotJSON("A file comes as multipart/form-data.", fix="Use a client's files.create, or curl -F file=@NAME.")
-        self.data = bytearray()  # of the file, not yet taken
+            raise NotJSON("A file is uploaded as multipart/form-data.", fix="Use a client's files.create, or curl -F file=@NAME.")
+        self.data = bytearray()  # of the file, not yet written
         self.filename = ""
         self._fields: dict[str, bytes] = {}
         self._header, self._value = b"", b""
@@ -134,7 +134,7 @@ class _Form:
 
     def end(self) -> None:
         if not self._is_over:
-            raise InvalidRequest("The form breaks off.", param="file")
+            raise InvalidRequest("The form is incomplete.", param="file")
 
     def take(self) -> bytes:
         taken = bytes(self.data)
@@ -171,7 +171,7 @@ class _Form:
         if self._name not in (*_FIELDS, "file"):
             raise InvalidRequest(f"The parameter {self._name[:100]!r} is not supported.", param=self._name[:100])
         if self._name in self._fields or (self._name == "file" and self.filename):
-            raise InvalidRequest(f"The parameter {self._name!r} comes twice.", param=self._name)
+            raise InvalidRequest(f"The parameter {self._name!r} is given twice.", param=self._name)
         if self._name == "file":
             self.filename = _plain_name(options.get(b"filename", b""))
         else:
@@ -200,7 +200,7 @@ def _grown(text: bytes, more: bytes) -> bytes:
 
 
 def _plain_name(given: bytes) -> str:
-    """What people see. No file of ours is ever called by it."""
+    """For display only: no file on the disk has this name."""
     last = given.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:255] or "upload"
 

@@ -1,7 +1,7 @@
-"""Who may ask what: keys, hosts, origins and paths, looked at before anything else is done.
+"""Access control: keys, hosts, origins and paths, checked before a request reaches any route.
 
-Keys are kept as SHA-256 digests and compared in constant time. A page of another origin cannot use a visitor's browser to get
-here: its Origin is refused, and so is a Host that is not ours (a name that was made to point at this machine).
+Keys are kept as SHA-256 digests and compared in constant time. Each key is a tenant. A web page of another origin cannot use a
+visitor's browser to reach the server: its Origin is refused, and so is a Host that is not allowed (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,13 +19,15 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.sched.request import BACKGROUND
 from tidemill.server import page
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.call import Call, check_id
 from tidemill.server.errors import error_body
 
-OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for whoever restarts servers; what asks for the key, and holds nothing else
-ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})
+OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
+ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})  # they show the requests of all tenants
+MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16
 _FOR_PAGES = ((b"access-control-expose-headers", b"x-request-id"), (b"vary", b"origin"))
 
@@ -50,15 +53,16 @@ class TooLarge(InvalidRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Nothing given: everybody who reaches the address may use it."""
+    """Without keys, every client that reaches the address is accepted, and is an admin."""
 
-    keys: tuple[bytes, ...] = ()  # digests
-    admin_keys: tuple[bytes, ...] = ()  # may do everything; without any, ordinary keys may
+    keys: Mapping[bytes, int] = field(default_factory=dict)  # digest to the key's priority
+    admin_keys: Mapping[bytes, int] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()  # names besides localhost and addresses
-    origins: frozenset[str] = frozenset()  # of web pages besides our own
+    origins: frozenset[str] = frozenset()  # of web pages besides the server's own
 
     @staticmethod
     def of(keys: list[str], key_file: str | None, admin_keys: list[str], hosts: list[str], origins: list[str]) -> Access:
+        """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally ` priority=N`."""
         given = list(keys)
         if key_file is not None:
             try:
@@ -66,19 +70,40 @@ class Access:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"The key file cannot be read: {error}.") from error
         return Access(
-            keys=tuple(_digest_given(key) for key in given),
-            admin_keys=tuple(_digest_given(key) for key in admin_keys),
+            keys=_parse_keys(given),
+            admin_keys=_parse_keys(admin_keys),
             hosts=frozenset(host.lower() for host in hosts),
             origins=frozenset(origin.rstrip("/").lower() for origin in origins),
         )
 
-    def knows(self, tenant: str) -> bool:
-        """Is this still the name of a key (or of nobody, where there are none)?"""
-        known = (*self.keys, *self.admin_keys)
-        return tenant in {tenant_name(digest) for digest in known} if known else not tenant
+    def caller_of(self, tenant: str) -> Caller | None:
+        """The caller behind a stored tenant name; None if its key is no longer accepted."""
+        if not self.keys and not self.admin_keys:
+            return None if tenant else Caller(is_admin=True)
+        for digest in (*self.admin_keys, *self.keys):
+            if tenant_name(digest) == tenant:
+                return self._caller(digest)
+        return None
+
+    def caller_with(self, key: str) -> Caller | None:
+        """Every digest is compared, so that the time taken does not depend on which one matches."""
+        given = hashlib.sha256(key.encode("latin-1")).digest()
+        found = [digest for digest in (*self.admin_keys, *self.keys) if hmac.compare_digest(given, digest)]
+        return self._caller(found[0]) if found else None
+
+    def _caller(self, digest: bytes) -> Caller:
+        is_admin = digest in self.admin_keys
+        return Caller(tenant_name(digest), is_admin, (self.admin_keys if is_admin else self.keys)[digest])
+
+    def check_may_see_all(self, caller: Caller) -> None:
+        """The admin may see requests of every tenant; a sole key has only its own to see."""
+        if caller.is_admin or (not self.admin_keys and len(self.keys) == 1):
+            return
+        fix = "Send an admin key." if self.admin_keys else "Start the server with --admin-key, and send that key."
+        raise Forbidden("This shows the requests of all tenants, so it needs an admin key.", fix=fix)
 
     def check_host_is_safe(self, host: str) -> None:
-        """Without keys, only this machine may ask."""
+        """Without keys, only this machine is served."""
         if not self.keys and not self.admin_keys and not _is_loopback(host):
             raise ConfigError(
                 f"Listening on {host} without an API key would serve everybody who can reach this machine.",
@@ -88,29 +113,64 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`tenant`: a name for the key, by which requests share and prefixes are kept apart; empty without keys."""
+    """`tenant`: a name for the key: the unit of fair scheduling and of prefix cache isolation. Empty without keys."""
 
     tenant: str = ""
     is_admin: bool = False
-    in_background: bool = False  # not a person who waits, but a batch
+    priority: int = 0  # of the key
+    in_background: bool = False  # a line of a batch
     call: Call = field(default_factory=Call)
 
     def rename(self, request_id: str) -> None:
-        """The body, too, may name the call."""
+        """Take the request id from the body, unless a header has given another."""
         if self.call.is_named and request_id != self.call.request_id:
             name = self.call.request_id
-            raise InvalidRequest(f"The request is called {name!r} already.", fix="Give one id.", param="request_id")
+            raise InvalidRequest(f"The request already has the id {name!r}.", fix="Give one id.", param="request_id")
         self.call.request_id = request_id
+
+    def priority_of(self, asked: int | None) -> int:
+        """The priority of a request that asks for this one. A key may lower the urgency of its requests; an admin may choose."""
+        priority = self.priority if asked is None else asked
+        most_urgent = MOST_URGENT if self.is_admin else self.priority
+        if not most_urgent <= priority <= LEAST_URGENT:
+            raise Forbidden(
+                f"This key may ask for a priority from {most_urgent} to {LEAST_URGENT}; got {priority} (lower is more urgent).",
+                fix="Leave priority out, or send an admin key.",
+                param="priority",
+            )
+        return priority - MOST_URGENT + BACKGROUND if self.in_background else priority
 
 
 def tenant_name(digest: bytes) -> str:
     return digest.hex()[:16]
 
 
+def _parse_keys(given: Iterable[str]) -> dict[bytes, int]:
+    keys: dict[bytes, int] = {}
+    for text in given:
+        key, _, settings = text.strip().partition(" ")
+        digest, priority = _digest_given(key), _priority_given(settings.strip())
+        if keys.setdefault(digest, priority) != priority:
+            raise ConfigError(f"A key is given twice, with priority {keys[digest]} and {priority}.", fix="Give it once.")
+    return keys
+
+
+def _priority_given(settings: str) -> int:
+    if not settings:
+        return 0
+    found = re.fullmatch(r"priority=(-?[0-9]{1,3})", settings)
+    if not found or not MOST_URGENT <= int(found[1]) <= LEAST_URGENT:
+        raise ConfigError(
+            f"After an API key comes {settings[:50]!r}.",
+            fix=f"Give nothing, or priority=N with N from {MOST_URGENT} (most urgent) to {LEAST_URGENT}.",
+        )
+    return int(found[1])
+
+
 def _digest_given(key: str) -> bytes:
     if re.fullmatch(r"sha256:[0-9a-f]{64}", key):
         return bytes.fromhex(key[7:])
-    if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+    if len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
         raise ConfigError(
             f"An API key must be {_MIN_KEY_CHARS} or more printable ASCII characters without spaces, or sha256:HEX.",
             fix="Make one with: python3 -c 'import secrets; print(secrets.token_urlsafe(24))'",
@@ -179,7 +239,7 @@ class Guard:
     def _check_origin(self, origin: str, host: str) -> None:
         if origin and origin not in self._access.origins and origin.partition("://")[2] != host.lower():
             raise Forbidden(
-                f"Pages of {origin[:100]!r} may not ask here.", fix="Serve with --allowed-origin if that page is yours."
+                f"Pages of {origin[:100]!r} may not use this server.", fix="Serve with --allowed-origin if that page is yours."
             )
 
     def _check_length(self, path: str, length: str) -> None:
@@ -193,18 +253,15 @@ class Guard:
             return Caller(is_admin=not access.admin_keys)
         scheme, _, token = headers.get(b"authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
-        digest = hashlib.sha256(key.encode("latin-1")).digest()
-        # Every digest is compared, whichever fits: how long it takes tells nothing.
-        is_admin = sum(hmac.compare_digest(digest, known) for known in access.admin_keys) > 0
-        is_known = sum(hmac.compare_digest(digest, known) for known in access.keys) > 0
-        if not key or not (is_admin or is_known):
+        caller = access.caller_with(key) if key else None
+        if caller is None:
             raise Unauthorized(
                 "The API key is missing." if not key else "The API key is not valid.",
                 fix="Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
             )
-        if path in ADMIN_PATHS and access.admin_keys and not is_admin:
-            raise Forbidden("This needs an admin key.")
-        return Caller(tenant_name(digest), is_admin)  # ids are clients' to give: only an admin may mean another's
+        if path in ADMIN_PATHS:
+            access.check_may_see_all(caller)
+        return caller
 
 
 async def _refuse(error: TidemillError, send: Send) -> None:
@@ -216,7 +273,7 @@ async def _refuse(error: TidemillError, send: Send) -> None:
 
 
 async def _preflight(origin: str, send: Send) -> None:
-    """A browser asks first. It got here, so its page may."""
+    """A CORS preflight. Its origin has been checked."""
     headers = [
         (b"access-control-allow-origin", origin.encode()),
         (b"access-control-allow-methods", b"GET, POST, DELETE"),

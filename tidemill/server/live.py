@@ -1,14 +1,16 @@
-"""The engine as it works, for whoever watches: what runs and waits, the latest steps and decisions, and who holds which page.
+"""The live view of the engine, as server-sent events: requests, the latest steps and decisions, and the KV page map.
 
-Requests and totals are those that `Explainer` and `Metrics` keep anyway; steps and decisions are collected from events, and the
-pages asked for, only while somebody watches. A frame holds all there is to know, not what changed, so that a slow watcher misses
-frames and nothing is kept for it. All watchers are sent the same bytes.
+Requests and totals come from `Explainer` and `Metrics`. Steps and decisions are collected from events, and the page map is
+requested from the engine, only while there is a watcher. A frame holds the whole state, not a difference, so a slow watcher skips
+frames and needs no queue. A frame is encoded once for all watchers that may see the same request ids.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import secrets
 import time
 import zlib
 from collections import deque
@@ -20,27 +22,60 @@ from tidemill import events
 from tidemill.engine.client import EngineClient
 from tidemill.errors import QueueFull
 from tidemill.events import Event
-from tidemill.server.explain import Explainer, Story
+from tidemill.server.explain import Explainer, Story, engine_id
 from tidemill.server.metrics import Metrics
 from tidemill.server.sse import named_event
 from tidemill.wire import Pages
 
 MAX_WATCHERS = 32
 _FRAME_EVERY_S = 0.15
-_SIGN_EVERY_S = 2.0  # of life, when nothing happens
+_HEARTBEAT_S = 2.0
 _PAGES_EVERY_S = 0.25
-_PAGES_SHARE = 0.01  # of the engine's time that looking at its pages may take
-_PAGES_LOST_S = 10.0  # after which they are asked for again: that engine is gone
+_PAGES_SHARE = 0.01  # of the engine's time that making the page map may take
+_PAGES_LOST_S = 10.0  # without a page map, after which it is requested again: that engine is gone
 _NUM_STEPS = 128
 _NUM_DECISIONS = 40
-_NUM_RUNNING, _NUM_WAITING = 256, 64  # told of one by one
+_NUM_RUNNING, _NUM_QUEUED = 256, 64  # listed one by one
 _SETTINGS = ("num_pages", "page_size", "max_requests", "max_context", "token_budget", "policy", "prefix_caching", "device")
+
+
+class _Frame:
+    """A message to watchers. Watchers of one tenant see other tenants' requests under aliases."""
+
+    def __init__(self, body: dict[str, Any], secret: bytes) -> None:
+        self._body, self._secret = body, secret
+        self._encoded: dict[str | None, bytes] = {}
+
+    def encoded(self, tenant: str | None) -> bytes:
+        """`tenant`: whose request ids are shown; None: all."""
+        frame = self._encoded.get(tenant)
+        if frame is None:
+            frame = self._encoded[tenant] = named_event(self._body if tenant is None else self._hidden(tenant))
+        return frame
+
+    def _hidden(self, tenant: str) -> dict[str, Any]:
+        body = self._body
+        if body["type"] == "pages":
+            return body | {"requests": [(self._alias(name, tenant), num) for name, num in body["requests"]]}
+        requests = [one | {"id": self._alias(one["id"], tenant)} for one in body["requests"]]
+        return body | {
+            "requests": requests,
+            "decisions": [(number, kind, self._alias(name, tenant), words) for number, kind, name, words in body["decisions"]],
+        }
+
+    def _alias(self, request_id: str, tenant: str) -> str:
+        """The same in every frame, so that a request keeps its colour. It cannot be traced back to the id."""
+        if not request_id or request_id.startswith(f"{tenant}/"):
+            return request_id
+        digest = hashlib.blake2b(request_id.encode(), key=self._secret, digest_size=4).hexdigest()
+        return engine_id("", f"other-{digest}", 0)
 
 
 class Live:
     def __init__(self, client: EngineClient, metrics: Metrics, explainer: Explainer) -> None:
         self._client, self._metrics, self._explainer = client, metrics, explainer
         self._watchers: set[Watcher] = set()
+        self._secret = secrets.token_bytes(16)  # of the aliases
         self._num_changes = 0
         self._forget()
 
@@ -50,18 +85,20 @@ class Live:
         self._decisions: deque[tuple[int, str, str, str]] = deque(maxlen=_NUM_DECISIONS)
         self._num_decisions = 0
         self._last_pages: Pages | None = None
-        self.pages = b""  # the frame of them
+        self.pages: _Frame | None = None
         self._asked_at_change = -1
         self._ask_again_s = 0.0
-        self._state, self._state_made_s = b"", 0.0
-        self.told: object = None  # the moment of the latest state
+        self._state: _Frame | None = None
+        self._state_made_s = 0.0
+        self.state_moment: object = None  # of the latest state
 
-    # ---- who watches
+    # ---- watchers
 
-    def watch(self, until: Callable[[], bool]) -> Watcher:
+    def watch(self, until: Callable[[], bool], tenant: str | None = None) -> Watcher:
+        """`tenant`: whose request ids the watcher may see; None: all."""
         if len(self._watchers) >= MAX_WATCHERS:
-            raise QueueFull(f"{MAX_WATCHERS} others are watching; that is as many as may.", fix="Try again later.")
-        watcher = Watcher(self, until)
+            raise QueueFull(f"The live view has {MAX_WATCHERS} watchers, which is the limit.", fix="Try again later.")
+        watcher = Watcher(self, until, tenant)
         self._watchers.add(watcher)
         return watcher
 
@@ -70,7 +107,7 @@ class Live:
         if not self._watchers:
             self._forget()
 
-    # ---- what the engine says
+    # ---- from the engine
 
     def take(self, batch: list[Event]) -> None:
         if not self._watchers:
@@ -80,7 +117,7 @@ class Live:
             match event:
                 case events.StepPlanned():
                     self._planned[event.step] = event
-                    self._planned.pop(event.step - _NUM_STEPS, None)  # a step that failed is never done
+                    self._planned.pop(event.step - _NUM_STEPS, None)  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
                 case events.EngineRestarted():
@@ -104,88 +141,89 @@ class Live:
         self._ask_again_s = time.monotonic() + max(_PAGES_EVERY_S, pages.took_s / _PAGES_SHARE)
         last, self._last_pages = self._last_pages, pages
         if last is None or (last.owners, last.kinds) != (pages.owners, pages.kinds):
-            packed = base64.b64encode(zlib.compress(pages.kinds, 1)).decode()
-            self.pages = named_event({"type": "pages", "owners": pages.owners, "kinds": packed})
+            kinds = base64.b64encode(zlib.compress(pages.kinds, 1)).decode()
+            self.pages = _Frame({"type": "pages", "requests": pages.owners, "kinds": kinds}, self._secret)
 
     def ask_pages(self) -> None:
-        """Unless nothing has happened since, or they are on their way, or looking at them takes too much of the engine's time."""
+        """Unless nothing has changed, a request for them is under way, or making them takes too much of the engine's time."""
         now = time.monotonic()
         if now >= self._ask_again_s and (self._asked_at_change != self._num_changes or self._last_pages is None):
             self._asked_at_change = self._num_changes
             self._ask_again_s = now + _PAGES_LOST_S
             self._client.ask_pages()
 
-    # ---- what watchers are told
+    # ---- to watchers
 
     @property
     def moment(self) -> object:
-        """Another one if there is something new to tell."""
+        """Differs when the state does."""
         return self._num_changes, self._client.working
 
     def opening(self) -> bytes:
-        """What does not change."""
+        """The first frame: settings, which do not change."""
         ready = self._client.ready
-        told = {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
-        return named_event({"type": "engine", **told})
+        settings = {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
+        return named_event({"type": "engine", **settings})
 
-    def state(self) -> bytes:
-        """Made once for all who ask at about the same time; `told` says how new it is."""
+    def state(self) -> _Frame:
+        """Made once for all watchers within half a frame's time; `state_moment` says how new it is."""
         now = time.monotonic()
-        if now - self._state_made_s > _FRAME_EVERY_S / 2:
-            self._state, self._state_made_s, self.told = named_event(self._tell(now)), now, self.moment
+        if self._state is None or now - self._state_made_s > _FRAME_EVERY_S / 2:
+            self._state, self._state_made_s, self.state_moment = _Frame(self._body(now), self._secret), now, self.moment
         return self._state
 
-    def _tell(self, now: float) -> dict[str, Any]:
+    def _body(self, now: float) -> dict[str, Any]:
         running: list[Story] = []
-        waiting: list[Story] = []
+        queued: list[Story] = []
         for story in self._explainer.under_way():
-            (waiting if story.state in ("queued", "preempted") else running).append(story)
-        some = [*islice(running, _NUM_RUNNING), *islice(waiting, _NUM_WAITING)]
+            (queued if story.state in ("queued", "preempted") else running).append(story)
+        listed = [*islice(running, _NUM_RUNNING), *islice(queued, _NUM_QUEUED)]
         return {
             "type": "state",
             "time_s": round(now, 4),
-            "engine": "working" if self._client.working else "starting again" if self._client.alive else "gone",
+            "engine": "running" if self._client.working else "restarting" if self._client.alive else "down",
             "totals": self._metrics.totals(),
-            "requests": [_request(story, now) for story in some],
-            "num_untold": len(running) + len(waiting) - len(some),
+            "requests": [_request(story, now) for story in listed],
+            "num_unlisted": len(running) + len(queued) - len(listed),
             "steps": list(self._steps),
             "decisions": list(self._decisions),
         }
 
 
 class Watcher:
-    """One who watches, from `Live.watch` to `aclose`."""
+    """A client of the live view, from `Live.watch` to `aclose`."""
 
-    def __init__(self, live: Live, until: Callable[[], bool]) -> None:
-        self._live, self._until = live, until
+    def __init__(self, live: Live, until: Callable[[], bool], tenant: str | None) -> None:
+        self._live, self._until, self._tenant = live, until, tenant
 
     async def aclose(self) -> None:
         self._live.leave(self)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """A frame is made when the one before it has left: whoever reads slowly gets fewer, and always the newest."""
-        live, seen_pages, seen, sent_s = self._live, b"", None, 0.0
+        """A frame is made when the one before it was sent: a slow reader gets fewer, and always the newest."""
+        live, seen, sent_s = self._live, None, 0.0
+        seen_pages: _Frame | None = None
         yield live.opening()
         while not self._until():
             live.ask_pages()
-            if live.moment != seen or time.monotonic() - sent_s > _SIGN_EVERY_S:
+            if live.moment != seen or time.monotonic() - sent_s > _HEARTBEAT_S:
                 frame = live.state()
-                seen, sent_s = live.told, time.monotonic()
-                yield frame
-            if live.pages and live.pages is not seen_pages:
+                seen, sent_s = live.state_moment, time.monotonic()
+                yield frame.encoded(self._tenant)
+            if live.pages is not None and live.pages is not seen_pages:
                 seen_pages = live.pages
-                yield seen_pages
+                yield seen_pages.encoded(self._tenant)
             await asyncio.sleep(_FRAME_EVERY_S)
 
 
 def _request(story: Story, now: float) -> dict[str, Any]:
-    """Never its text: events do not have it."""
-    waits = story.state in ("queued", "preempted")
+    """Without its text, which events do not have."""
+    is_queued = story.state in ("queued", "preempted")
     prefill, decode = story.spans.get("prefill"), story.spans.get("decode")
     has_begun = story.first_token_s is not None
     return {
         "id": story.request_id,
-        "phase": story.state if waits else "decode" if has_begun else "prefill",
+        "phase": story.state if is_queued else "decode" if has_begun else "prefill",
         "age_s": round(now - story.begun_s, 3),
         "prompt": story.num_prompt,
         "cached": story.num_cached,
@@ -195,7 +233,7 @@ def _request(story: Story, now: float) -> dict[str, Any]:
 
 
 def _words(event: Event) -> str | None:
-    """A decision as a person would put it. None: not worth a line; evictions are not, since a full cache has one a step."""
+    """A decision in words. None: not listed; evictions are not, since a full cache has one a step."""
     match event:
         case events.Submitted():
             return f"{event.num_prompt} prompt tokens"
@@ -204,5 +242,5 @@ def _words(event: Event) -> str | None:
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
         case events.EngineRestarted():
-            return f"the engine was started again; {event.num_requests} requests go on"
+            return f"engine restarted; {event.num_requests} requests continue"
     return None

@@ -10,8 +10,8 @@ from tidemill.events import Event
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _MASK_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-# What the live view shows of them.
-_TOLD = (
+# For the live view.
+_LIVE = (
     "requests_submitted_total", "output_tokens_total", "cached_tokens_total", "computed_tokens_total", "preemptions_total",
     "evicted_pages_total", "engine_restarts_total", "requests_running", "requests_waiting", "kv_pages_free",
 )  # fmt: skip
@@ -20,20 +20,20 @@ _TOLD = (
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.submitted = self._counter("requests_submitted", "Requests taken in (one per sample)")
-        self.finished = self._counter("requests_finished", "Requests ended, by reason", ("reason",))
+        self.submitted = self._counter("requests_submitted", "Requests submitted (one per sample)")
+        self.finished = self._counter("requests_finished", "Requests finished or aborted, by reason", ("reason",))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests")
         self.output_tokens = self._counter("output_tokens", "Tokens generated")
         self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
-        self.preemptions = self._counter("preemptions", "Requests that lost their pages and started over")
-        self.evicted_pages = self._counter("evicted_pages", "Cached pages overwritten")
-        self.restarts = self._counter("engine_restarts", "Times the engine process was started anew")
-        self.running = self._gauge("requests_running", "Requests that hold a row")
-        self.waiting = self._gauge("requests_waiting", "Requests in the queue")
-        self.free_pages = self._gauge("kv_pages_free", "KV pages that can be taken")
+        self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
+        self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
+        self.running = self._gauge("requests_running", "Requests being prefilled or decoded")
+        self.waiting = self._gauge("requests_waiting", "Requests queued or preempted")
+        self.free_pages = self._gauge("kv_pages_free", "KV pages that are empty or evictable")
         self.step_s = self._histogram("step_seconds", "Duration of a step", _STEP_S)
-        self.mask_s = self._histogram("mask_seconds", "Finding out which tokens a form allows, per request and token", _MASK_S)
+        self.mask_s = self._histogram("mask_seconds", "Computing the token mask of a grammar, per request and token", _MASK_S)
         self.ttft_s = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self.queue_s = self._histogram("queue_seconds", "Arrival to first step", _LATENCY_S)
         self.e2e_s = self._histogram("request_seconds", "Arrival to last token", _LATENCY_S)
@@ -97,7 +97,7 @@ class Metrics:
 
     def totals(self) -> dict[str, float]:
         """Some counters and gauges, by their names without prefix and suffix."""
-        families = self.registry.restricted_registry([f"tidemill_{name}" for name in _TOLD]).collect()
+        families = self.registry.restricted_registry([f"tidemill_{name}" for name in _LIVE]).collect()
         samples = [sample for family in families for sample in family.samples]
         return {sample.name.removeprefix("tidemill_").removesuffix("_total"): sample.value for sample in samples}
 

@@ -11,6 +11,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.tools import call_schema
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.call import ID_PATTERN
+from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_MESSAGES = 2**14
@@ -104,7 +105,7 @@ class SamplingRequest(BaseModel):
     prompt_logprobs: int | None = None
     timings: bool = False  # tell where the time went
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # as X-Request-Id
-    priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
+    priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
 
     def sampling(self, **more: Any) -> SamplingParams:

@@ -99,7 +99,7 @@ async def serve(
             await asyncio.wait([starting])
         name = options.served_name or options.model
         service = Service(client, tokenizer, name, metrics, explainer, live)
-        batches = Batches(service, data, access.knows, log)
+        batches = Batches(service, data, access.caller_of, log)
         app = create_app(service, access, data, batches, log)
         server = _Server(
             uvicorn.Config(

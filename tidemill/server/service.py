@@ -19,7 +19,6 @@ from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import TextDelta, TextStream
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
-from tidemill.sched.request import BACKGROUND
 from tidemill.server.call import Call, new_id
 from tidemill.server.explain import Explainer, engine_id
 from tidemill.server.guard import Caller
@@ -142,7 +141,7 @@ class Service:
         prompt_ids: list[int],
         params: SamplingParams,
         part: int = 0,
-        priority: int = 0,
+        priority: int | None = None,
         salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
@@ -151,8 +150,7 @@ class Service:
         if self.is_draining:
             raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
-        if caller.in_background:
-            priority = max(priority, BACKGROUND)
+        priority = caller.priority_of(priority)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         # Prompts of another key are never found: how long an answer takes must not tell what others asked.

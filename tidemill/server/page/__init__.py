@@ -1,7 +1,7 @@
-"""The chat page: the files beside this one, sent as they are. Nothing is built, and nothing comes from another host.
+"""The chat page: static files in this folder. There is no build step, and nothing is loaded from another host.
 
-They hold no secret, so they are sent without a key; the page asks for the key and sends it with every call. Its policy lets a
-browser run no script but these files and talk to nobody but this server, and no text can become markup.
+They hold no secret, so they need no key; the page asks for the key and sends it with every call. Its content security policy lets
+a browser run no script but these files and connect to no other server, and no text can become markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLICY = (
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
-    "Cache-Control": "no-cache",  # kept, but asked about: after an upgrade no old file meets a new one
+    "Cache-Control": "no-cache",  # revalidated, so that after an upgrade no old file is used with a new one
     "Content-Security-Policy": _POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",

@@ -1,4 +1,4 @@
-// Calls to the server this page came from. The key goes with each, and what goes wrong is said in plain words.
+// Calls to the server of this page, with the API key. Errors become messages for the user.
 
 const KEY = "tidemill.key";
 
@@ -13,7 +13,7 @@ export function setKey(value, keep) {
 
 export const keyIsKept = () => localStorage.getItem(KEY) !== null;
 
-/** Something went wrong that a person should read. */
+/** An error with a message for the user. */
 export class Trouble extends Error {
   constructor(words, status = 0) {
     super(words);
@@ -41,7 +41,7 @@ async function troubleOf(reply) {
   try {
     said = (await reply.json()).error.message;
   } catch {
-    said = `The server answered with status ${reply.status}.`;
+    said = `The server responded with status ${reply.status}.`;
   }
   return new Trouble(inPlainWords(reply.status, said, reply.headers.get("retry-after")), reply.status);
 }
@@ -49,11 +49,11 @@ async function troubleOf(reply) {
 function inPlainWords(status, said, after) {
   switch (status) {
     case 401:
-      return key() ? "The server does not know this API key." : "This server asks for an API key.";
+      return key() ? "The server does not accept this API key." : "This server needs an API key.";
     case 408:
       return `That took too long. ${said}`;
     case 429:
-      return `The server is busy. ${said}${after ? ` It asks to wait ${after} s.` : ""}`;
+      return `The server is busy. ${said}${after ? ` Try again in ${after} s.` : ""}`;
     case 503:
       return `The engine is not available at the moment. ${said}`;
     default:

@@ -1,4 +1,4 @@
-// The conversation in view: messages, and answers as they stream in. Several conversations may be answered at once.
+// The current conversation: messages, and responses as they stream in. Several conversations may have a response under way.
 
 import { call, eventsOf, Trouble, troubleIn } from "./api.js";
 import { $, announce, copyText, count, h, seconds, toast } from "./dom.js";
@@ -12,7 +12,7 @@ const MAX_FIELD_PX = 220;
 const SAVE_EVERY_MS = 1000;
 const STARTERS = ["What is a tide mill?", "Explain a prefix cache in three sentences.", "Write a haiku about the sea at night."];
 
-const answering = new Map(); // conversation id to what stops its answer
+const responding = new Map(); // conversation id to what stops its response
 let current = null;
 let views = []; // of the current conversation's messages
 let onChange = () => {};
@@ -36,27 +36,27 @@ export function setUp({ changed, keyNeeded }) {
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   });
-  addEventListener("pagehide", () => answering.forEach(({ save }) => save()));
+  addEventListener("pagehide", () => responding.forEach(({ save }) => save()));
   const starter = (words) => h("button", { class: "starter", onclick: () => ask(words) }, words);
   $("starters").replaceChildren(...STARTERS.map(starter));
 }
 
-export const isAnswering = (id) => answering.has(id);
+export const isResponding = (id) => responding.has(id);
 export const currentConversation = () => current;
 
 export function open(conversation) {
-  current = answering.get(conversation.id)?.conversation ?? conversation; // the one that grows, if it does
+  current = responding.get(conversation.id)?.conversation ?? conversation; // the one that grows, if it does
   drawAll();
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
-export const stop = (id = current.id) => answering.get(id)?.controller.abort();
+export const stop = (id = current.id) => responding.get(id)?.controller.abort();
 
 // ---- asking
 
 function send() {
   const text = $("text").value.trim();
-  if (!text || isAnswering(current.id)) return;
+  if (!text || isResponding(current.id)) return;
   $("text").value = "";
   grow();
   ask(text);
@@ -65,14 +65,14 @@ function send() {
 function ask(text) {
   current.messages.push({ role: "user", content: text });
   current.title ||= text.replace(/\s+/g, " ").slice(0, 60);
-  answer(current);
+  respond(current);
 }
 
 function askAgain(conversation, text) {
   const last = conversation.messages.findLastIndex((message) => message.role === "user");
   conversation.messages.length = last + 1;
   if (text !== undefined) conversation.messages[last] = { role: "user", content: text };
-  answer(conversation);
+  respond(conversation);
 }
 
 function requestBody(conversation) {
@@ -84,41 +84,41 @@ function requestBody(conversation) {
   return { model: $("model").value, messages, ...how, ...parameters(conversation.settings) };
 }
 
-async function answer(conversation) {
+async function respond(conversation) {
   const controller = new AbortController();
   const body = requestBody(conversation);
   const message = { role: "assistant", content: "", stats: {} };
   conversation.messages.push(message);
   conversation.changed = Date.now();
   const save = () => store.save(conversation) || toast("This browser has no room left for conversations. Delete some.");
-  answering.set(conversation.id, { conversation, controller, save });
+  responding.set(conversation.id, { conversation, controller, save });
   save();
   onChange();
   drawAll();
   $("scroll").scrollTop = $("scroll").scrollHeight;
-  announce("The model is answering.");
+  announce("The model is responding.");
   const drawing = setInterval(() => conversation === current && drawLast(), DRAW_EVERY_MS);
   const saving = setInterval(save, SAVE_EVERY_MS);
   try {
     await receive(message, body, controller.signal);
-    announce(`The answer is complete, ${count(message.stats.tokens, "token")}.`);
+    announce(`The response is complete, ${count(message.stats.tokens, "token")}.`);
   } catch (error) {
     if (error.name === "AbortError") message.stats.finish = "stopped";
-    else message.error = error instanceof Trouble ? error.message : "The connection was lost before the answer was complete.";
+    else message.error = error instanceof Trouble ? error.message : "The connection was lost before the response was complete.";
     if (!(error instanceof Trouble) && error.name !== "AbortError") console.warn(error.message);
-    announce(message.error ?? "The answer was stopped.");
+    announce(message.error ?? "The response was stopped.");
     if (error.status === 401) onKeyNeeded(error.message);
   } finally {
     clearInterval(drawing);
     clearInterval(saving);
-    answering.delete(conversation.id);
+    responding.delete(conversation.id);
     if (store.load(conversation.id)) save(); // unless it was deleted meanwhile
     onChange();
     if (conversation === current) drawAll();
   }
 }
 
-/** Reads an answer into the message, with what is worth knowing about it. */
+/** Receives a response into the message, with its figures. */
 async function receive(message, body, signal) {
   const begun = performance.now();
   const { stats } = message;
@@ -152,7 +152,7 @@ async function receive(message, body, signal) {
       stats.cached = chunk.usage.prompt_tokens_details.cached_tokens;
     }
   }
-  if (!isWhole) throw new Trouble("The connection was lost before the answer was complete.");
+  if (!isWhole) throw new Trouble("The connection was lost before the response was complete.");
 }
 
 // ---- showing
@@ -162,13 +162,13 @@ function drawAll() {
   views = shown;
   $("log").replaceChildren(...shown.map((view) => view.element));
   $("empty").hidden = shown.length > 0;
-  const busy = isAnswering(current.id);
+  const busy = isResponding(current.id);
   $("log").setAttribute("aria-busy", busy);
   $("stop").hidden = !busy;
   $("send").hidden = busy;
 }
 
-/** The answer that grows. Whoever has scrolled up to read is left there. */
+/** The response under way. A reader who has scrolled up stays there. */
 function drawLast() {
   const box = $("scroll");
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
@@ -180,7 +180,7 @@ class MessageView {
   constructor(message, index) {
     this.message = message;
     this.isLast = index === current.messages.length - 1;
-    this.isGrowing = this.isLast && message.role === "assistant" && isAnswering(current.id);
+    this.isGrowing = this.isLast && message.role === "assistant" && isResponding(current.id);
     this.body = h("div", { class: "words" });
     this.foot = h("footer");
     const who = message.role === "user" ? "You" : "Model";
@@ -192,7 +192,7 @@ class MessageView {
   drawUser(index) {
     this.body.textContent = this.message.content;
     const isLastAsked = index === current.messages.findLastIndex((message) => message.role === "user");
-    if (isLastAsked && !isAnswering(current.id)) {
+    if (isLastAsked && !isResponding(current.id)) {
       this.foot.append(h("button", { class: "quiet edit", onclick: () => this.edit() }, "Edit"));
     }
   }
@@ -208,7 +208,7 @@ class MessageView {
         done();
       }
     });
-    const buttons = [h("button", { class: "quiet", onclick: drawAll }, "Cancel"), h("button", { onclick: done }, "Ask this instead")];
+    const buttons = [h("button", { class: "quiet", onclick: drawAll }, "Cancel"), h("button", { onclick: done }, "Send")];
     this.element.replaceChildren(field, h("footer", {}, ...buttons));
     this.element.classList.add("editing");
     field.focus();
@@ -257,11 +257,11 @@ class MessageView {
     }
     const conversation = current;
     try {
-      const told = await explanationOf(this.message);
-      this.explanation = explanationView(told, this.message.stats.total_ms);
-      if (!isAnswering(conversation.id)) store.save(conversation);
+      const story = await explanationOf(this.message);
+      this.explanation = explanationView(story, this.message.stats.total_ms);
+      if (!isResponding(conversation.id)) store.save(conversation);
     } catch (error) {
-      const words = error.status === 404 ? "The server does not remember this request any more." : error.message;
+      const words = error.status === 404 ? "The server has no record of this request any more." : error.message;
       this.explanation = h("div", { class: "why" }, h("p", { class: "soft" }, words));
       if (error.status === 401) onKeyNeeded(words);
     }
@@ -271,7 +271,7 @@ class MessageView {
   }
 }
 
-const ENDS = { length: "cut at the length limit", stopped: "stopped", tool_calls: "asked for a tool" };
+const ENDS = { length: "reached the token limit", stopped: "stopped", tool_calls: "called a tool" };
 
 function statsLine(stats) {
   const parts = [

@@ -5,7 +5,7 @@ import { seconds } from "./dom.js";
 export const FREE = 0;
 export const CACHED = 1;
 export const SHARED = 2;
-export const FIRST_OWNER = 3;
+export const FIRST_REQUEST = 3;
 
 const MAP_HEIGHT = 260;
 const CELLS = [18, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3];
@@ -19,8 +19,8 @@ export function colour(name) {
   return getComputedStyle(probe).color;
 }
 
-/** A hue for each owner, far from its neighbours'; readable on the page's ground. */
-export function ownerColour(slot) {
+/** A hue for each request, far from its neighbours'; readable on the page's background. */
+export function requestColour(slot) {
   const isDark = getComputedStyle(document.documentElement).getPropertyValue("--is-dark").trim() === "1";
   const hue = (190 + slot * 137.508) % 360;
   return isDark ? `hsl(${hue} 52% 64%)` : `hsl(${hue} 44% 50%)`;
@@ -116,7 +116,7 @@ const BAR = 7;
 const LEFT = 52; // for words
 const TOP = 8;
 
-/** A bar a step: its height the step's time, its parts the tokens of prompts and of answers; below it, how many took part. */
+/** A bar per step: its height is the step's time, its parts are prefill and decode tokens; below it, the number of requests. */
 export function drawSteps(canvas, steps) {
   const [context, width] = prepare(canvas, STEPS_HEIGHT);
   const shown = steps.slice(-Math.floor((width - LEFT) / BAR));

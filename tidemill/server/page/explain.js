@@ -1,17 +1,17 @@
-// "Why this long": the engine's own account of a request, as a bar that is 100 % of its time, and the reasons.
+// "Why this long": where a request's time went, from the engine's events: a bar that is 100 % of it, and the reasons.
 
 import { call } from "./api.js";
 import { count, h, seconds } from "./dom.js";
 
 const NAMES = {
-  queued: "Waited in the queue",
-  preempted: "Set aside: pages taken away",
-  prefill: "Read the prompt",
-  decode: "Wrote the answer",
+  queued: "Queued",
+  preempted: "Preempted",
+  prefill: "Prefill",
+  decode: "Decode",
   "between steps": "Between steps",
 };
 
-/** Kept with the message, since the server remembers the latest thousand only. */
+/** Kept with the message, since the server keeps the latest thousand only. */
 export async function explanationOf(message) {
   if (!message.explanation || message.explanation.status === "under way") {
     const reply = await call(`/v1/requests/${encodeURIComponent(message.request)}/explain`);
@@ -20,14 +20,14 @@ export async function explanationOf(message) {
   return message.explanation;
 }
 
-export function explanationView(told, seenMs) {
-  const bar = h("div", { class: "bar", role: "img", "aria-label": told.spans.map(inWords).join(", ") });
-  for (const span of told.spans) {
+export function explanationView(story, seenMs) {
+  const bar = h("div", { class: "bar", role: "img", "aria-label": story.spans.map(inWords).join(", ") });
+  for (const span of story.spans) {
     const part = h("span", { class: kind(span), title: inWords(span) });
     part.style.width = `${span.percent}%`;
     bar.append(part);
   }
-  const rows = told.spans.map((span) =>
+  const rows = story.spans.map((span) =>
     h(
       "li",
       {},
@@ -37,12 +37,12 @@ export function explanationView(told, seenMs) {
       h("p", {}, span.because),
     ),
   );
-  const fresh = told.prompt_tokens - told.cached_tokens;
+  const fresh = story.prompt_tokens - story.cached_tokens;
   const facts = [
-    `${seconds(told.total_ms)} in the engine`,
-    told.first_token_ms !== null && `first token after ${seconds(told.first_token_ms)}`,
-    `${count(told.prompt_tokens, "prompt token")}, ${told.cached_tokens} found in the cache and ${fresh} computed`,
-    seenMs > told.total_ms && `${seconds(seenMs - told.total_ms)} more on the way to this page and back`,
+    `${seconds(story.total_ms)} in the engine`,
+    story.first_token_ms !== null && `first token after ${seconds(story.first_token_ms)}`,
+    `${count(story.prompt_tokens, "prompt token")}, ${story.cached_tokens} cached and ${fresh} computed`,
+    seenMs > story.total_ms && `${seconds(seenMs - story.total_ms)} more for network and server`,
   ];
   return h("div", { class: "why" }, bar, h("ul", {}, ...rows), h("p", { class: "soft" }, facts.filter(Boolean).join(" · ")));
 }

@@ -67,7 +67,7 @@ function row(conversation, isCurrent) {
   const go = h("button", { class: "go", "aria-current": isCurrent ? "true" : null, onclick: () => choose(conversation.id) }, title);
   const rename = h("button", { class: "icon", "aria-label": `Rename ${title}`, onclick: () => startRename() }, icon("rename"));
   const remove = h("button", { class: "icon", "aria-label": `Delete ${title}`, onclick: () => forget(conversation.id) }, icon("remove"));
-  const item = h("li", { class: chat.isAnswering(conversation.id) ? "answering" : "" }, go, rename, remove);
+  const item = h("li", { class: chat.isResponding(conversation.id) ? "responding" : "" }, go, rename, remove);
   function startRename() {
     const field = h("input", { value: title, maxLength: 120, "aria-label": "Title" });
     const done = () => {
@@ -131,7 +131,7 @@ function setUpConversations() {
   addEventListener("storage", (event) => {
     if (!store.isOurs(event.key)) return;
     const current = chat.currentConversation();
-    const changed = !chat.isAnswering(current.id) && event.key?.endsWith(current.id) && store.load(current.id);
+    const changed = !chat.isResponding(current.id) && event.key?.endsWith(current.id) && store.load(current.id);
     if (changed) chat.open(changed);
     drawList();
   });
@@ -171,7 +171,7 @@ function askForKey(why) {
 }
 
 function setUpKey() {
-  $("key-open").addEventListener("click", () => askForKey("Sent with every call to this server, and to nobody else."));
+  $("key-open").addEventListener("click", () => askForKey("Sent with every call to this server, and nowhere else."));
   $("key-forget").addEventListener("click", () => {
     $("key").value = "";
     setKey("");

@@ -1,5 +1,5 @@
-// Markdown as elements. The text is a model's, so it is nobody's friend: only elements made here, only links to the web, no
-// pictures, and time that grows with the length of the text.
+// Markdown as elements. The text is a model's, so it is not trusted: only elements made here, only links to the web, no pictures,
+// and time linear in the length of the text.
 
 import { copyText, h } from "./dom.js";
 
@@ -123,7 +123,7 @@ function codeBlock(code, language) {
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const SPECIAL = /[\\`*_~[!h\n]/g;
 
-/** Words within a line. A mark whose other end was once not found is not looked for again: hostile text costs no more. */
+/** Inline elements. A mark whose other end was not found once is not searched for again, so that hostile text costs no more. */
 function inline(text, depth = 0) {
   const made = [];
   const missing = new Set();

@@ -1,22 +1,22 @@
-// What a conversation asks of the model. A field left empty is not sent, so that the server's default holds.
+// Parameters of a conversation. An empty field is not sent, so that the server's default applies.
 
 import { $, h } from "./dom.js";
 
 const FIELDS = [
-  { name: "system", label: "System prompt", kind: "text", hint: "Told to the model before the conversation." },
+  { name: "system", label: "System prompt", kind: "text", hint: "Instructions before the conversation" },
   { name: "temperature", label: "Temperature", min: 0, max: 100, step: 0.1, hint: "0: always the likeliest token" },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, hint: "Length of an answer" },
-  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05, hint: "Likeliest tokens up to this sum" },
-  { name: "top_k", label: "Top k", min: 0, step: 1, hint: "So many likeliest tokens; 0: all" },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: "Relative to the likeliest" },
-  { name: "seed", label: "Seed", step: 1, hint: "The same seed, the same answer" },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, hint: "Maximum length of a response" },
+  { name: "top_p", label: "Top p", min: 0, max: 1, step: 0.05, hint: "Sample from the likeliest tokens up to this probability" },
+  { name: "top_k", label: "Top k", min: 0, step: 1, hint: "Sample from the k likeliest tokens; 0: all" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: "Least probability, relative to the likeliest token" },
+  { name: "seed", label: "Seed", step: 1, hint: "The same seed gives the same response" },
   { name: "repetition_penalty", label: "Repetition penalty", min: 0, max: 100, step: 0.05, hint: "1: none" },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, hint: "Once for each token seen" },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, hint: "For each time it was seen" },
-  { name: "stop", label: "Stop at", kind: "lines", hint: "Texts that end an answer, one a line" },
+  { name: "stop", label: "Stop at", kind: "lines", hint: "Strings that end a response, one per line" },
 ];
 
-/** Fields for `settings`, which change as one types; `changed` is told. */
+/** Fields that write to `settings` on input, then call `changed`. */
 export function showSettings(settings, changed) {
   $("fields").replaceChildren(...FIELDS.map((field) => fieldView(field, settings, changed)));
 }

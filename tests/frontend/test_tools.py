@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Words
+from tidemill.frontend.tools import OutputParser, CallArguments, CallStart, TextPiece
 
 A1 = '{"city": "Łódź", "deep": {"a": [1, {"b": "}"}], "q": "say \\"hi\\""}}'
 CASES = [
@@ -41,14 +41,14 @@ def read(parser, parts):
     said = []
     for pieces in [*(parser.push(part) for part in parts), parser.finish()]:
         for piece in pieces:
-            if isinstance(piece, CallBegins):
+            if isinstance(piece, CallStart):
                 assert piece.index == sum(1 for kind, _ in said if kind not in ("words", "thought"))
                 said.append((piece.name, ""))
             elif isinstance(piece, CallArguments):
                 name, text = said.pop()
                 said.append((name, text + piece.text))
             else:
-                assert isinstance(piece, Words)
+                assert isinstance(piece, TextPiece)
                 kind = "thought" if piece.is_reasoning else "words"
                 if said and said[-1][0] == kind:
                     said[-1] = (kind, said[-1][1] + piece.text)
@@ -59,21 +59,21 @@ def read(parser, parts):
 
 @pytest.mark.parametrize(("text", "tools", "expected"), CASES)
 def test_whole_and_in_any_pieces(text, tools, expected):
-    assert read(AnswerParser(tools), [text]) == expected
-    assert read(AnswerParser(tools), list(text)) == expected
+    assert read(OutputParser(tools), [text]) == expected
+    assert read(OutputParser(tools), list(text)) == expected
     draw = random.Random(0)
     for _ in range(50):
         cuts = sorted(draw.randrange(len(text) + 1) for _ in range(draw.randrange(6)))
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(AnswerParser(tools), parts) == expected
+        assert read(OutputParser(tools), parts) == expected
 
 
 @pytest.mark.parametrize("length", range(len(CASES[1][0])))
 def test_an_answer_that_breaks_off(length):
     """The same however it is cut, and arguments are a beginning of the whole ones."""
     text = CASES[1][0][:length]
-    whole = read(AnswerParser(True), [text])
-    assert read(AnswerParser(True), list(text)) == whole
+    whole = read(OutputParser(True), [text])
+    assert read(OutputParser(True), list(text)) == whole
     if whole and whole[-1][0] == "f":
         assert A1.startswith(whole[-1][1])
     else:
@@ -102,5 +102,5 @@ def test_noise_never_breaks_it():
     ]
     for _ in range(2000):
         text = "".join(draw.choice(bits) for _ in range(draw.randrange(25)))
-        assert read(AnswerParser(True), [text]) == read(AnswerParser(True), list(text)), text
+        assert read(OutputParser(True), [text]) == read(OutputParser(True), list(text)), text
     assert json.loads(A1)

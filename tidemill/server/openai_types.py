@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_schema
+from tidemill.frontend.tools import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.call import ID_PATTERN
 
@@ -278,6 +278,10 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
 
     @property
+    def looks_for_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def must_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
@@ -295,13 +299,14 @@ class ChatRequest(SamplingRequest, ChatMessages):
     def _call_grammar(self) -> Grammar:
         tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        if not any(name in (None, tool["name"]) for tool in tools):
-            what = f"names {name!r}, which is" if name else "is required, but there are"
-            raise InvalidRequest(f"tool_choice {what} not among the tools.", param="tool_choice")
+        grammar = call_grammar(tools, name, several=name is None and self.parallel_tool_calls is not False)
         if self.response_format is not None or self.structured_outputs is not None:
-            raise InvalidRequest("tool_choice leaves no room for another form.", param="tool_choice")
-        several = name is None and self.parallel_tool_calls is not False
-        return Grammar("json_schema", dumps(call_schema(tools, name, several)))
+            raise InvalidRequest(
+                "tool_choice forces a tool call, so that there can be no other structured output.",
+                fix="Give one.",
+                param="tool_choice",
+            )
+        return grammar
 
 
 class EmbeddingRequest(BaseModel):

@@ -121,7 +121,7 @@ def put(body, path, value):
     return made | {name: put(made.get(name), rest, value)}
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
 async def test_every_field_takes_any_value_or_refuses_it(server, every):
     spec = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     schemas = {
@@ -360,8 +360,8 @@ def test_origins_that_are_not_ours(server, origin):
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
 def test_nobody_is_upgraded(server, upgrade):
-    lines = f"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: {upgrade}\r\nSec-WebSocket-Key: eA==\r\n"
-    got = plainly(server, f"GET /v1/models HTTP/1.1\r\n{lines}\r\n".encode(), 1)
+    lines = f"Host: localhost\r\nConnection: Upgrade, close\r\nUpgrade: {upgrade}\r\nSec-WebSocket-Key: eA==\r\n"
+    got = plainly(server, f"GET /v1/models HTTP/1.1\r\n{lines}\r\n".encode())
     assert b" 101 " not in got
 
 
@@ -460,10 +460,10 @@ def torment(server):
     plainly(server, post("Transfer-Encoding: chunked", body=b"100000\r\n" + b"x" * 2**20 + b"\r\n"), 0.1)
     plainly(server, b"GET / HTTP/1.1\r\nX: " + b"x" * 2**20, 0.1)
     with ThreadPoolExecutor(4) as pool:
-        chats = [{"messages": MESSAGES, "chat_template_kwargs": {what: True}} for what in ("spin", "fill", "double")]
+        chats = [{"messages": MESSAGES, "chat_template_kwargs": {what: True}} for what in ("spin", "fill")]
         chats += [{"messages": [{"role": "u"}] * 60_000}, {"messages": [{"role": "u", "content": "x" * 10**6}]}]
         replies = [pool.submit(ask, server, "/v1/chat/completions", chat) for chat in chats]
-        for grammar, _ in GRAMMARS.values():
+        for grammar, _ in list(GRAMMARS.values())[::3]:
             body = {"prompt": "x", "max_tokens": 20, "structured_outputs": grammar}
             replies.append(pool.submit(ask, server, "/v1/completions", body))
         replies.append(pool.submit(ask, server, "/v1/completions", {"prompt": [1] * 2_500_000}))

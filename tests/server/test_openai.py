@@ -125,9 +125,9 @@ def test_a_client_that_leaves_frees_its_pages(server, client):
     wait_until(idle)
     assert server.gauge("kv_pages_free") == free
     body = json.dumps(long).encode()  # the same for a response that is not streamed
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
     with socket.create_connection(("127.0.0.1", server.port)) as raw:
-        raw.sendall(head.encode() + body)
+        raw.sendall("\r\n".join([*head, "", ""]).encode() + body)
         wait_until(lambda: server.gauge("requests_running") > 0)
     wait_until(idle)
     assert server.gauge("kv_pages_free") == free

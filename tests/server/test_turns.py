@@ -175,7 +175,7 @@ async def test_a_reader_who_leaves_amid_a_backlog_ends_it(app, service):
     await call(app, "/v1/completions", BACKLOG | {"stream": True}, leave)
     assert sum(sent) < 10_000 + 6 * BYTES_PER_TURN
     assert service.client.num_left_early == before + 1
-    assert not service.under_way
+    assert not service.in_progress
 
 
 @in_the_loop

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
+"""Request bodies of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StreamOptions(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """One of these."""
+    """Exactly one of these."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class StructuredOutputs(BaseModel):
         given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                "structured_outputs asks for one of json, regex, grammar and choice.", param="structured_outputs"
+                "structured_outputs takes exactly one of json, regex, grammar and choice.", param="structured_outputs"
             )
         ((kind, value),) = given
         text = value if isinstance(value, str) else dumps(value)
@@ -49,7 +49,7 @@ class StructuredOutputs(BaseModel):
 class JSONSchemaFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(default="answer", max_length=64)
+    name: str = Field(default="response", max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -72,7 +72,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What completions and chat have in common."""
+    """The parameters that completions and chat share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -98,14 +98,14 @@ class SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
+    cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
-    timings: bool = False  # tell where the time went
+    timings: bool = False  # report where the time went
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # as X-Request-Id
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)
-    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
+    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""
@@ -149,17 +149,17 @@ class CompletionRequest(SamplingRequest):
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
 
     def params(self) -> SamplingParams:
-        """Of the samples that are drawn; best_of of them, of which n are sent."""
+        """Of the samples that are generated: best_of, of which n are returned."""
         more: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
-            more["max_tokens"] = 1  # whose token is not sent
+            more["max_tokens"] = 1  # whose token is not returned
         if self.best_of is not None and self.best_of != (self.n or 1):
             if self.best_of < (self.n or 1):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
             if self.stream:
-                raise InvalidRequest("best_of cannot be streamed: which sample is best is known at the end.", param="best_of")
+                raise InvalidRequest("best_of cannot be streamed: the best sample is known only at the end.", param="best_of")
             more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         return self.sampling(**more)
 
@@ -170,7 +170,7 @@ class CompletionRequest(SamplingRequest):
 
 
 def one_kind(prompt: Any) -> Any:
-    """A text or token ids, or a list of either. Whether the model has the tokens is the engine's to say."""
+    """A text or token ids, or a list of either. The engine checks that the model has the tokens."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return prompt
     if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
@@ -181,7 +181,7 @@ def one_kind(prompt: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    """Asked of millions, so without a loop of Python's own."""
+    """There may be millions, so without a Python loop."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         return False
     return not value or (min(value) >= -(2**63) and max(value) < 2**63)
@@ -244,7 +244,7 @@ class NamedTool(BaseModel):
 
 
 class ChatMessages(BaseModel):
-    """What becomes a prompt."""
+    """What the prompt is made of."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

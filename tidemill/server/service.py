@@ -62,7 +62,7 @@ class Service:
         # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
         self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
         # By tenant and the client's id: the call, and its requests in the engine.
-        self.under_way: dict[tuple[str, str], tuple[Call, set[str]]] = {}
+        self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 
     @property
     def ready(self) -> Ready:
@@ -143,7 +143,7 @@ class Service:
         """Ends a request by its id; returns how many of its requests in the engine there were. `tenant`: only if it is theirs."""
         found = [
             parts
-            for (theirs, name), (_, parts) in self.under_way.items()
+            for (theirs, name), (_, parts) in self.in_progress.items()
             if name == request_id and (tenant is None or tenant == theirs)
         ]
         why = Cancelled("The request was cancelled.")
@@ -174,7 +174,7 @@ class Service:
         request_id = engine_id(tenant, call.request_id, part)
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
         name = (tenant, call.request_id)
-        other, parts = self.under_way.setdefault(name, (call, set()))
+        other, parts = self.in_progress.setdefault(name, (call, set()))
         if other is not call:
             raise RequestIdInUse(
                 f"A request {call.request_id!r} is in progress.", fix="Give each request an id of its own.", param="request_id"
@@ -208,7 +208,7 @@ class Service:
                 call.error = "client_left"
             parts.discard(request_id)
             if not parts:
-                self.under_way.pop(name, None)
+                self.in_progress.pop(name, None)
 
 
 def _record(call: Call, delta: Delta, text: TextDelta) -> None:

@@ -1,40 +1,43 @@
-"""Stop strings: nothing is given out that a stop string later removes, nothing is lost."""
+"""Stop strings: no text is emitted that a stop string later removes, and none is lost. Decoding: in pieces as at once."""
+
+import random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from tests.helpers import byte_tokenizer
 from tidemill.frontend.output import StopFinder, TextStream
-from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 from tidemill.sampling import SamplingParams
 
 letters = st.text(alphabet="abc", max_size=12)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(letters, max_size=8), stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3)
 )
 def test_any_cutting_gives_the_text_up_to_the_first_stop(pieces, stops):
     text = "".join(pieces)
     ends = [(text.find(stop), stop) for stop in stops if stop in text]
-    finder, given_out, found = StopFinder(stops), "", None
+    finder, emitted, found = StopFinder(stops), "", None
     for piece in pieces:
         safe, found = finder.push(piece)
-        given_out += safe
+        emitted += safe
         if found:
             break
-        assert text.startswith(given_out)
+        assert text.startswith(emitted)
     if ends:
         # The stop that is complete first; among those, the one that starts first.
         complete = min(text.find(stop) + len(stop) for _, stop in ends)
         assert found is not None
-        assert given_out in {text[:at] for at, _ in ends}
-        assert len(given_out) <= complete
-        assert not any(stop in given_out for stop in stops)
+        assert emitted in {text[:at] for at, _ in ends}
+        assert len(emitted) <= complete
+        assert not any(stop in emitted for stop in stops)
     else:
         assert found is None
-        assert given_out + finder.finish() == text
+        assert emitted + finder.finish() == text
 
 
 def test_text_that_may_become_a_stop_is_held():
@@ -79,3 +82,16 @@ def test_length_releases_what_was_held(tmp_path):
     out, tokens = stream(tmp_path, "abEN", stop="END")
     assert out.push(tokens[:2], None).text == "ab"
     assert out.push(tokens[2:], "length").text == "EN"
+
+
+@pytest.mark.parametrize("skip_special", [False, True])
+def test_decoding_at_once_equals_decoding_token_by_token(tmp_path, skip_special):
+    byte_tokenizer(tmp_path)
+    tokenizer, draw = Tokenizer.load(tmp_path), random.Random(3)
+    for _ in range(200):
+        ids = [
+            draw.randrange(tokenizer.vocab_size) for _ in range(draw.randrange(40))
+        ]  # bytes at random: mostly broken characters
+        ids += tokenizer.encode("Flüt 潮 🌊"[: draw.randrange(9)])
+        decoder = StreamDecoder(tokenizer, skip_special)
+        assert tokenizer.decode(ids, skip_special=skip_special) == "".join(map(decoder.push, ids)) + decoder.finish()

@@ -109,7 +109,7 @@ def roomy_folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def roomy(roomy_folder):
     running = Server(roomy_folder).wait()
     yield running

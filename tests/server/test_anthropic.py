@@ -6,6 +6,10 @@ import anthropic
 import httpx
 import pytest
 
+from tidemill.frontend.output import TextDelta
+from tidemill.server.anthropic import MessagesRequest, MessageWriter
+from tidemill.wire import Delta
+
 ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}
 GREEDY = {"temperature": 0}  # the newest clients have no parameter for it
 TOOL = {
@@ -72,6 +76,44 @@ def test_a_tool_that_must_be_used(client, choice):
     result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "at noon"}]}
     turns = [*ASK["messages"], {"role": "assistant", "content": [block.model_dump()]}, {"role": "user", "content": [result]}]
     assert client.messages.create(**ASK | {"messages": turns, "tools": [TOOL]}).content is not None
+
+
+INPUTS = [{"port": "Brest"}, {"port": "Hull"}, {}, {"port": "Brest", "deep": {"a": ["}", 1]}}]
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_each_of_several_calls_keeps_its_input(step, is_forced):
+    calls = [json.dumps({"name": "high_water", "arguments": one}) for one in INPUTS]
+    text = f"[{', '.join(calls)}]" if is_forced else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    choice = {"type": "any"} if is_forced else None
+    writer = MessageWriter("m", "tiny", MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice), 5)
+    parts = [text[i : i + step] for i in range(0, len(text), step)]
+    events = [event for part in parts for event in writer.take(Delta("r", 0, [1]), TextDelta(part, 1, None))]
+    events += writer.take(Delta("r", 0, [], "stop"), TextDelta("", 0, "stop"))
+    whole = writer.whole()
+    assert whole["stop_reason"] == "tool_use"
+    assert [block["input"] for block in whole["content"] if block["type"] == "tool_use"] == INPUTS
+    streamed = {}
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(streamed)
+            streamed[event["index"]] = [event["content_block"], ""]
+        elif event["type"] == "content_block_delta":
+            streamed[event["index"]][1] += event["delta"].get("partial_json", "") + event["delta"].get("text", "")
+    assert [block["type"] for block, _ in streamed.values()] == [block["type"] for block in whole["content"]]
+    for (_, pieces), block in zip(streamed.values(), whole["content"], strict=True):
+        assert (json.loads(pieces) if block["type"] == "tool_use" else pieces) == block.get("input", block.get("text"))
+
+
+def test_several_calls_by_the_client(client):
+    """Streamed and whole, greedily: the same calls with the same inputs."""
+    settings = ASK | {"max_tokens": 400, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    whole = client.messages.create(**settings, extra_body=GREEDY)
+    with client.messages.stream(**settings, extra_body=GREEDY) as stream:
+        streamed = stream.get_final_message()
+    assert [(block.name, block.input) for block in whole.content] == [(block.name, block.input) for block in streamed.content]
+    assert all(block.input["port"] in ("Brest", "Hull") for block in whole.content[:-1])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ import httpx
 import openai
 import pytest
 
+from tidemill.server import responses
+from tidemill.server.responses import Store, Unknown
+
 TOOL = {
     "type": "function",
     "name": "high_water",
@@ -53,13 +56,13 @@ def test_streamed_events_add_up_to_the_whole(client, more):
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
 
 
-def test_a_form(client):
-    form = {"type": "json_schema", "name": "water", "schema": TOOL["parameters"], "strict": True}
-    reply = client.responses.create(**ASK | {"max_output_tokens": 100}, text={"format": form})
+def test_structured_output(client):
+    wanted = {"type": "json_schema", "name": "water", "schema": TOOL["parameters"], "strict": True}
+    reply = client.responses.create(**ASK | {"max_output_tokens": 100}, text={"format": wanted})
     assert json.loads(reply.output_text)["port"] in ("Brest", "Hull")
 
 
-def test_answers_are_kept_and_gone_on_from(client):
+def test_responses_are_stored_and_continued(client):
     first = client.responses.create(**ASK)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     second = client.responses.create(**ASK | {"input": "And now?"}, previous_response_id=first.id)
@@ -70,9 +73,9 @@ def test_answers_are_kept_and_gone_on_from(client):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(**ASK, previous_response_id=first.id)
-    unkept = client.responses.create(**ASK, store=False)
+    not_stored = client.responses.create(**ASK, store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
+        client.responses.retrieve(not_stored.id)
 
 
 def test_cancel_in_the_middle(client):
@@ -111,3 +114,40 @@ def test_what_is_not_supported_is_refused(roomy, wrong):
     reply = httpx.post(f"{roomy.url}/v1/responses", json=ASK | wrong)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(wrong))
+
+
+def has(store, tenant, name):
+    try:
+        return store.get(tenant, name)[1]["id"] == name
+    except Unknown:
+        return False
+
+
+@pytest.mark.parametrize(("num", "num_bytes"), [(4, 10**6), (10**6, 400)])
+def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_bytes):
+    monkeypatch.setattr(responses, "MAX_STORED", num)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", num_bytes)
+    monkeypatch.setattr(responses, "MAX_STORED_OF_ALL", 2 * num)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
+    store = Store()
+
+    def fill(tenant, number):
+        for i in range(number):
+            store.put(tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "output": ["y" * 20]})
+
+    fill("small", 2)
+    fill("large", 50)
+    assert has(store, "small", "r0")
+    assert has(store, "small", "r1")
+    assert has(store, "large", "r49")
+    assert not has(store, "large", "r0")  # its own oldest
+    for other in range(20):  # many others: the total is bounded, and the largest gives way first
+        fill(f"other{other}", 1)
+        stored = [has(store, tenant, f"r{i}") for tenant in ("small", "large") for i in range(50)]
+        stored += [has(store, f"other{i}", "r0") for i in range(20)]
+        assert sum(stored) <= 2 * num
+        assert 100 * sum(stored) <= 2 * num_bytes
+        assert has(store, f"other{other}", "r0") or other > 3
+    assert not has(store, "large", "r47")
+    store.drop("small", "r0")
+    assert not has(store, "small", "r0")

@@ -1,16 +1,44 @@
-"""From token deltas to text: detokenize, hold back what a stop string may still remove, stop."""
+"""From token deltas to text, in bounded pieces. Text that a stop string may still remove is held back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 from tidemill.sampling import SamplingParams
+from tidemill.wire import Delta
+
+# Tokens and log-probabilities that are made text of between two turns of the event loop: some 5 ms.
+CELLS_PER_TURN = 1024
+
+
+def num_cells(delta: Delta) -> int:
+    """What it costs to format: a cell for each token, and for each log-probability reported beside it."""
+    return len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs or ())
+
+
+def in_pieces(delta: Delta) -> Iterator[Delta]:
+    """A delta as deltas of at most about CELLS_PER_TURN. A reader who fell behind gets a backlog of any size at once."""
+    cells = num_cells(delta)
+    if cells <= CELLS_PER_TURN:
+        yield delta
+        return
+    num, step = len(delta.token_ids), max(CELLS_PER_TURN * len(delta.token_ids) // cells, 1)
+    for begin in range(0, num, step):
+        yield msgspec.structs.replace(
+            delta,
+            token_ids=delta.token_ids[begin : begin + step],
+            logprobs=delta.logprobs and delta.logprobs[begin : begin + step],
+            prompt_logprobs=delta.prompt_logprobs if begin == 0 else None,
+            finish_reason=delta.finish_reason if begin + step >= num else None,
+        )
 
 
 class StopFinder:
-    """Finds the first stop string in a stream of text. Text that may be the beginning of one is held until it is decided."""
+    """Finds the first stop string in a stream of text. Text that may be the start of one is held until that is decided."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
@@ -18,7 +46,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that is safe to give out, and the stop string if one was completed."""
+        """The text that is safe to emit, and the stop string if one was completed."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -32,13 +60,13 @@ class StopFinder:
         return text[: len(text) - num_held], None
 
     def finish(self) -> str:
-        """No more text: what was held is given out after all."""
+        """End of the text: what was held is emitted."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length
@@ -48,7 +76,7 @@ def _overlap(text: str, stop: str) -> int:
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     text: str
-    num_tokens: int  # of the tokens pushed, how many count: those after a stop string do not
+    num_tokens: int  # of the tokens pushed, those up to the stop string
     finish_reason: str | None
     stop: str | int | None = None  # which stop string or token ended it
 
@@ -66,7 +94,7 @@ class TextStream:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:
-        """`finish_reason`: the engine's, on the last tokens."""
+        """`finish_reason`: from the engine, with the last tokens."""
         pieces: list[str] = []
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1

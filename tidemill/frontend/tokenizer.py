@@ -177,8 +177,9 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        decoder = StreamDecoder(self, skip_special)
-        return "".join(map(decoder.push, token_ids)) + decoder.finish()
+        skipped = self.special_ids if skip_special else frozenset()
+        text = b"".join([self.token_bytes(token) for token in token_ids if token not in skipped])
+        return text.decode("utf-8", errors="replace")
 
 
 def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:

@@ -1,10 +1,10 @@
-"""Anthropic's Messages API: messages, streamed or whole, and counting tokens."""
+"""Anthropic's Messages API: messages, streamed or whole, and token counts."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,10 +12,10 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import AnswerParser, CallBegins, Piece, Words, call_schema
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.frontend.tools import CallStart, OutputParser, Piece, TextPiece, call_grammar
+from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
@@ -29,7 +29,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class CacheControl(BaseModel):
-    """Said and not needed: whatever was computed is found again."""
+    """Accepted, without effect: every prefix is cached."""
 
     model_config = _STRICT
 
@@ -38,13 +38,13 @@ class CacheControl(BaseModel):
 
 
 class _Block(BaseModel):
-    """Clients send back what they got, with fields of their own that say nothing."""
+    """Clients send back the blocks they received, with fields of their own that are null."""
 
     model_config = _STRICT
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, given: Any) -> Any:
+    def _without_nulls(cls, given: Any) -> Any:
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
@@ -111,7 +111,7 @@ class Metadata(BaseModel):
 
 
 class Prompt(BaseModel):
-    """What becomes a prompt."""
+    """What the prompt is made of."""
 
     model_config = _STRICT
 
@@ -122,7 +122,7 @@ class Prompt(BaseModel):
     tool_choice: ToolChoice | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
-        """As templates know it."""
+        """As chat templates expect it."""
         made: list[dict[str, Any]] = []
         if self.system:
             made.append({"role": "system", "content": _text(self.system)})
@@ -142,8 +142,8 @@ class Prompt(BaseModel):
 
     def how(self) -> dict[str, Any]:
         tools = [{"type": "function", "function": one} for one in self.functions()] if self.looks_for_calls else None
-        goes_on = self.messages[-1].role == "assistant" and isinstance(self.messages[-1].content, str)
-        return {"tools": tools, "continue_final_message": goes_on}
+        continues = self.messages[-1].role == "assistant" and isinstance(self.messages[-1].content, str)
+        return {"tools": tools, "continue_final_message": continues}
 
 
 class MessagesRequest(Prompt):
@@ -169,12 +169,9 @@ class MessagesRequest(Prompt):
             given["stop"] = tuple(self.stop_sequences)
         choice = self.tool_choice
         if choice is not None and self.must_call:
-            name = choice.name if choice.type == "tool" else None
-            functions = self.functions()
-            if (choice.type == "tool" and name is None) or not any(name in (None, one["name"]) for one in functions):
-                raise InvalidRequest("tool_choice asks for a tool that is not among the tools.", param="tool_choice")
+            name = choice.name or "" if choice.type == "tool" else None
             several = name is None and not choice.disable_parallel_tool_use
-            given["grammar"] = Grammar("json_schema", json.dumps(call_schema(functions, name, several)))
+            given["grammar"] = call_grammar(self.functions(), name, several)
         return SamplingParams(**given)
 
 
@@ -183,7 +180,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 def _turns(message: Message) -> list[dict[str, Any]]:
-    """Results of tools are turns of their own; calls belong to the assistant's."""
+    """Tool results become messages of their own; calls are part of the assistant's message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     made: list[dict[str, Any]] = []
@@ -211,12 +208,12 @@ def make_router(service: Service) -> APIRouter:
         await service.check_grammar(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
         caller: Caller = request.state.caller
-        answer = _Answer(caller.call.request_id, service, body, len(prompt))
+        writer = MessageWriter(caller.call.request_id, service.model_name, body, len(prompt))
         outputs = service.stream(caller, prompt, params)
         if not body.stream:
-            return Response(await until_disconnect(request, _whole(answer, outputs)), media_type="application/json")
+            return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
-        return EventStream(_stream(answer, first, outputs), also_close=outputs, is_framed=True)
+        return EventStream(_stream(writer, first, outputs), also_close=outputs, is_framed=True)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
     async def count_tokens(body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
@@ -229,17 +226,18 @@ def make_router(service: Service) -> APIRouter:
 Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 
 
-class _Answer:
-    """Text as it comes to content blocks: a block begins where the kind of text changes."""
+class MessageWriter:
+    """Content blocks, whole and as events: a new block starts where the kind of content changes."""
 
-    def __init__(self, message_id: str, service: Service, body: MessagesRequest, num_prompt: int) -> None:
+    def __init__(self, message_id: str, model: str, body: MessagesRequest, num_prompt: int) -> None:
         self.message_id = message_id
-        self._model = service.model_name
-        self._parser = AnswerParser(body.looks_for_calls, body.must_call)
+        self._model = model
+        self._parser = OutputParser(body.looks_for_calls, body.must_call)
         self._one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
-        self.blocks: list[dict[str, Any]] = []
-        self._arguments = ""
-        self.num_prompt, self.num_output, self.num_cached = num_prompt, 0, 0
+        self._blocks: list[dict[str, Any]] = []
+        self._is_open = False  # the last block
+        self._arguments = ""  # of the call in the open block
+        self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
 
@@ -257,20 +255,20 @@ class _Answer:
 
     def usage(self) -> dict[str, int]:
         return {
-            "input_tokens": self.num_prompt - self.num_cached,
-            "cache_read_input_tokens": self.num_cached,
+            "input_tokens": self._num_prompt - self._num_cached,
+            "cache_read_input_tokens": self._num_cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": self.num_output,
+            "output_tokens": self._num_output,
         }
 
     def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
-        """Events that tell of it."""
-        self.num_output += text.num_tokens
-        self.num_cached = delta.num_cached
+        """New output, as events."""
+        self._num_output += text.num_tokens
+        self._num_cached = delta.num_cached
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()
-        events = [event for piece in pieces for event in self._tell(piece)]
+        events = [event for piece in pieces for event in self._events(piece)]
         if text.finish_reason:
             events += self._end_block()
             self._finish(text)
@@ -280,69 +278,65 @@ class _Answer:
         self.stop_reason = "max_tokens" if text.finish_reason == "length" else "end_turn"
         if isinstance(text.stop, str):
             self.stop_reason, self.stop_sequence = "stop_sequence", text.stop
-        elif self.stop_reason == "end_turn" and any(block["type"] == "tool_use" for block in self.blocks):
+        elif self.stop_reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
             self.stop_reason = "tool_use"
 
-    def _tell(self, piece: Piece) -> list[dict[str, Any]]:
-        if isinstance(piece, Words):
-            kind, field = ("thinking", "thinking") if piece.is_reasoning else ("text", "text")
+    def _events(self, piece: Piece) -> list[dict[str, Any]]:
+        if isinstance(piece, TextPiece):
+            kind = "thinking" if piece.is_reasoning else "text"
             events = []
-            if not self.blocks or self.blocks[-1]["type"] != kind or self.blocks[-1].get("_over"):
-                empty = {"type": kind, field: ""} | ({"signature": ""} if kind == "thinking" else {})
-                events += self._begin_block(empty)
-            self.blocks[-1][field] += piece.text
-            return [*events, self._delta({"type": f"{kind}_delta", field: piece.text})]
+            if not self._is_open or self._blocks[-1]["type"] != kind:
+                empty = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+                events += self._start_block(empty)
+            self._blocks[-1][kind] += piece.text
+            return [*events, self._delta({"type": f"{kind}_delta", kind: piece.text})]
         if self._one_call and piece.index > 0:
             return []
-        if isinstance(piece, CallBegins):
-            self._arguments = ""
+        if isinstance(piece, CallStart):
             call_id = f"toolu_{piece.call_id.removeprefix('call_')}"
-            return self._begin_block({"type": "tool_use", "id": call_id, "name": piece.name, "input": {}})
+            return self._start_block({"type": "tool_use", "id": call_id, "name": piece.name, "input": {}})
         self._arguments += piece.text
         return [self._delta({"type": "input_json_delta", "partial_json": piece.text})]
 
-    def _begin_block(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+    def _start_block(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         events = self._end_block()
-        self.blocks.append(block)
-        return [*events, {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}]
+        self._blocks.append(block)
+        self._is_open, self._arguments = True, ""
+        return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}]
 
     def _end_block(self) -> list[dict[str, Any]]:
-        if not self.blocks or self.blocks[-1].get("_over"):
+        if not self._is_open:
             return []
-        block = self.blocks[-1]
-        block["_over"] = True
-        if block["type"] == "tool_use":
-            try:
-                block["input"] = json.loads(self._arguments or "{}")
-            except ValueError:  # it broke off
-                block["input"] = {}
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        self._is_open = False
+        if self._blocks[-1]["type"] == "tool_use":
+            with suppress(ValueError):  # cut off by max_tokens
+                self._blocks[-1]["input"] = json.loads(self._arguments or "{}")
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def whole(self) -> dict[str, Any]:
-        content = [{name: value for name, value in block.items() if name != "_over"} for block in self.blocks]
-        return self.start() | {"content": content, "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
+        return self.start() | {"content": self._blocks, "stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}
 
 
-async def _whole(answer: _Answer, outputs: Outputs) -> bytes:
+async def _whole(writer: MessageWriter, outputs: Outputs) -> bytes:
     async with aclosing(outputs):
         async for delta, text in outputs:
-            answer.take(delta, text)
-    return _json(answer.whole())
+            writer.take(delta, text)
+    return _json(writer.whole())
 
 
-async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
+async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
     try:
-        yield named_event({"type": "message_start", "message": answer.start()})
-        for event in answer.take(*first):
+        yield named_event({"type": "message_start", "message": writer.start()})
+        for event in writer.take(*first):
             yield named_event(event)
         async for delta, text in rest:
-            for event in answer.take(delta, text):
+            for event in writer.take(delta, text):
                 yield named_event(event)
-        ending = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
-        yield named_event({"type": "message_delta", "delta": ending, "usage": answer.usage()})
+        ending = {"stop_reason": writer.stop_reason, "stop_sequence": writer.stop_sequence}
+        yield named_event({"type": "message_delta", "delta": ending, "usage": writer.usage()})
         yield named_event({"type": "message_stop"})
     except TidemillError as error:
         yield named_event({"type": "error", **error_body(error)})

@@ -1,4 +1,4 @@
-"""The application: routes of every API over one Service, and its life."""
+"""The application: the routes of every API over one Service, and health checks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
 
     @app.get("/health")
     async def health() -> Response:
-        """Can this process still serve? An engine that is being started again does not make it ill."""
+        """Liveness: the process can serve. It stays healthy while the engine restarts."""
         alive = service.client.alive
         return JSONResponse({"status": "ok" if alive else "engine is down"}, 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Is it worth sending requests here? A step was made lately, or is made now."""
+        """Readiness: the engine has completed a step recently, or completes one now."""
         try:
             await service.prove(_READY_WITHIN_S)
         except TidemillError as error:
@@ -52,7 +52,7 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/engine/live", include_in_schema=False)  # it does not end, and clients made from a schema would wait for that
+    @app.get("/v1/engine/live", include_in_schema=False)  # it does not end; generated clients would wait for that
     async def live(request: Request) -> Response:
         caller = request.state.caller
         watcher = service.live.watch(lambda: service.is_draining, None if caller.is_admin else caller.tenant)

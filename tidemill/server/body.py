@@ -1,4 +1,4 @@
-"""Request bodies: JSON of bounded size, checked against a model, refused in words."""
+"""Request bodies: JSON of bounded size, validated by a model; errors name the parameter."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from tidemill.server.sse import ClientGone
 M = TypeVar("M", bound=BaseModel)
 MAX_BODY_BYTES = 8 * 2**20
 MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
-# While a body is parsed, everybody waits. A text has fewer braces, colons and commas, unless no context could hold it.
+# A body is parsed on the event loop, so the number of its parts is bounded. A text with more of these characters would hardly fit
+# a context.
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**20
-_MAX_MISTAKES = 1000  # that are told apart
+_MAX_MISTAKES = 1000  # that are looked at one by one
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
 
 
 class NotJSON(InvalidRequest):
-    """Only JSON is read. A web page of another origin cannot send that type without asking first."""
+    """Only JSON is accepted: a web page of another origin cannot send that content type without a preflight request."""
 
     status = 415
 
 
 class TooSlow(InvalidRequest):
-    """The body does not come."""
+    """The body does not arrive in time."""
 
     status = 408
 
@@ -51,7 +52,7 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
             )
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding != "identity":
-            raise NotJSON(f"The content encoding {coding[:100]!r} is not read.", fix="Send the body as it is.")
+            raise NotJSON(f"The content encoding {coding[:100]!r} is not supported.", fix="Send the body uncompressed.")
         return parse(model, b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)]))
 
     return read
@@ -59,7 +60,7 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
 
 def parse(model: type[M], body: bytes) -> M:
     if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS:
-        raise RequestTooLarge(f"The body is made of more than {MAX_PARTS} objects and members, or {MAX_ITEMS} items.")
+        raise RequestTooLarge(f"The body has more than {MAX_PARTS} objects, lists and members, or more than {MAX_ITEMS} items.")
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -67,7 +68,7 @@ def parse(model: type[M], body: bytes) -> M:
 
 
 async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, given up as soon as it is too large, whatever its header said."""
+    """The body as it arrives; refused as soon as it is too large, whatever its Content-Length."""
     num_bytes = 0
     stream, end = request.stream(), time.monotonic() + within_s
     while True:
@@ -78,7 +79,9 @@ async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGe
         except ClientDisconnect:
             raise ClientGone from None
         except TimeoutError:
-            raise TooSlow(f"A body has {within_s:.0f} s, its next part {_NEXT_PART_WITHIN_S:.0f} s.") from None
+            raise TooSlow(
+                f"A body must arrive within {within_s:.0f} s, and each part of it within {_NEXT_PART_WITHIN_S:.0f} s."
+            ) from None
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise RequestTooLarge(f"The body is larger than {max_bytes} bytes.")
@@ -86,7 +89,7 @@ async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGe
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    """What a route adds to the API's description."""
+    """What a route adds to the OpenAPI document."""
     schema = model.model_json_schema()
     made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
     if "stream" in model.model_fields:
@@ -95,7 +98,7 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, root: dict[str, Any]) -> Any:
-    """Without references, which would be looked for in the whole document; with the limits that SamplingParams sets."""
+    """Without references, which would be resolved against the whole document; with the limits of SamplingParams."""
     if isinstance(schema, list):
         return [_inlined(one, root) for one in schema]
     if not isinstance(schema, dict):
@@ -114,9 +117,9 @@ def _inlined(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """The first problem, by the parameter's name; where something may be of several kinds, of the kind that fits best."""
-    if error.error_count() > _MAX_MISTAKES:  # to write them all down would take seconds
-        return InvalidRequest(f"The body holds {error.error_count()} mistakes.", fix="Compare it with /openapi.json.")
+    """The first error, with the parameter's name; of a union, the error of the member that fits best."""
+    if error.error_count() > _MAX_MISTAKES:  # formatting them all would take seconds
+        return InvalidRequest(f"The body has {error.error_count()} errors.", fix="Compare it with /openapi.json.")
     problems = error.errors(include_url=False, include_context=True, include_input=False)
     first = max((one for one in problems if one["loc"][:1] == problems[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":

@@ -24,8 +24,11 @@ _ERROR = {
 }
 _SCHEMA = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
 DESCRIBED: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "Refused, and why.", "content": {"application/json": {"schema": _SCHEMA}}},
-    "5XX": {"description": "Not the client's fault.", "content": {"application/json": {"schema": {"type": "object"}}}},
+    "4XX": {
+        "description": "The request was refused; the message says why.",
+        "content": {"application/json": {"schema": _SCHEMA}},
+    },
+    "5XX": {"description": "A server error.", "content": {"application/json": {"schema": {"type": "object"}}}},
 }
 
 
@@ -46,9 +49,9 @@ def install(app: FastAPI) -> None:
     async def typed(request: Request, error: TidemillError) -> Response:
         request.state.call.error = error.kind
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-        if error.status in (408, 413):  # there may be more of the body; nobody will read it
+        if error.status in (408, 413):  # the rest of the body will not be read
             headers["Connection"] = "close"
-        shape = {"type": "error"} if request.url.path.startswith("/v1/messages") else {}  # as Anthropic's clients know it
+        shape = {"type": "error"} if request.url.path.startswith("/v1/messages") else {}  # as Anthropic's clients expect it
         return JSONResponse(shape | error_body(error), error.status, headers)
 
     @app.exception_handler(HTTPException)

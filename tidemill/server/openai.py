@@ -18,8 +18,6 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.frontend.tools import AnswerParser, CallBegins, Words
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
@@ -34,9 +32,10 @@ from tidemill.server.openai_types import (
     SamplingRequest,
     TokenizeRequest,
 )
+from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.wire import Delta, Timings
 
 _json = msgspec.json.Encoder().encode
 
@@ -57,21 +56,8 @@ class _Usage:
 
 
 @dataclass(slots=True)
-class _Choice:
-    """One sample as it grows."""
-
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def mean_logprob(self) -> float:
-        return sum(entry.logprob for entry in self.logprobs) / max(len(self.logprobs), 1)
-
-
-@dataclass(slots=True)
 class _Clock:
-    """Where a request's time went: as seen here, and as the engine tells."""
+    """Where a request's time went: as measured here, and as reported by the engine."""
 
     begun_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0
@@ -79,50 +65,51 @@ class _Clock:
 
     def body(self, num_output: int) -> dict[str, float]:
         now = time.monotonic()
-        decode_s = now - self.first_s if self.engine is None else self.engine.decode_s  # tokens may have come here together
-        told = {
+        decode_s = now - self.first_s if self.engine is None else self.engine.decode_s  # several tokens may arrive here together
+        times = {
             "total_ms": 1000 * (now - self.begun_s),
             "first_token_ms": 1000 * (self.first_s - self.begun_s),
             "tokens_per_second": (num_output - 1) / max(decode_s, 1e-6) if num_output > 1 else 0.0,
         }
         if self.engine is not None:
             engine = self.engine
-            told |= {
+            times |= {
                 "queue_ms": 1000 * engine.queue_s,
                 "prefill_ms": 1000 * engine.prefill_s,
                 "decode_ms": 1000 * engine.decode_s,
             }
-        return {name: round(value, 3) for name, value in told.items()}
+        return {name: round(value, 3) for name, value in times.items()}
 
 
 @dataclass(slots=True)
 class _Job:
-    """A request of either kind: what to run, and how its answer is written."""
+    """A completion or a chat completion: what to run, and the writer of its response."""
 
-    object_name: str  # of the whole answer
-    chunk_name: str  # of a streamed piece
     model: str
     prompts: list[list[int]]
     params: SamplingParams
     asked: SamplingRequest
-    whole: Callable[[int, _Choice], dict[str, Any]]
-    pieces: Callable[[int, str, list[TokenLogprobs], str | None], list[dict[str, Any]]]
-    opening: Callable[[int], dict[str, Any]] | None = None
-    num_sent: int | None = None  # of each prompt's samples, the likeliest; None: all
-    caller: Caller = field(default_factory=Caller)
-    request_id: str = ""
+    writer: Writer
+    caller: Caller
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by prompt
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
 
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
-        body = {"id": self.request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
+        request_id = self.caller.call.request_id
+        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
         if usage:
             body["usage"] = self.usage.body()
         if is_last and self.asked.timings:
             body["timings"] = self.clock.body(self.usage.num_output)
         return body
+
+    def chunk(self, choice: dict[str, Any], is_last: bool = False) -> bytes:
+        return _json(self.body(self.writer.chunk_name, [choice], False, is_last))
 
 
 def make_router(service: Service) -> APIRouter:
@@ -139,11 +126,11 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
-        return await _answer(service, request, body, _completion_job)
+        return await _respond(service, request, body, _prepare_completion)
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _answer(service, request, body, _chat_job)
+        return await _respond(service, request, body, _prepare_chat)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
@@ -151,14 +138,14 @@ def make_router(service: Service) -> APIRouter:
         return Response(made, media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
-    async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, Any]:
-        """The prompt, without an answer."""
+    async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
+        """The prompt, without a completion."""
         service.check_model(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
-        return {"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())}
+        return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
 
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
-    async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
@@ -166,38 +153,40 @@ def make_router(service: Service) -> APIRouter:
             ids = await service.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
         else:
             ids = await service.encode(body.prompt or "", body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+        return _json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
 
     @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
-    async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
         service.check_model(body.model)
-        wrong = next((token for token in body.tokens if not 0 <= token < service.ready.model.vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequest(f"The model has no token {wrong}.", param="tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens, skip_special=False)}
+        return _json_response({"prompt": await service.decode(body.tokens)})
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """Where its time went. A request of several prompts or samples has several stories."""
+        """Where its time went, for each of its prompts and samples."""
         caller = request.state.caller
         stories = service.explainer.find(request_id, None if caller.is_admin else caller.tenant)
         if not stories:
-            raise RequestUnknown(f"Nothing is known of a request {request_id[:100]!r}.", param="request_id")
+            raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
         return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
 
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller
         if not service.cancel(request_id, None if caller.is_admin else caller.tenant):
-            raise RequestUnknown(f"There is no request {request_id[:100]!r} under way.", param="request_id")
+            raise RequestUnknown(f"There is no request {request_id[:100]!r} in progress.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
     service.whole_answers |= {
-        "/v1/completions": (CompletionRequest, partial(_answer_whole, service, _completion_job)),
-        "/v1/chat/completions": (ChatRequest, partial(_answer_whole, service, _chat_job)),
+        "/v1/completions": (CompletionRequest, partial(_respond_whole, service, _prepare_completion)),
+        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, service, _prepare_chat)),
         "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),
     }
     return router
+
+
+def _json_response(body: dict[str, Any]) -> Response:
+    """Encoded at once: FastAPI would look at each item of a list of token ids."""
+    return Response(_json(body), media_type="application/json")
 
 
 class RequestUnknown(InvalidRequest):
@@ -217,36 +206,58 @@ def _model_card(service: Service) -> dict[str, Any]:
 # ---- running a job
 
 
-_MakeJob = Callable[[Service, Any], Awaitable[_Job]]
+_Prepare = Callable[[Service, Any, Caller], Awaitable[_Job]]
+_Output = tuple[int, Delta, TextDelta]  # of the choice of that number
 
 
-async def _answer(service: Service, request: Request, body: SamplingRequest, make: _MakeJob) -> Response:
+async def _respond(service: Service, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
     caller: Caller = request.state.caller
     if not body.stream:
-        whole = await until_disconnect(request, _answer_whole(service, make, body, caller))
+        whole = await until_disconnect(request, _respond_whole(service, prepare, body, caller))
         return Response(whole, media_type="application/json")
-    job = await _prepare(service, make, body, caller)
+    job = await _prepare(service, prepare, body, caller)
     outputs = _outputs(service, job)
-    # The first output is awaited before the headers go out, so that a refused request gets its status code.
+    # The first output is awaited before the headers are sent, so that a refused request gets its status code.
     first = await until_disconnect(request, anext(outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
-async def _answer_whole(service: Service, make: _MakeJob, body: SamplingRequest, caller: Caller) -> bytes:
-    job = await _prepare(service, make, body, caller)
-    return await _whole(job, _outputs(service, job))
+async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
+    job = await _prepare(service, prepare, body, caller)
+    writer = job.writer
+    async with aclosing(_outputs(service, job)) as outputs:
+        async for number, delta, text in outputs:
+            writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
+    return _json(job.body(writer.object_name, writer.choices(), True, True))
 
 
-async def _prepare(service: Service, make: _MakeJob, body: SamplingRequest, caller: Caller) -> _Job:
+async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
+    service.check_model(body.model)
     if body.request_id is not None:
         caller.rename(body.request_id)
-    job = await make(service, body)
+    job = await prepare(service, body, caller)
+    job.params = job.writer.bounded(service.max_context, bool(body.stream))
     await service.check_grammar(job.params)
-    job.caller, job.request_id = caller, caller.call.request_id
     return job
 
 
-async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Delta, TextDelta], None]:
+async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
+    params = body.params()
+    prompts = await _prompts(service, body.prompt)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
+    writer = CompletionWriter(service.tokenizer, prompts, params, body)
+    return _Job(service.model_name, prompts, params, body, writer, caller)
+
+
+async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
+    params = body.params()
+    prompts = [await service.encode_chat(body.conversation(), **body.how())]
+    writer = ChatWriter(service.tokenizer, prompts, params, body)
+    return _Job(service.model_name, prompts, params, body, writer, caller)
+
+
+async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
@@ -260,57 +271,42 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[tuple[int, Del
             job.clock.first_s = job.clock.first_s or time.monotonic()
             job.clock.engine = delta.timings or job.clock.engine
             if delta.prompt_logprobs:
-                job.prompt_logprobs[i] = delta.prompt_logprobs
+                await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
             if delta.index == 0 and text.finish_reason:
                 job.usage.num_cached += delta.num_cached
             yield i * job.params.n + delta.index, delta, text
 
 
-async def _whole(job: _Job, outputs: AsyncGenerator[tuple[int, Delta, TextDelta], None]) -> bytes:
-    choices = [_Choice() for _ in range(len(job.prompts) * job.params.n)]
-    async with aclosing(outputs):
-        async for number, delta, text in outputs:
-            choice = choices[number]
-            choice.text += text.text
-            choice.logprobs += (delta.logprobs or [])[: text.num_tokens]
-            choice.finish_reason = text.finish_reason
-    if job.num_sent is not None:
-        groups = [choices[i : i + job.params.n] for i in range(0, len(choices), job.params.n)]
-        choices = [one for group in groups for one in sorted(group, key=lambda one: -one.mean_logprob)[: job.num_sent]]
-    return _json(job.body(job.object_name, [job.whole(i, choice) for i, choice in enumerate(choices)], True, True))
-
-
-async def _stream(
-    job: _Job, first: tuple[int, Delta, TextDelta], rest: AsyncGenerator[tuple[int, Delta, TextDelta], None]
-) -> AsyncGenerator[bytes, None]:
+async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
     try:
-        if job.opening:
-            for number in range(len(job.prompts) * job.params.n):
-                yield _json(job.body(job.chunk_name, [job.opening(number)], False))
-        for piece in _pieces(job, first):
-            yield piece
+        for number in range(job.num_choices):
+            if (opening := job.writer.first_chunk(number)) is not None:
+                yield job.chunk(opening)
+        for chunk in _chunks(job, first):
+            yield chunk
         async for output in rest:
-            for piece in _pieces(job, output):
-                yield piece
+            for chunk in _chunks(job, output):
+                yield chunk
         if job.asked.stream_options and job.asked.stream_options.include_usage:
-            yield _json(job.body(job.chunk_name, [], True))
+            yield _json(job.body(job.writer.chunk_name, [], True))
     except TidemillError as error:
         yield _json(error_body(error))
     finally:
         await rest.aclose()
 
 
-def _pieces(job: _Job, output: tuple[int, Delta, TextDelta]) -> list[bytes]:
+def _chunks(job: _Job, output: _Output) -> list[bytes]:
     number, delta, text = output
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
-    made = job.pieces(number, text.text, logprobs, text.finish_reason)
-    return [_json(job.body(job.chunk_name, [piece], False, piece["finish_reason"] is not None)) for piece in made]
+    choices = job.writer.chunks(number, text.text, logprobs, text.finish_reason)
+    return [job.chunk(choice, choice["finish_reason"] is not None) for choice in choices]
 
 
 async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
-    """Several streams as one, in the order in which things come; when it ends, for whatever reason, so do they all."""
+    """Several streams as one, in order of arrival. When it ends, for whatever reason, they are all closed. The queue is bounded:
+    what a slow reader has not taken stays in the streams."""
     if len(streams) == 1:
         try:
             async for item in streams[0]:
@@ -318,15 +314,15 @@ async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tup
         finally:
             await streams[0].aclose()
         return
-    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(number: int, stream: AsyncGenerator[Any, None]) -> None:
         try:
             async for item in stream:
-                queue.put_nowait((number, item, None))
-            queue.put_nowait((number, None, None))
+                await queue.put((number, item, None))
+            await queue.put((number, None, None))
         except Exception as error:
-            queue.put_nowait((number, None, error))
+            await queue.put((number, None, error))
         finally:
             await stream.aclose()
 
@@ -347,82 +343,27 @@ async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# ---- completions
-
-
-async def _completion_job(service: Service, body: CompletionRequest) -> _Job:
-    service.check_model(body.model)
-    params = body.params()
-    prompts = await _prompts(service, body.prompt)
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
-    tokenizer = service.tokenizer
-    lengths: dict[int, int] = {}
-    num_sent = params.n if body.best_of is None else body.n or 1
-    only_echo = bool(body.echo) and body.max_tokens == 0
-
-    def one(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None, is_first: bool) -> dict[str, Any]:
-        """All of an answer, or a piece of it."""
-        prompt, offset = number // num_sent, lengths.get(number, 0)
-        scores = job.prompt_logprobs.get(prompt, [])
-        if only_echo:
-            text, logprobs = "", []
-        said = tokenizer.decode(prompts[prompt]) if body.echo and is_first else ""
-        lengths[number] = offset + len(said + text)
-        written = None
-        if body.logprobs is not None:
-            entries = [TokenLogprobs(prompts[prompt][0], 0.0, []), *scores] if body.echo and is_first else []
-            written = _completion_logprobs(tokenizer, entries + logprobs, offset)
-            if entries:  # the first token follows nothing
-                written["token_logprobs"][0] = written["top_logprobs"][0] = None
-        made = {"index": number, "text": said + text, "logprobs": written, "finish_reason": reason}
-        if body.prompt_logprobs is not None and is_first:
-            made["prompt_logprobs"] = _prompt_logprobs(tokenizer, scores)
-        return made
-
-    def whole(number: int, choice: _Choice) -> dict[str, Any]:
-        return one(number, choice.text, choice.logprobs, choice.finish_reason, True)
-
-    def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
-        return [one(number, text, logprobs, reason, number not in lengths)]
-
-    job = _Job(
-        object_name="text_completion",
-        chunk_name="text_completion",
-        model=service.model_name,
-        prompts=prompts,
-        params=params,
-        asked=body,
-        whole=whole,
-        pieces=pieces,
-        num_sent=None if body.best_of is None else num_sent,
-    )
-    return job
-
-
 async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
     service.check_model(body.model)
     prompts = await _prompts(service, body.input)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
-    vectors: list[list[float]] = [[] for _ in prompts]
+    vectors = [msgspec.Raw(b"[]")] * len(prompts)
     streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
     async with aclosing(_merge(streams)) as merged:
-        async for i, (delta, _) in merged:
-            vectors[i] = delta.embedding or []
-
-    def written(vector: list[float]) -> list[float] | str:
-        if body.encoding_format != "base64":
-            return vector
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-
-    made = [{"object": "embedding", "index": i, "embedding": written(vector)} for i, vector in enumerate(vectors)]
+        async for i, (delta, _) in merged:  # encoded as they arrive, not all at the end
+            vectors[i] = msgspec.Raw(_encoded_vector(delta.embedding or [], body.encoding_format == "base64"))
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     num_tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _json({"object": "list", "data": made, "model": service.model_name, "usage": usage})
+    return _json({"object": "list", "data": data, "model": service.model_name, "usage": usage})
+
+
+def _encoded_vector(vector: list[float], as_base64: bool) -> bytes:
+    return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector)
 
 
 async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
-    """Of any of the four kinds that the request model lets through."""
+    """Of any of the four kinds that the request model accepts."""
     if isinstance(prompt, str):
         return [await service.encode(prompt)]
     if not prompt:
@@ -430,147 +371,3 @@ async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
     if isinstance(prompt[0], int):
         return [prompt]
     return [await service.encode(one) if isinstance(one, str) else one for one in prompt]
-
-
-def _completion_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs], offset: int) -> dict[str, Any]:
-    tokens, offsets = [], []
-    for entry in entries:
-        text = tokenizer.token_text(entry.token_id)
-        tokens.append(text)
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(entry.logprob) for entry in entries],
-        "top_logprobs": [
-            {tokenizer.token_text(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries
-        ],
-        "text_offset": offsets,
-    }
-
-
-def _prompt_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> list[dict[str, Any] | None]:
-    """The first token follows nothing; of each other, its own and the likeliest in its place."""
-
-    def told(entry: TokenLogprobs) -> dict[str, Any]:
-        pairs = dict([*entry.top, (entry.token_id, entry.logprob)])
-        return {
-            str(token): {"logprob": _finite(value), "decoded_token": tokenizer.token_text(token)}
-            for token, value in pairs.items()
-        }
-
-    return [None, *(told(entry) for entry in entries)]
-
-
-# ---- chat
-
-
-async def _chat_job(service: Service, body: ChatRequest) -> _Job:
-    service.check_model(body.model)
-    params = body.params()
-    prompt = await service.encode_chat(body.conversation(), **body.how())
-    tokenizer = service.tokenizer
-    looks_for_calls = bool(body.tools) and body.tool_choice != "none"
-    readers = [_ChatReader(looks_for_calls, body.must_call, body.parallel_tool_calls is False) for _ in range(params.n)]
-
-    def written(logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
-        return {"content": [_chat_logprob(tokenizer, entry) for entry in logprobs]} if body.logprobs else None
-
-    def whole(number: int, choice: _Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None}
-        for delta in readers[number].read(choice.text, True):
-            _add(message, delta)
-        reason = readers[number].reason(choice.finish_reason)
-        if message["content"] is None and not message.get("tool_calls"):
-            message["content"] = ""
-        made = {"index": number, "message": message, "logprobs": written(choice.logprobs), "finish_reason": reason}
-        if body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = _prompt_logprobs(tokenizer, job.prompt_logprobs.get(0, []))
-        return made
-
-    def pieces(number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
-        deltas = readers[number].read(text, reason is not None)
-        if not deltas and (logprobs or reason):
-            deltas = [{}]
-        told = written(logprobs)
-        made: list[dict[str, Any]] = [
-            {"index": number, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
-        ]
-        if made:
-            made[0]["logprobs"] = told
-            made[-1]["finish_reason"] = readers[number].reason(reason)
-        return made
-
-    def opening(number: int) -> dict[str, Any]:
-        return {"index": number, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-
-    job = _Job(
-        object_name="chat.completion",
-        chunk_name="chat.completion.chunk",
-        model=service.model_name,
-        prompts=[prompt],
-        params=params,
-        asked=body,
-        whole=whole,
-        pieces=pieces,
-        opening=opening,
-    )
-    return job
-
-
-class _ChatReader:
-    """One sample's text as deltas of a message: content, reasoning, tool calls."""
-
-    def __init__(self, tools: bool, only_calls: bool, one_call: bool) -> None:
-        self._parser = AnswerParser(tools, only_calls)
-        self._one_call = one_call
-        self._has_calls = False
-
-    def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        pieces = self._parser.push(text)
-        if is_last:
-            pieces += self._parser.finish()
-        deltas: list[dict[str, Any]] = []
-        for piece in pieces:
-            if isinstance(piece, Words):
-                names = ("reasoning_content", "reasoning") if piece.is_reasoning else ("content",)  # clients know either name
-                deltas.append(dict.fromkeys(names, piece.text))
-            elif self._one_call and piece.index > 0:
-                continue
-            elif isinstance(piece, CallBegins):
-                self._has_calls = True
-                function = {"name": piece.name, "arguments": ""}
-                deltas.append(
-                    {"tool_calls": [{"index": piece.index, "id": piece.call_id, "type": "function", "function": function}]}
-                )
-            else:
-                deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
-        return deltas
-
-    def reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._has_calls else reason
-
-
-def _add(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """What a client does with streamed deltas."""
-    for name, value in delta.items():
-        if name != "tool_calls":
-            message[name] = (message.get(name) or "") + value
-            continue
-        for call in value:
-            calls = message.setdefault("tool_calls", [])
-            if call["index"] == len(calls):
-                calls.append({name: call[name] for name in ("id", "type")} | {"function": dict(call["function"])})
-            else:
-                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-
-
-def _chat_logprob(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
-    def one(token: int, value: float) -> dict[str, Any]:
-        return {"token": tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
-
-    return one(entry.token_id, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
-
-
-def _finite(value: float) -> float:
-    return max(value, -9999.0)  # JSON has no infinity

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
+"""Request bodies of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_schema
+from tidemill.frontend.tools import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
@@ -27,7 +27,7 @@ class StreamOptions(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """One of these."""
+    """Exactly one of these."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -40,7 +40,7 @@ class StructuredOutputs(BaseModel):
         given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                "structured_outputs asks for one of json, regex, grammar and choice.", param="structured_outputs"
+                "structured_outputs takes exactly one of json, regex, grammar and choice.", param="structured_outputs"
             )
         ((kind, value),) = given
         text = value if isinstance(value, str) else dumps(value)
@@ -50,7 +50,7 @@ class StructuredOutputs(BaseModel):
 class JSONSchemaFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: str = Field(default="answer", max_length=64)
+    name: str = Field(default="response", max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -73,7 +73,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What completions and chat have in common."""
+    """The parameters that completions and chat share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -99,14 +99,14 @@ class SamplingRequest(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: str | None = Field(default=None, max_length=256)  # prompts of another salt are never found in the prefix cache
+    cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
-    timings: bool = False  # tell where the time went
+    timings: bool = False  # report where the time went
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
-    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the answer must be done
+    timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""
@@ -150,17 +150,17 @@ class CompletionRequest(SamplingRequest):
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
 
     def params(self) -> SamplingParams:
-        """Of the samples that are drawn; best_of of them, of which n are sent."""
+        """Of the samples that are generated: best_of, of which n are returned."""
         more: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
-            more["max_tokens"] = 1  # whose token is not sent
+            more["max_tokens"] = 1  # whose token is not returned
         if self.best_of is not None and self.best_of != (self.n or 1):
             if self.best_of < (self.n or 1):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
             if self.stream:
-                raise InvalidRequest("best_of cannot be streamed: which sample is best is known at the end.", param="best_of")
+                raise InvalidRequest("best_of cannot be streamed: the best sample is known only at the end.", param="best_of")
             more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         return self.sampling(**more)
 
@@ -171,7 +171,7 @@ class CompletionRequest(SamplingRequest):
 
 
 def one_kind(prompt: Any) -> Any:
-    """A text or token ids, or a list of either. Whether the model has the tokens is the engine's to say."""
+    """A text or token ids, or a list of either. The engine checks that the model has the tokens."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return prompt
     if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
@@ -182,7 +182,7 @@ def one_kind(prompt: Any) -> Any:
 
 
 def _is_ids(value: Any) -> bool:
-    """Asked of millions, so without a loop of Python's own."""
+    """There may be millions, so without a Python loop."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         return False
     return not value or (min(value) >= -(2**63) and max(value) < 2**63)
@@ -245,7 +245,7 @@ class NamedTool(BaseModel):
 
 
 class ChatMessages(BaseModel):
-    """What becomes a prompt."""
+    """What the prompt is made of."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -279,6 +279,10 @@ class ChatRequest(SamplingRequest, ChatMessages):
     parallel_tool_calls: bool | None = None
 
     @property
+    def looks_for_calls(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
     def must_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
@@ -296,13 +300,14 @@ class ChatRequest(SamplingRequest, ChatMessages):
     def _call_grammar(self) -> Grammar:
         tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        if not any(name in (None, tool["name"]) for tool in tools):
-            what = f"names {name!r}, which is" if name else "is required, but there are"
-            raise InvalidRequest(f"tool_choice {what} not among the tools.", param="tool_choice")
+        grammar = call_grammar(tools, name, several=name is None and self.parallel_tool_calls is not False)
         if self.response_format is not None or self.structured_outputs is not None:
-            raise InvalidRequest("tool_choice leaves no room for another form.", param="tool_choice")
-        several = name is None and self.parallel_tool_calls is not False
-        return Grammar("json_schema", dumps(call_schema(tools, name, several)))
+            raise InvalidRequest(
+                "tool_choice forces a tool call, so that there can be no other structured output.",
+                fix="Give one.",
+                param="tool_choice",
+            )
+        return grammar
 
 
 class EmbeddingRequest(BaseModel):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: create, streamed or whole; retrieve, cancel, delete; conversations that go on from an answer."""
+"""OpenAI's Responses API: create, streamed or whole; retrieve, cancel, delete; conversations that continue a stored response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import AnswerParser, CallArguments, CallBegins, Piece, Words, call_schema
+from tidemill.frontend.tools import CallArguments, CallStart, OutputParser, Piece, TextPiece, call_grammar
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import new_id
@@ -28,7 +28,8 @@ from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_NUM_KEPT, _BYTES_KEPT = 1000, 64 * 2**20
+MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant
+MAX_STORED_OF_ALL, MAX_STORED_BYTES_OF_ALL = 4 * MAX_STORED, 4 * MAX_STORED_BYTES
 
 
 class TextFormat(BaseModel):
@@ -100,24 +101,22 @@ class ResponseRequest(BaseModel):
         for field in ("temperature", "top_p"):
             if (value := getattr(self, field)) is not None:
                 given[field] = value
-        form = self.text.format if self.text else None
+        wanted = self.text.format if self.text else None
         if self.must_call:
             name = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
-            if not any(name in (None, one["name"]) for one in self.functions()):
-                raise InvalidRequest("tool_choice asks for a tool that is not among the tools.", param="tool_choice")
             several = name is None and self.parallel_tool_calls is not False
-            given["grammar"] = Grammar("json_schema", json.dumps(call_schema(self.functions(), name, several)))
-        elif form is not None and form.type == "json_object":
+            given["grammar"] = call_grammar(self.functions(), name, several)
+        elif wanted is not None and wanted.type == "json_object":
             given["grammar"] = Grammar("json_schema", '{"type": "object"}')
-        elif form is not None and form.type == "json_schema":
-            if form.schema_ is None:
+        elif wanted is not None and wanted.type == "json_schema":
+            if wanted.schema_ is None:
                 raise InvalidRequest("A text format json_schema needs a schema.", param="text")
-            given["grammar"] = Grammar("json_schema", json.dumps(form.schema_))
+            given["grammar"] = Grammar("json_schema", json.dumps(wanted.schema_))
         return SamplingParams(**given)
 
 
 def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of a conversation as templates know it."""
+    """Items of a conversation as chat templates expect them."""
     made: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -134,7 +133,7 @@ def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output" and isinstance(item.get("output"), str):
             made.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": item["output"]})
         elif kind != "reasoning":
-            raise InvalidRequest(f"An input item of type {str(kind)[:40]!r} is not supported, or lacks something.", param="input")
+            raise InvalidRequest(f"An input item of type {str(kind)[:40]!r} is not supported, or lacks a field.", param="input")
     return made
 
 
@@ -150,33 +149,50 @@ def _text(content: Any) -> str:
     return "".join(texts)
 
 
-class _Store:
-    """Answers that may be asked for again: the latest, within bounds, each by its tenant only."""
+class _Shelf:
+    """The stored responses of one tenant, oldest first: conversation and response, as JSON."""
 
     def __init__(self) -> None:
-        # By tenant and id, since ids are clients' to give.
-        self._kept: OrderedDict[tuple[str, str], tuple[list[dict[str, Any]], dict[str, Any], int]] = OrderedDict()
-        self._num_bytes = 0
+        self.stored: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        self.num_bytes = 0
+
+    def drop(self, response_id: str) -> None:
+        self.num_bytes -= sum(map(len, self.stored.pop(response_id, ())))
+
+    def drop_oldest(self) -> None:
+        self.drop(next(iter(self.stored)))
+
+
+class Store:
+    """Responses that can be retrieved or continued, each by its tenant only. A tenant that stores too much loses its oldest; if
+    all together store too much, the tenant that stores most does. Nobody can evict the responses of a tenant that stores less."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[str, _Shelf] = {}  # by tenant: ids are the clients' to choose
 
     def put(self, tenant: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
-        size = len(_json(items)) + len(_json(body))
-        self.drop(tenant, body["id"])
-        self._kept[tenant, body["id"]] = (items, body, size)
-        self._num_bytes += size
-        while len(self._kept) > _NUM_KEPT or self._num_bytes > _BYTES_KEPT:
-            self._num_bytes -= self._kept.popitem(last=False)[1][2]
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.drop(body["id"])
+        made = shelf.stored[body["id"]] = (_json(items), _json(body))
+        shelf.num_bytes += sum(map(len, made))
+        while len(shelf.stored) > MAX_STORED or shelf.num_bytes > MAX_STORED_BYTES:
+            shelf.drop_oldest()
+        shelves = self._shelves.values()
+        while sum(len(one.stored) for one in shelves) > MAX_STORED_OF_ALL:
+            max(shelves, key=lambda one: len(one.stored)).drop_oldest()
+        while sum(one.num_bytes for one in shelves) > MAX_STORED_BYTES_OF_ALL:
+            max(shelves, key=lambda one: one.num_bytes).drop_oldest()
 
     def get(self, tenant: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        items, body, _ = self._kept.get((tenant, response_id), ([], {}, 0))
-        if not body:
+        shelf = self._shelves.get(tenant)
+        if shelf is None or response_id not in shelf.stored:
             raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
-        return items, body
+        items, body = shelf.stored[response_id]
+        return msgspec.json.decode(items), msgspec.json.decode(body)
 
-    def drop(self, tenant: str, response_id: str) -> bool:
-        if (tenant, response_id) not in self._kept:
-            return False
-        self._num_bytes -= self._kept.pop((tenant, response_id))[2]
-        return True
+    def drop(self, tenant: str, response_id: str) -> None:
+        if tenant in self._shelves:
+            self._shelves[tenant].drop(response_id)
 
 
 class Unknown(InvalidRequest):
@@ -185,23 +201,23 @@ class Unknown(InvalidRequest):
 
 def make_router(service: Service) -> APIRouter:
     router = APIRouter()
-    store = _Store()
+    store = Store()
 
     @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
         caller: Caller = request.state.caller
         if not body.stream:
             return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
-        answer, outputs, keep = await begin(body, caller)
+        writer, outputs, keep = await begin(body, caller)
         first = await until_disconnect(request, anext(outputs))
         keep()
-        return EventStream(_stream(answer, first, outputs, keep), also_close=outputs, is_framed=True)
+        return EventStream(_stream(writer, first, outputs, keep), also_close=outputs, is_framed=True)
 
     async def whole(body: ResponseRequest, caller: Caller) -> bytes:
         return await _whole(*await begin(body, caller))
 
-    async def begin(body: ResponseRequest, caller: Caller) -> tuple[_Answer, Outputs, Callable[[], None]]:
-        """The answer to come, what it is made of, and what keeps it as far as it is."""
+    async def begin(body: ResponseRequest, caller: Caller) -> tuple[ResponseWriter, Outputs, Callable[[], None]]:
+        """The writer of the response, the outputs it is made of, and a function that stores the response as it is so far."""
         service.check_model(body.model)
         tenant = caller.tenant
         params = body.params()
@@ -215,13 +231,13 @@ def make_router(service: Service) -> APIRouter:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
-        answer = _Answer(caller.call.request_id, service, body, params, len(prompt))
+        writer = ResponseWriter(caller.call.request_id, service.model_name, body, params, len(prompt))
 
         def keep() -> None:
             if body.store is not False:
-                store.put(tenant, items, answer.body())
+                store.put(tenant, items, writer.body())
 
-        return answer, service.stream(caller, prompt, params), keep
+        return writer, service.stream(caller, prompt, params), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
@@ -248,16 +264,14 @@ def make_router(service: Service) -> APIRouter:
 Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 
 
-class _Answer:
-    """Text as it comes to output items and the events that tell of them."""
+class ResponseWriter:
+    """Output items, whole and as events."""
 
-    def __init__(
-        self, response_id: str, service: Service, asked: ResponseRequest, params: SamplingParams, num_prompt: int
-    ) -> None:
+    def __init__(self, response_id: str, model: str, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
         self.response_id = response_id
-        self._asked, self._params, self._model = asked, params, service.model_name
+        self._asked, self._params, self._model = asked, params, model
         self._created_s = int(time.time())
-        self._parser = AnswerParser(asked.looks_for_calls, asked.must_call)
+        self._parser = OutputParser(asked.looks_for_calls, asked.must_call)
         self._one_call = asked.parallel_tool_calls is False
         self._num_events = 0
         self.output: list[dict[str, Any]] = []
@@ -277,7 +291,7 @@ class _Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": self._num_prompt + self._num_output,
             }
-        form = (
+        text_format = (
             asked.text.format.model_dump(by_alias=True, exclude_none=True)
             if asked.text and asked.text.format
             else {"type": "text"}
@@ -299,7 +313,7 @@ class _Answer:
             "reasoning": {"effort": None, "summary": None},
             "store": asked.store is not False,
             "temperature": self._params.temperature,
-            "text": {"format": form},
+            "text": {"format": text_format},
             "tool_choice": choice,
             "tools": [tool.model_dump() for tool in asked.tools or []],
             "top_p": self._params.top_p,
@@ -320,7 +334,7 @@ class _Answer:
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()
-        events = [event for piece in pieces for event in self._tell(piece)]
+        events = [event for piece in pieces for event in self._events(piece)]
         if text.finish_reason:
             events += self._end_item("incomplete" if text.finish_reason == "length" else "completed")
             self.status = "incomplete" if text.finish_reason == "length" else "completed"
@@ -335,19 +349,19 @@ class _Answer:
     def _open(self) -> dict[str, Any] | None:
         return self.output[-1] if self.output and self.output[-1]["status"] == "in_progress" else None
 
-    def _tell(self, piece: Piece) -> list[dict[str, Any]]:
-        if isinstance(piece, Words):
-            return self._tell_words(piece)
+    def _events(self, piece: Piece) -> list[dict[str, Any]]:
+        if isinstance(piece, TextPiece):
+            return self._text_events(piece)
         if self._one_call and piece.index > 0:
             return []
-        if isinstance(piece, CallBegins):
+        if isinstance(piece, CallStart):
             item = {"type": "function_call", "id": new_id("fc"), "call_id": piece.call_id, "name": piece.name, "arguments": ""}
-            return self._begin_item(item)
+            return self._start_item(item)
         assert isinstance(piece, CallArguments)
         self.output[-1]["arguments"] += piece.text
         return [self._of_item("response.function_call_arguments.delta", delta=piece.text)]
 
-    def _tell_words(self, piece: Words) -> list[dict[str, Any]]:
+    def _text_events(self, piece: TextPiece) -> list[dict[str, Any]]:
         kind, part, name = (
             ("reasoning", "reasoning_text", "reasoning_text") if piece.is_reasoning else ("message", "output_text", "output_text")
         )
@@ -355,7 +369,7 @@ class _Answer:
         if self._open is None or self._open["type"] != kind:
             item: dict[str, Any] = {"type": kind, "id": new_id("rs" if piece.is_reasoning else "msg"), "content": []}
             item["summary" if piece.is_reasoning else "role"] = [] if piece.is_reasoning else "assistant"
-            events += self._begin_item(item)
+            events += self._start_item(item)
             empty: dict[str, Any] = {"type": part, "text": ""}
             if not piece.is_reasoning:
                 empty |= {"annotations": [], "logprobs": []}
@@ -368,7 +382,7 @@ class _Answer:
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         return self.event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
 
-    def _begin_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+    def _start_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
         events = self._end_item("completed")
         self.output.append(item | {"status": "in_progress"})
         added = self.output[-1] | ({"content": []} if "content" in item else {})
@@ -391,32 +405,34 @@ class _Answer:
         return [*events, self.event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]
 
 
-async def _whole(answer: _Answer, outputs: Outputs, keep: Any) -> bytes:
+async def _whole(writer: ResponseWriter, outputs: Outputs, keep: Any) -> bytes:
     try:
         async with aclosing(outputs):
             async for delta, text in outputs:
-                answer.take(delta, text)
+                writer.take(delta, text)
     except TidemillError as error:
-        answer.fail(error)
+        writer.fail(error)
         raise
     finally:
         keep()
-    return _json(answer.body())
+    return _json(writer.body())
 
 
-async def _stream(answer: _Answer, first: tuple[Delta, TextDelta], rest: Outputs, keep: Any) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    writer: ResponseWriter, first: tuple[Delta, TextDelta], rest: Outputs, keep: Any
+) -> AsyncGenerator[bytes, None]:
     try:
         for kind in ("response.created", "response.in_progress"):
-            yield named_event(answer.event(kind, response=answer.body()))
-        for event in answer.take(*first):
+            yield named_event(writer.event(kind, response=writer.body()))
+        for event in writer.take(*first):
             yield named_event(event)
         async for delta, text in rest:
-            for event in answer.take(delta, text):
+            for event in writer.take(delta, text):
                 yield named_event(event)
-        yield named_event(answer.event(f"response.{answer.status}", response=answer.body()))
+        yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
     except TidemillError as error:
-        answer.fail(error)
-        yield named_event(answer.event("response.failed", response=answer.body()))
+        writer.fail(error)
+        yield named_event(writer.event("response.failed", response=writer.body()))
     finally:
         keep()
         await rest.aclose()

@@ -1,4 +1,4 @@
-"""Service: what every route needs, whatever API it speaks: a tokenizer, an engine, and text out of tokens."""
+"""Service: what the routes of every API need: a tokenizer, an engine, and text from tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
-from tidemill.frontend.output import TextDelta, TextStream
+from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
@@ -27,8 +27,9 @@ from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
 WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
-_NUM_GRAMMARS = 32  # known to be good
-_LONG_TEXT = 4096  # characters from which tokenizing leaves the event loop
+MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
+_NUM_GRAMMARS = 32  # known to be valid
+_LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
 class Service:
@@ -49,7 +50,8 @@ class Service:
         self.live = live
         self.created_s = int(time.time())
         self.is_draining = False
-        # Whoever waits for a worker holds up nobody else's thread. One form at a time: a flood of them leaves other cores alone.
+        # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
+        # them cannot take all cores.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
         self._grammars: GrammarChecker | None = None
         self._known_grammars: OrderedDict[Grammar, None] = OrderedDict()
@@ -57,10 +59,10 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
-        # Answers that can be had without streaming, by route: what to parse the body as, and who answers. Batches use them, too.
+        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
         self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
-        # By tenant and the id that they know: the call, and its parts in the engine.
-        self.under_way: dict[tuple[str, str], tuple[Call, set[str]]] = {}
+        # By tenant and the client's id: the call, and its requests in the engine.
+        self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 
     @property
     def ready(self) -> Ready:
@@ -76,6 +78,18 @@ class Service:
         if len(text) < _LONG_TEXT:
             return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
+        if len(token_ids) > limit:
+            raise InvalidRequest(
+                f"{len(token_ids)} tokens; at most {limit}.", fix="Send them in several requests.", param="tokens"
+            )
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens")
+        work = partial(self.tokenizer.decode, token_ids, skip_special=False)
+        return work() if len(token_ids) < _LONG_TEXT else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
         work = partial(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
@@ -93,7 +107,7 @@ class Service:
                 workers.close()
 
     async def check_grammar(self, params: SamplingParams) -> None:
-        """Raise what is wrong with the form an answer is to have, before the engine hears of it."""
+        """Raises what is wrong with the grammar, before the request is submitted."""
         if params.grammar is not None and params.grammar not in self._known_grammars:
             await asyncio.get_running_loop().run_in_executor(self._checking, self._check_grammar, params.grammar)
 
@@ -112,11 +126,11 @@ class Service:
             raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
 
     async def prove(self, within_s: float) -> None:
-        """Raise unless the engine has made a step lately, or makes one now."""
+        """Raises unless the engine has completed a step within this time, or completes one now."""
         if self.is_draining:
             raise Draining("The server is stopping.")
         if not self.client.working:
-            raise EngineDead("The engine is being started again.")
+            raise EngineDead("The engine is restarting.")
         if self.client.last_step_s < within_s:
             return
         token = min(self.tokenizer.eos_token_ids, default=0)
@@ -126,10 +140,10 @@ class Service:
                 return
 
     def cancel(self, request_id: str, tenant: str | None) -> int:
-        """End a request by its id, whatever it consists of; how many parts were under way. `tenant`: only if it is theirs."""
+        """Ends a request by its id; returns how many of its requests in the engine there were. `tenant`: only if it is theirs."""
         found = [
             parts
-            for (theirs, name), (_, parts) in self.under_way.items()
+            for (theirs, name), (_, parts) in self.in_progress.items()
             if name == request_id and (tenant is None or tenant == theirs)
         ]
         why = Cancelled("The request was cancelled.")
@@ -145,44 +159,44 @@ class Service:
         salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """Each sample's text as it comes, under the name of the caller's call. Leaving early ends the request in the engine.
+        """The text of each sample as it is generated, in bounded pieces. Leaving early ends the request in the engine.
         `part`: which of the call's prompts this is."""
         if self.is_draining:
-            raise Draining("The server is stopping and takes nothing new.", fix="Try again in a moment.")
+            raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
-        # Prompts of another key are never found: how long an answer takes must not tell what others asked.
+        num_done = 0  # cells since the event loop last had a turn
+        # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
         request_id = engine_id(tenant, call.request_id, part)
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
         name = (tenant, call.request_id)
-        other, parts = self.under_way.setdefault(name, (call, set()))
+        other, parts = self.in_progress.setdefault(name, (call, set()))
         if other is not call:
-            raise RequestIdInUse(f"A request {call.request_id!r} is under way.", fix="Give each its own id.", param="request_id")
+            raise RequestIdInUse(
+                f"A request {call.request_id!r} is in progress.", fix="Give each request an id of its own.", param="request_id"
+            )
         parts.add(request_id)
         call.model = self.model_name
         call.num_prompt += len(prompt_ids)
         try:
             async with aclosing(self.client.submit(request, timeout_s)) as deltas:
-                async for delta in deltas:
-                    if delta.index in ended:
-                        continue
-                    text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
-                    call.num_output += text.num_tokens
-                    if not call.first_s:
-                        call.first_s = time.monotonic()
-                    if text.finish_reason:
-                        ended.add(delta.index)
-                        call.finish_reason = text.finish_reason
-                        call.num_cached += delta.num_cached if delta.index == 0 else 0
-                        if delta.timings is not None:
-                            call.queue_s = max(call.queue_s, delta.timings.queue_s)
-                            call.decode_s = max(call.decode_s, delta.timings.decode_s)
-                        if not delta.finish_reason:
-                            self.client.finish(request_id, delta.index)
-                    yield delta, text
+                async for joined in deltas:
+                    for delta in in_pieces(joined):
+                        if delta.index in ended:
+                            break
+                        if (num_done := num_done + num_cells(delta)) > CELLS_PER_TURN:
+                            num_done = 0
+                            await asyncio.sleep(0)  # a backlog comes without waiting: let others have a turn
+                        text = texts[delta.index].push(delta.token_ids, delta.finish_reason)
+                        if text.finish_reason:
+                            ended.add(delta.index)
+                            if not joined.finish_reason:
+                                self.client.finish(request_id, delta.index)
+                        _record(call, delta, text)
+                        yield delta, text
                     if len(ended) == params.n:
                         return
         except TidemillError as error:
@@ -193,7 +207,20 @@ class Service:
                 call.error = "client_left"
             parts.discard(request_id)
             if not parts:
-                self.under_way.pop(name, None)
+                self.in_progress.pop(name, None)
+
+
+def _record(call: Call, delta: Delta, text: TextDelta) -> None:
+    """What the request log reports."""
+    call.num_output += text.num_tokens
+    if not call.first_s:
+        call.first_s = time.monotonic()
+    if text.finish_reason:
+        call.finish_reason = text.finish_reason
+        call.num_cached += delta.num_cached if delta.index == 0 else 0
+        if delta.timings is not None:
+            call.queue_s = max(call.queue_s, delta.timings.queue_s)
+            call.decode_s = max(call.decode_s, delta.timings.decode_s)
 
 
 class ModelUnknown(InvalidRequest):

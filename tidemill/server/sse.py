@@ -1,4 +1,4 @@
-"""Answers that end when the client does: server-sent events, and plain answers that are watched while they are made."""
+"""Responses that end when the client disconnects: server-sent events, and whole responses while they are computed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed its connection before the answer was ready."""
+    """The client closed its connection before the response was ready."""
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Do the work unless the client leaves first; then cancel it, so that nothing is computed for nobody."""
+    """Does the work, or cancels it if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -42,13 +42,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """`data:` lines from an iterator of JSON texts, closed with [DONE]."""
+    """`data:` lines from an iterator of JSON texts, ended by [DONE]."""
 
     media_type = "text/event-stream"
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], also_close: Any, is_framed: bool = False) -> None:
-        """`also_close`: what the chunks are made from; closed even if not one of them was asked for. `is_framed`: the chunks are
-        events as they go out, and they say themselves when it is over."""
+        """`also_close`: what the chunks are made from; closed even if no chunk was requested. `is_framed`: the chunks are whole
+        events, and there is no [DONE]."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -77,5 +77,5 @@ class EventStream(Response):
 
 
 def named_event(event: dict[str, Any]) -> bytes:
-    """An event as it goes out, under the name of its type."""
+    """An event in wire format, named by its type."""
     return b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

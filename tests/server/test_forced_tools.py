@@ -1,0 +1,68 @@
+"""Tools that must be called, with the schemas that pydantic writes for nested models, by each of the three APIs."""
+
+import json
+from typing import Literal
+
+import httpx
+import jsonschema
+import pytest
+from pydantic import BaseModel, ConfigDict, create_model
+
+
+class Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Port(Closed):
+    name: Literal["Brest", "Hull"]
+
+
+class Crossing(Closed):
+    origin: Port
+    goal: Port
+
+
+Sounding = create_model(
+    "Sounding", __base__=Closed, port=(create_model("Port", __base__=Closed, depth=(Literal[3, 5], ...)), ...)
+)
+SCHEMAS = {"cross": Crossing.model_json_schema(), "sound": Sounding.model_json_schema()}
+USER = [{"role": "user", "content": "Which way?"}]
+FUNCTIONS = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
+
+
+def chat(server, name):
+    choice = {"type": "function", "function": {"name": name}} if name else "required"
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    body = {"messages": USER, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30)
+    assert reply.status_code == 200, reply.text
+    (call,) = reply.json()["choices"][0]["message"]["tool_calls"]
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+def responses(server, name):
+    choice = {"type": "function", "name": name} if name else "required"
+    tools = [{"type": "function", **function} for function in FUNCTIONS]
+    body = {"model": "tiny", "input": "Which way?", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    reply = httpx.post(f"{server.url}/v1/responses", json=body, timeout=30)
+    assert reply.status_code == 200, reply.text
+    (call,) = reply.json()["output"]
+    return call["name"], json.loads(call["arguments"])
+
+
+def messages(server, name):
+    choice = {"type": "tool", "name": name} if name else {"type": "any", "disable_parallel_tool_use": True}
+    tools = [{"name": function["name"], "input_schema": function["parameters"]} for function in FUNCTIONS]
+    body = {"model": "tiny", "messages": USER, "max_tokens": 300, "tools": tools, "tool_choice": choice}
+    reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=30)
+    assert reply.status_code == 200, reply.text
+    (call,) = reply.json()["content"]
+    return call["name"], call["input"]
+
+
+@pytest.mark.parametrize("api", [chat, responses, messages])
+@pytest.mark.parametrize("name", [None, "cross", "sound"])
+def test_nested_models(roomy, api, name):
+    called, arguments = api(roomy, name)
+    assert called == name or (name is None and called in SCHEMAS)
+    jsonschema.validate(arguments, SCHEMAS[called])

@@ -1,0 +1,391 @@
+"""Writers: what a completion and a chat completion look like on the wire, streamed as chunks or whole.
+
+Logprobs are encoded to JSON as they arrive, since their objects take many times the memory of their text, and in bounded pieces,
+so that the event loop can serve others in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tidemill.errors import InvalidRequest
+from tidemill.frontend.output import CELLS_PER_TURN
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.frontend.tools import CallStart, OutputParser, TextPiece
+from tidemill.sampling import SamplingParams
+from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
+from tidemill.wire import TokenLogprobs
+
+# A cell is one log-probability: a token reported with k alternatives has k + 1. A cell takes some 60 bytes of JSON, so a whole
+# response takes about 32 MB at most.
+MAX_LOGPROB_CELLS = 2**19
+_ECHOED_PER_CELL = 8  # tokens of a prompt that is echoed as text
+
+_json = msgspec.json.Encoder().encode
+
+
+class Writer(ABC):
+    """Of one request. A choice's number is prompt * n + sample."""
+
+    object_name: str  # of the whole response
+    chunk_name: str  # of a streamed chunk
+    num_prompt_copies = 0  # how often the logprobs of a prompt are written in each of its choices
+    writes_logprobs = False  # of the output
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: SamplingRequest) -> None:
+        self._tokenizer, self._prompts, self._params = tokenizer, prompts, params
+        self.num_sent = params.n  # choices of each prompt
+        self._lists_prompts = body.prompt_logprobs is not None
+        self._prompt_lists: dict[int, msgspec.Raw] = {}
+
+    async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
+        """They arrive before the first token. The first token of a prompt has none."""
+        if self._lists_prompts:
+            self._prompt_lists[prompt] = _list([b"null", await _encoded(entries, self._prompt_entry)])
+
+    def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+        if not self._lists_prompts:
+            return {}
+        return {"prompt_logprobs": self._prompt_lists.get(prompt, [None])}
+
+    def _prompt_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """The token itself and the likeliest in its place, by id."""
+        return {
+            str(token): {"logprob": _finite(value), "decoded_token": self._tokenizer.token_text(token)}
+            for token, value in dict([*entry.top, (entry.token_id, entry.logprob)]).items()
+        }
+
+    def first_chunk(self, number: int) -> dict[str, Any] | None:
+        """Before any text."""
+        return None
+
+    @abstractmethod
+    def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
+        """New output of a choice, as the choices of streamed chunks."""
+
+    @abstractmethod
+    def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
+        """New output of a choice, kept for the whole response."""
+
+    @abstractmethod
+    def choices(self) -> list[dict[str, Any]]:
+        """Of the whole response."""
+
+    @property
+    def num_echoed(self) -> int:
+        """Prompt tokens that are sent back as text, over all choices."""
+        return 0
+
+    def bounded(self, max_context: int, is_streamed: bool) -> SamplingParams:
+        """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
+        would."""
+        params, num_tokens = self._params, sum(map(len, self._prompts))
+        cells = self.num_echoed // _ECHOED_PER_CELL
+        if params.prompt_logprobs is not None:
+            cells += num_tokens * (params.prompt_logprobs + 1) * self.num_sent * self.num_prompt_copies
+        if cells > MAX_LOGPROB_CELLS:
+            at = "prompt_logprobs" if self._lists_prompts else "echo"
+            raise _too_many(cells, "Send fewer or shorter prompts at once, or ask for fewer logprobs or samples.", at)
+        if not self.writes_logprobs or is_streamed:
+            return params
+        cells_per_token = params.n * ((params.logprobs or 0) + 1)
+        left = [max(max_context - len(prompt), 0) for prompt in self._prompts]
+        if params.max_tokens is None:
+            affordable = max((MAX_LOGPROB_CELLS - cells) // (cells_per_token * len(left)), 1)
+            return params if max(left) <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
+        cells += sum(min(params.max_tokens, num) for num in left) * cells_per_token
+        if cells > MAX_LOGPROB_CELLS:
+            raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")
+        return params
+
+
+def _too_many(cells: int, fix: str, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The response could hold {cells:,} log-probabilities; at most {MAX_LOGPROB_CELLS:,} fit one response.",
+        fix=fix,
+        param=param,
+    )
+
+
+async def _encoded(entries: list[TokenLogprobs], write: Callable[[TokenLogprobs], Any]) -> bytes:
+    """A JSON list without its brackets."""
+    parts = []
+    for piece in _turns(entries):
+        parts.append(_json([write(entry) for entry in piece])[1:-1])
+        await asyncio.sleep(0)
+    return b",".join(parts)
+
+
+def _turns(entries: list[TokenLogprobs]) -> list[list[TokenLogprobs]]:
+    """Pieces that the event loop can be kept from others for."""
+    step = max(CELLS_PER_TURN // (len(entries[0].top) + 1), 1) if entries else 1
+    return [entries[i : i + step] for i in range(0, len(entries), step)]
+
+
+def _list(parts: list[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(part for part in parts if part) + b"]")
+
+
+def _finite(value: float) -> float:
+    return max(value, -9999.0)  # JSON has no infinity
+
+
+# ---- completions
+
+_NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class _Lists:
+    """Logprobs of a completion: four lists in parallel, as JSON."""
+
+    def __init__(self, offset: int = 0) -> None:
+        self._parts: dict[str, list[bytes]] = {name: [] for name in _NAMES}
+        self._offset = offset  # of the next token, in characters
+
+    def add(self, tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> None:
+        tokens = [tokenizer.token_text(entry.token_id) for entry in entries]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        values = [_finite(entry.logprob) for entry in entries]
+        top = [{tokenizer.token_text(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries]
+        for name, column in zip(_NAMES, (tokens, values, top, offsets), strict=True):
+            self._parts[name].append(_json(column)[1:-1])
+
+    def add_first(self, tokenizer: Tokenizer, token_id: int) -> None:
+        """The first token of a prompt: it has no log-probability."""
+        self.add(tokenizer, [TokenLogprobs(token_id, 0.0, [])])
+        self._parts["token_logprobs"][-1] = self._parts["top_logprobs"][-1] = b"null"
+
+    def copy(self) -> _Lists:
+        made = _Lists(self._offset)
+        made._parts = {name: list(parts) for name, parts in self._parts.items()}
+        return made
+
+    def body(self) -> dict[str, Any]:
+        return {name: _list(parts) for name, parts in self._parts.items()}
+
+
+@dataclass(slots=True)
+class _Completion:
+    texts: list[str] = field(default_factory=list)
+    lists: _Lists | None = None
+    finish_reason: str | None = None
+    sum_logprobs: float = 0.0
+    num_logprobs: int = 0
+
+
+class CompletionWriter(Writer):
+    object_name = chunk_name = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: CompletionRequest) -> None:
+        super().__init__(tokenizer, prompts, params, body)
+        if body.best_of is not None:
+            self.num_sent = body.n or 1  # the likeliest
+        self.writes_logprobs = body.logprobs is not None
+        self._echo = bool(body.echo)
+        self.num_prompt_copies = self._lists_prompts + (self._echo and self.writes_logprobs)
+        self._only_echo = self._echo and body.max_tokens == 0
+        self._echoed: dict[int, _Lists] = {}  # by prompt
+        self._texts: dict[int, str] = {}
+        self._num_chars: dict[int, int] = {}  # streamed so far, by choice
+        self._kept = [_Completion() for _ in range(len(prompts) * params.n)]
+
+    @property
+    def num_echoed(self) -> int:
+        return sum(map(len, self._prompts)) * self.num_sent if self._echo else 0
+
+    async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
+        await super().take_prompt_logprobs(prompt, entries)
+        if self._echo and self.writes_logprobs:
+            lists = self._echoed_lists(prompt)
+            for piece in _turns(entries):
+                lists.add(self._tokenizer, piece)
+                await asyncio.sleep(0)
+
+    def _echoed_lists(self, prompt: int) -> _Lists:
+        if prompt not in self._echoed:
+            self._echoed[prompt] = _Lists()
+            self._echoed[prompt].add_first(self._tokenizer, self._prompts[prompt][0])
+        return self._echoed[prompt]
+
+    def _echoed_text(self, prompt: int) -> str:
+        if prompt not in self._texts:
+            self._texts[prompt] = self._tokenizer.decode(self._prompts[prompt]) if self._echo else ""
+        return self._texts[prompt]
+
+    def _new_lists(self, prompt: int, is_first: bool, offset: int = 0) -> _Lists:
+        return self._echoed_lists(prompt).copy() if self._echo and is_first else _Lists(offset)
+
+    def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
+        prompt, offset, is_first = number // self.num_sent, self._num_chars.get(number, 0), number not in self._num_chars
+        if self._only_echo:
+            text, logprobs = "", []
+        if is_first:
+            text = self._echoed_text(prompt) + text
+        self._num_chars[number] = offset + len(text)
+        lists = None
+        if self.writes_logprobs:
+            lists = self._new_lists(prompt, is_first, offset)
+            lists.add(self._tokenizer, logprobs)
+        return [self._choice(number, text, lists, reason) | (self._prompt_logprobs(prompt) if is_first else {})]
+
+    def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
+        kept = self._kept[number]
+        kept.finish_reason = reason
+        kept.sum_logprobs += sum(entry.logprob for entry in logprobs)
+        kept.num_logprobs += len(logprobs)
+        if self._only_echo:
+            return
+        kept.texts.append(text)
+        if self.writes_logprobs:
+            kept.lists = kept.lists or self._new_lists(number // self._params.n, True)
+            kept.lists.add(self._tokenizer, logprobs)
+
+    def choices(self) -> list[dict[str, Any]]:
+        made: list[dict[str, Any]] = []
+        for prompt in range(len(self._prompts)):
+            group = self._kept[prompt * self._params.n : (prompt + 1) * self._params.n]
+            if self.num_sent < len(group):
+                group = sorted(group, key=lambda one: -one.sum_logprobs / max(one.num_logprobs, 1))[: self.num_sent]
+            for kept in group:
+                if self.writes_logprobs and kept.lists is None:
+                    kept.lists = self._new_lists(prompt, True)
+                text = self._echoed_text(prompt) + "".join(kept.texts)
+                made.append(self._choice(len(made), text, kept.lists, kept.finish_reason) | self._prompt_logprobs(prompt))
+        return made
+
+    def _choice(self, number: int, text: str, lists: _Lists | None, reason: str | None) -> dict[str, Any]:
+        return {"index": number, "text": text, "logprobs": lists and lists.body(), "finish_reason": reason}
+
+
+# ---- chat
+
+
+class _Message:
+    """A message as a client puts it together from streamed deltas."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[tuple[dict[str, Any], list[str]]] = []  # and the pieces of their arguments
+        self.logprobs: list[bytes] = []
+        self.finish_reason: str | None = None
+
+    def add(self, delta: dict[str, Any]) -> None:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                self._texts.setdefault(name, []).append(value)
+                continue
+            for call in value:
+                if call["index"] == len(self._calls):
+                    self._calls.append((call, []))
+                self._calls[call["index"]][1].append(call["function"]["arguments"])
+
+    def body(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant", "content": None if self._calls else ""}
+        made |= {name: "".join(texts) for name, texts in self._texts.items()}
+        if self._calls:
+            made["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": call["type"],
+                    "function": {"name": call["function"]["name"], "arguments": "".join(arguments)},
+                }
+                for call, arguments in self._calls
+            ]
+        return made
+
+
+class ChatWriter(Writer):
+    object_name, chunk_name = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest) -> None:
+        super().__init__(tokenizer, prompts, params, body)
+        self.num_prompt_copies = int(self._lists_prompts)
+        self.writes_logprobs = bool(body.logprobs)
+        one_call = body.parallel_tool_calls is False
+        self._readers = [_ChatReader(body.looks_for_calls, body.must_call, one_call) for _ in range(params.n)]
+        self._kept = [_Message() for _ in range(params.n)]
+
+    def first_chunk(self, number: int) -> dict[str, Any]:
+        return _delta(number, {"role": "assistant", "content": ""})
+
+    def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
+        deltas = self._readers[number].read(text, reason is not None)
+        if not deltas and (logprobs or reason):
+            deltas = [{}]
+        made = [_delta(number, delta) for delta in deltas]
+        if made:
+            if self.writes_logprobs:
+                made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
+            made[-1]["finish_reason"] = self._readers[number].reason(reason)
+        return made
+
+    def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
+        kept = self._kept[number]
+        for delta in self._readers[number].read(text, reason is not None):
+            kept.add(delta)
+        if self.writes_logprobs and logprobs:
+            kept.logprobs.append(_json([self._entry(entry) for entry in logprobs])[1:-1])
+        kept.finish_reason = self._readers[number].reason(reason)
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": number,
+                "message": kept.body(),
+                "logprobs": {"content": _list(kept.logprobs)} if self.writes_logprobs else None,
+                "finish_reason": kept.finish_reason,
+                **self._prompt_logprobs(0),
+            }
+            for number, kept in enumerate(self._kept)
+        ]
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        return self._cell(entry.token_id, entry.logprob) | {"top_logprobs": [self._cell(*pair) for pair in entry.top]}
+
+    def _cell(self, token: int, value: float) -> dict[str, Any]:
+        tokenizer = self._tokenizer
+        return {"token": tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
+
+
+def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class _ChatReader:
+    """One sample's text as deltas of a message: content, reasoning, tool calls."""
+
+    def __init__(self, tools: bool, only_calls: bool, one_call: bool) -> None:
+        self._parser = OutputParser(tools, only_calls)
+        self._one_call = one_call
+        self._has_calls = False
+
+    def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        pieces = self._parser.push(text)
+        if is_last:
+            pieces += self._parser.finish()
+        deltas: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                names = ("reasoning_content", "reasoning") if piece.is_reasoning else ("content",)  # clients know either name
+                deltas.append(dict.fromkeys(names, piece.text))
+            elif self._one_call and piece.index > 0:
+                continue
+            elif isinstance(piece, CallStart):
+                self._has_calls = True
+                call = {"id": piece.call_id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+                deltas.append({"tool_calls": [{"index": piece.index, **call}]})
+            else:
+                deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
+        return deltas
+
+    def reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._has_calls else reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class EngineCore:
         self._clock = clock or MonotonicClock()
         self._events = EventBuffer()
         self.runner = make_runner(model, config)
+        if self.runner.fallback:
+            self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
+            self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
         self.scheduler = Scheduler(
             KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
             num_rows=config.max_requests,

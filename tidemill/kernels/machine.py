@@ -19,7 +19,7 @@ def detect() -> Machine:
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only compete with them for the cores."""
+    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only compete for the cores."""
     import torch
 
     settle_vector_math()
@@ -32,8 +32,8 @@ def settle_vector_math() -> None:
     """One call on one element of every vector math function the engine uses, before any large call.
 
     On x86, torch hands these functions to oneMKL, which picks a kernel at a function's first call. When that call comes from
-    several threads at once, one of them may run a low-accuracy kernel on its share (oneMKL 2024.2, pytorch issue 188792). A call on
-    one element has one thread."""
+    several threads at once, one of them may run a low-accuracy kernel on its share (oneMKL 2024.2, pytorch issue 188792).
+    A call on one element has one thread."""
     import torch
 
     for dtype in (torch.float32, torch.float64):

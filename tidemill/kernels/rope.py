@@ -51,8 +51,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rope_tables(freqs: np.ndarray, factor: float, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [positions, head_dim / 2], float32. Angles are float32 products, as models are trained with; their cosine is
-    taken in float64 and rounded once, so that the tables have the same bits on every platform."""
+    """Cosines and sines, [positions, head_dim / 2], float32. Angles are rounded to float32, as models are trained with; their
+    cosine is taken in float64 and rounded once, so that the tables have the same bits on every platform."""
     cos, sin = (np.empty((num_positions, freqs.size), np.float32) for _ in range(2))
     for begin in range(0, num_positions, _POSITIONS_AT_ONCE):
         some = slice(begin, begin + _POSITIONS_AT_ONCE)

@@ -1,10 +1,13 @@
 """Builds the compiled CPU kernels where a compiler is there; without them the engine runs on torch. All else: pyproject.toml."""
 
 import platform
+import runpy
+from pathlib import Path
 
 from setuptools import Extension, setup
 
 FOLDER = "tidemill/kernels/native"
+HASH = runpy.run_path(f"{FOLDER}/sources.py")["source_hash"](Path(FOLDER))
 SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attention", "program")]
 FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
@@ -23,6 +26,7 @@ setup(
             f"tidemill.kernels.native.{name}",
             SOURCES,
             depends=[f"{FOLDER}/simd.h", f"{FOLDER}/tidemill.h"],
+            define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],
             libraries=["m"],

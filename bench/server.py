@@ -51,6 +51,7 @@ def engine() -> None:
 
     class StubRunner:
         steps_ahead = 0
+        fallback = ""
 
         def __init__(self, model: Any, config: Any) -> None:
             self.state = RowState(config.max_requests, config.max_context, config.page_size)

@@ -16,10 +16,11 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import byte_tokenizer, make_llama
-from tidemill.kernels import native
+from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
 torch.set_num_threads(2)
+machine.settle_vector_math()  # references are made with torch, too
 if native.lib:
     native.lib.set_threads(2)
 

@@ -35,6 +35,12 @@ class EngineRestarted(_Event, frozen=True):
     num_requests: int  # under way, and submitted again
 
 
+class KernelsFellBack(_Event, frozen=True):
+    """At start: slower code runs than there is for this machine."""
+
+    reason: str
+
+
 class Deferred(_Event, frozen=True):
     """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
 
@@ -140,6 +146,7 @@ Event: TypeAlias = (
     | Resumed
     | MasksMade
     | EngineRestarted
+    | KernelsFellBack
     | Deferred
     | Admitted
     | Preempted

@@ -8,7 +8,6 @@ from tidemill.kernels import native
 from tidemill.kernels.argmax import argmax
 from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
 from tidemill.kernels.norm import add_rms_norm
-from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu
 
 SIZES = [50, 64, 577, 1536]
@@ -87,15 +86,3 @@ def test_argmax_is_the_first_of_the_highest(width, backend):
     assert argmax(x).tolist() == expected
     x[5, width // 2] = float("nan")
     assert argmax(x)[5] == width // 2
-
-
-def test_rope_rotates_pairs_by_position():
-    freqs, factor = rope_frequencies(8, 10000.0, None)
-    cos, sin = rope_tables(freqs, factor, 16)
-    x = torch.randn(16, 3, 8)
-    out = apply_rope(x, cos, sin)
-    pairs = torch.complex(x[..., :4], x[..., 4:])
-    angles = torch.arange(16.0)[:, None] * freqs
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
-    assert torch.allclose(out, torch.cat([turned.real, turned.imag], -1), atol=1e-5)
-    assert torch.equal(out[0], x[0])

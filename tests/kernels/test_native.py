@@ -1,18 +1,27 @@
 """The compiled kernels are there, keep to their threads, and a recorded forward pass is the forward pass."""
 
+import ctypes
+import io
 import os
+import platform
 import shutil
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.helpers import greedy, load_model, make_core, make_llama, run
+from tidemill import events
+from tidemill.cli.serve import budget_table
 from tidemill.kernels import machine, native
 from tidemill.kernels.native.program import OpKind
+from tidemill.kernels.native.sources import source_hash
 from tidemill.kernels.quantized_linear import QuantizedPanels, quantize
 from tidemill.runner.graphs import record_forward
+from tidemill.wire import Ready
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 
@@ -99,6 +108,19 @@ class TestRecordedForward:
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", forward)
         assert record_forward(model, attention) is not None
 
+    def test_what_only_many_tokens_show_is_noticed(self, model, monkeypatch):
+        """More than WIDE_ROWS of linear.c, more than one chunk of rows.c's norms; and the trial leaves no page in the table."""
+        runner = make_core(model).runner
+        forward = type(model.blocks[0].mlp).forward
+        limit = max(8, -(-8192 // model.config.hidden_size))
+
+        def wrong_for_many(self, x):
+            return forward(self, x).mul_(1 if x.shape[0] <= limit else 2)
+
+        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", wrong_for_many)
+        assert record_forward(model, runner.attention) is None
+        assert not runner.state.pages.any()
+
 
 @needs_library
 def test_a_forked_child_can_use_it():
@@ -138,10 +160,79 @@ def test_what_is_not_finite_stays_so():
     assert out[[0, 2]].isfinite().all()
 
 
-def test_a_library_of_other_sources_is_not_used(tmp_path):
-    source, library = tmp_path / "x.c", tmp_path / "x.so"
-    source.write_text("int tm_abi(void) { return 12345; }")
-    if subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=False).returncode:
-        pytest.skip("no compiler")
-    with pytest.raises(OSError, match="other sources"):
-        native.Library(library)
+def build(folder: Path, library: Path, define: str = "") -> ctypes.CDLL:
+    """All C sources of a folder, with setup.py's flags."""
+    flags = ["-march=armv8.2-a+dotprod"] if platform.machine() in ("aarch64", "arm64") else ["-mavx2", "-mfma", "-mf16c"]
+    sources = [str(path) for path in sorted(folder.glob("*.c"))]
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-std=gnu11", "-pthread", *flags, *([define] if define else [])]
+    if not shutil.which("gcc") or native.lib is None:
+        pytest.skip("no compiler, or no vector instructions")
+    subprocess.run([*command, "-o", str(library), *sources, "-lm"], check=True)
+    return ctypes.CDLL(str(library))
+
+
+class TestStaleLibraries:
+    SOURCES = Path(native.__file__).parent
+
+    def test_one_that_says_nothing_of_its_sources_is_not_used(self, tmp_path):
+        (tmp_path / "x.c").write_text("int tm_abi(void) { return 12345; }")
+        with pytest.raises(OSError, match="other sources"):
+            native._check_build(build(tmp_path, tmp_path / "x.so"), "")
+
+    def test_any_change_of_a_source_makes_it_stale(self, tmp_path):
+        """Though no struct changes."""
+        for path in [*self.SOURCES.glob("*.c"), *self.SOURCES.glob("*.h")]:
+            shutil.copy(path, tmp_path)
+        before = source_hash(tmp_path)
+        assert before == source_hash(self.SOURCES)
+        library = build(tmp_path, tmp_path / "x.so", f'-DTM_SOURCES="{before}"')
+        native._check_build(library, before)
+        native._check_build(library, "")  # an installation without sources
+        with (tmp_path / "rows.c").open("a") as file:
+            file.write("/* changed */\n")
+        with pytest.raises(OSError, match=r"other sources.*build_ext"):
+            native._check_build(library, source_hash(tmp_path))
+
+    def test_fields_in_another_order_are_noticed(self, tmp_path):
+        """Sizes are the same."""
+        for path in [*self.SOURCES.glob("*.c"), *self.SOURCES.glob("*.h")]:
+            shutil.copy(path, tmp_path)
+        header = tmp_path / "tidemill.h"
+        text = header.read_text()
+        swapped = text.replace("long num_tokens, num_heads,", "long num_heads, num_tokens,")
+        assert swapped != text
+        header.write_text(swapped)
+        with pytest.raises(OSError, match=r"tm_step\.num_"):
+            native._check_build(build(tmp_path, tmp_path / "x.so"), "")
+
+
+class TestFallbackIsVisible:
+    def started(self, core):
+        """Its event, and the line of `tidemill serve`."""
+        [event] = [event for event in core.take_events() if isinstance(event, events.KernelsFellBack)]
+        console = Console(width=300, record=True, file=io.StringIO())
+        console.print(budget_table("m", Ready(core.model_config, core.config)))
+        assert event.reason in console.export_text()
+        return event.reason
+
+    def test_no_library(self, tmp_path, monkeypatch):
+        make_llama(tmp_path)
+        monkeypatch.setattr(native, "lib", None)
+        monkeypatch.setattr(native, "why", "they were not built")
+        assert "they were not built" in self.started(make_core(load_model(tmp_path)))
+
+    @needs_library
+    def test_no_replay(self, tmp_path, monkeypatch):
+        make_llama(tmp_path)
+        model = load_model(tmp_path)
+        forward = type(model.blocks[0].mlp).forward
+        monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2)
+        assert "one by one" in self.started(make_core(model))
+
+    @needs_library
+    def test_nothing_is_said_otherwise(self, tmp_path):
+        make_llama(tmp_path)
+        core = make_core(load_model(tmp_path))
+        assert core.runner.fallback == ""
+        assert "kernels" not in core.config.reasons
+        assert core.take_events() == []

@@ -139,6 +139,6 @@ def budget_table(name: str, ready: Ready) -> Table:
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
-    for note in model.notes:
+    for note in (*model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
         table.add_row("note", "", note)
     return table

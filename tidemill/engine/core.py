@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -40,6 +41,9 @@ class EngineCore:
         self._clock = clock or MonotonicClock()
         self._events = EventBuffer()
         self.runner = make_runner(model, config)
+        if self.runner.fallback:
+            self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
+            self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
         self.scheduler = Scheduler(
             KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
             num_rows=config.max_requests,

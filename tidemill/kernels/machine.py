@@ -19,9 +19,24 @@ def detect() -> Machine:
 
 
 def set_threads(num_threads: int) -> None:
-    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only fight them for the cores."""
+    """Threads of the heavy work. Where the compiled kernels do it, torch's own pool would only compete for the cores."""
     import torch
 
+    settle_vector_math()
     if native.lib:
         native.lib.set_threads(num_threads)
     torch.set_num_threads(1 if native.lib else num_threads)
+
+
+def settle_vector_math() -> None:
+    """One call on one element of every vector math function the engine uses, before any large call.
+
+    On x86, torch hands these functions to oneMKL, which picks a kernel at a function's first call. When that call comes from
+    several threads at once, one of them may run a low-accuracy kernel on its share (oneMKL 2024.2, pytorch issue 188792).
+    A call on one element has one thread."""
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for name in ("cos", "sin", "exp", "expm1", "log", "log1p", "log2", "sqrt", "tanh", "erf"):
+            getattr(torch, name)(one)

@@ -19,7 +19,7 @@ _MAX_TILE_ROWS = 32  # (token, query head of a KV head's group); as in attention
 class NativeAttention:
     def __init__(self, kv: PagedKV) -> None:
         assert native.lib is not None
-        self._kv, self._lib = kv, native.lib
+        self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._tile_tokens = _MAX_TILE_ROWS // (kv.num_heads // kv.num_kv_heads)
         # Addresses of each layer's keys and values in the first page.
@@ -36,7 +36,7 @@ class NativeAttention:
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
     ) -> NativeStep:
-        kv = self._kv
+        kv = self.kv
         num_tiles = -(-counts // self._tile_tokens)
         request = np.repeat(np.arange(counts.size), num_tiles)
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * self._tile_tokens
@@ -53,7 +53,7 @@ class NativeAttention:
             page_size=kv.page_size,
             page_stride=kv.cache.stride(0),
             table_width=kv.table.shape[1],
-            is_short=kv.cache.dtype == torch.bfloat16,
+            is_bf16=kv.cache.dtype == torch.bfloat16,
             num_tiles=tiles.shape[1],
             **{name: tiles[i].ctypes.data for i, name in enumerate(("tile_token", "tile_len", "tile_start", "tile_row"))},
             table=kv.table.data_ptr(),

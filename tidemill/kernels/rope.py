@@ -1,32 +1,39 @@
-"""Rotary position embedding: tables of angles, and their application to the query and key heads of a fused projection."""
+"""Rotary position embedding: tables of angles, and their application to the query and key heads of a fused projection.
+
+The tables are made with numpy. torch's cos and sin are not safe for it on x86: see `settle_vector_math` in machine.py.
+"""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from tidemill.config import RopeScaling
 
+_POSITIONS_AT_ONCE = 4096  # bounds the float64 intermediates
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[torch.Tensor, float]:
-    """Angle per position for each of the head_dim / 2 pairs, and the factor that cosines and sines are scaled by."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    freqs = 1.0 / (theta**exponents)
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
+    """Angle per position for each of the head_dim / 2 pairs (float32), and the factor that cosines and sines are scaled by."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    freqs = np.float32(1.0) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
     if scaling is None:
         return freqs, 1.0
+    factor = np.float32(scaling.factor)
     if scaling.kind == "linear":
-        return freqs / scaling.factor, 1.0
+        return freqs / factor, 1.0
     if scaling.kind == "llama3":
-        wavelengths = 2 * math.pi / freqs
+        wavelengths = np.float32(2 * math.pi) / freqs
         longest = scaling.original_context / scaling.low_freq_factor
         shortest = scaling.original_context / scaling.high_freq_factor
-        smooth = (scaling.original_context / wavelengths - scaling.low_freq_factor) / (
+        smooth = (np.float32(scaling.original_context) / wavelengths - np.float32(scaling.low_freq_factor)) / np.float32(
             scaling.high_freq_factor - scaling.low_freq_factor
         )
-        blended = (1 - smooth) * freqs / scaling.factor + smooth * freqs
-        scaled = torch.where(wavelengths > longest, freqs / scaling.factor, freqs)
-        return torch.where((wavelengths <= longest) & (wavelengths >= shortest), blended, scaled), 1.0
+        blended = (1 - smooth) * freqs / factor + smooth * freqs
+        scaled = np.where(wavelengths > longest, freqs / factor, freqs)
+        return np.where((wavelengths <= longest) & (wavelengths >= shortest), blended, scaled), 1.0
     assert scaling.kind == "yarn", scaling.kind
 
     def dim_of(num_rotations: float) -> float:
@@ -34,19 +41,27 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
     low = max(math.floor(dim_of(scaling.beta_fast)), 0)
     high = min(math.ceil(dim_of(scaling.beta_slow)), head_dim - 1)
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    extrapolated = 1 - ramp.clamp(0, 1)
-    freqs = freqs / scaling.factor * (1 - extrapolated) + freqs * extrapolated
-    factor = scaling.attention_factor
-    if factor is None:
-        factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return freqs, factor
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
+    extrapolated = 1 - ramp.clip(0, 1)
+    freqs = freqs / factor * (1 - extrapolated) + freqs * extrapolated
+    attention_factor = scaling.attention_factor
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return freqs, attention_factor
 
 
-def rope_tables(freqs: torch.Tensor, factor: float, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [positions, head_dim / 2]."""
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), freqs)
-    return angles.cos() * factor, angles.sin() * factor
+def rope_tables(freqs: np.ndarray, factor: float, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, [positions, head_dim / 2], float32. Angles are rounded to float32, as models are trained with; their
+    cosine is taken in float64 and rounded once, so that the tables have the same bits on every platform."""
+    cos, sin = (np.empty((num_positions, freqs.size), np.float32) for _ in range(2))
+    for begin in range(0, num_positions, _POSITIONS_AT_ONCE):
+        some = slice(begin, begin + _POSITIONS_AT_ONCE)
+        positions = np.arange(num_positions, dtype=np.float32)[some]
+        angles = np.outer(positions, freqs.astype(np.float32)).astype(np.float64)
+        cos[some], sin[some] = np.cos(angles), np.sin(angles)
+    cos *= np.float32(factor)
+    sin *= np.float32(factor)
+    return torch.from_numpy(cos), torch.from_numpy(sin)
 
 
 def apply_rope(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:

@@ -21,5 +21,5 @@ class Rope(Layer):
         """Make the tables once the weights are there."""
         freqs, factor = rope_frequencies(self.head_dim, self.theta, self.scaling)
         if self.factors is not None:
-            freqs = freqs / self.factors
+            freqs = freqs / self.factors.numpy()
         self.cos, self.sin = (table.to(device) for table in rope_tables(freqs, factor, num_positions))

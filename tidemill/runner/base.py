@@ -32,6 +32,7 @@ class Runner(Protocol):
     """Executes StepPlans in the order they are launched, and gives their results back in that order."""
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
+    fallback: str  # why slower code runs than is there for this machine, or empty
     state: RowState
 
     def launch(self, plan: StepPlan) -> Any: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
@@ -30,7 +31,20 @@ class CpuRunner:
         model.rope.build(config.max_context)
         kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
-        self._program = record_forward(model, self.attention) if isinstance(self.attention, NativeAttention) else None
+        self._program = None
+        if isinstance(self.attention, NativeAttention):
+            self._program = record_forward(model, self.attention)
+        self.fallback = self._find_fallback()
+
+    def _find_fallback(self) -> str:
+        """Why slower code runs than the compiled kernels' replay, or empty."""
+        if native.lib is None:
+            return f"the compiled kernels are not used: {native.why}. torch computes instead, several times slower"
+        if not isinstance(self.attention, NativeAttention):
+            return "the compiled attention does not cover this model's heads; torch computes it, several times slower"
+        if self._program is None:
+            return "a replay of the recorded forward pass does not give the model's bits; its ops run one by one, slower"
+        return ""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:

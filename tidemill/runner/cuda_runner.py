@@ -69,6 +69,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    fallback = ""
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:

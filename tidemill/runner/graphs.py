@@ -7,23 +7,44 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.native.program import Program
-from tidemill.kernels.native_attention import NativeAttention
+from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.models.base import CausalLM
+
+# Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
+# thread (SERIAL_VALUES of rows.c).
+_WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 
 
 @torch.inference_mode()
 def record_forward(model: CausalLM, attention: NativeAttention) -> Program | None:
-    """Run the model on two tokens in the null page and note its kernels. None if the replay does not give the same bits: then
-    the model does something in between that was not noted, and must run op by op."""
+    """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
+    many: then the model does something in between that was not noted, and must run op by op. Writes to pages not in use yet."""
+    try:
+        return _record(model, attention)
+    finally:
+        attention.kv.table[0] = 0
+
+
+def _record(model: CausalLM, attention: NativeAttention) -> Program | None:
     assert native.lib is not None
-    step = attention.plan(
-        np.array([0]), np.array([0]), np.array([2]), positions_T=torch.tensor([0, 1]), slots_T=torch.tensor([0, 0])
-    )
-    embedded = model.embed_tokens(torch.tensor([0, min(1, model.config.vocab_size - 1)]))
+    step, embedded = _sequence(model, attention, 2)
     with native.lib.recording() as recording:
         given = embedded.clone()
         result = model(given, step)
     program = recording.compile(given, result)
-    if program is not None and torch.equal(step.replay(program, embedded), result):
-        return program
-    return None
+    if program is None or not torch.equal(step.replay(program, embedded), result):
+        return None
+    step, embedded = _sequence(model, attention, max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2))
+    result = model(embedded.clone(), step)
+    return program if torch.equal(step.replay(program, embedded), result) else None
+
+
+def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> tuple[NativeStep, torch.Tensor]:
+    """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
+    kv = attention.kv
+    num_pages = min(-(-num_tokens // kv.page_size), kv.cache.shape[0] - 1, kv.table.shape[1])
+    num_tokens = min(num_tokens, num_pages * kv.page_size, kv.cos.shape[0])
+    kv.table[0, :num_pages] = torch.arange(1, num_pages + 1)
+    positions = torch.arange(num_tokens)
+    step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, positions + kv.page_size)
+    return step, model.embed_tokens(positions % model.config.vocab_size)

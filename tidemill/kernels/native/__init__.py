@@ -18,6 +18,7 @@ from typing import Final
 import torch
 
 from tidemill.kernels.native.program import Op, OpKind, Program, Recording
+from tidemill.kernels.native.sources import source_hash
 
 # Best first: (file, CPU flags it needs).
 _VARIANTS: Final = {
@@ -27,7 +28,6 @@ _VARIANTS: Final = {
         ("_avx2", {"avx2", "fma", "f16c"}),
     ],
 }
-_VERSION: Final = 2  # of the functions' arguments; as in program.c
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
@@ -35,11 +35,11 @@ KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5}
 
 
 class Step(ctypes.Structure):
-    """tm_step of attention.c."""
+    """tm_step of tidemill.h."""
 
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("page_size", "page_stride", "table_width", "is_short", "num_tiles")),
+        *((name, _LONG) for name in ("page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
         *((name, _POINTER) for name in ("table", "positions", "slots", "cos", "sin")),
         ("scale", _FLOAT),
@@ -54,14 +54,37 @@ def _check(*tensors: torch.Tensor) -> None:
         assert tensor.is_contiguous()
 
 
+class _Field(ctypes.Structure):
+    """field of program.c."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("offset", _LONG)]
+
+
+def _check_build(lib: ctypes.CDLL, sources: str) -> None:
+    """Raises OSError unless the library was built from these sources (empty: they are not there) and has these structs."""
+    fix = "install again, or run: python setup.py build_ext --inplace"
+    if not hasattr(lib, "tm_sources") or not hasattr(lib, "tm_layout"):
+        raise OSError(f"it was built from other sources; {fix}")
+    lib.tm_sources.restype = ctypes.c_char_p
+    lib.tm_layout.restype = ctypes.POINTER(_Field)
+    if sources and lib.tm_sources().decode() != sources:
+        raise OSError(f"it was built from other sources; {fix}")
+    theirs, fields = dict[str, int](), lib.tm_layout()
+    while name := fields[len(theirs)].name:
+        theirs[name.decode()] = fields[len(theirs)].offset
+    ours = {"tm_step": ctypes.sizeof(Step), "tm_op": ctypes.sizeof(Op)}
+    for struct, mirror in (("tm_step", Step), ("tm_op", Op)):
+        ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
+    if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
+        raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
+
+
 class Library:
     """The C functions over tensors. All tensors are contiguous, on the CPU, and float32 where nothing else is said."""
 
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
-        abi = ctypes.sizeof(Step) << 16 | ctypes.sizeof(Op) << 8 | _VERSION
-        if not hasattr(lib, "tm_abi") or lib.tm_abi() != abi:
-            raise OSError("it was built from other sources; install again")
+        _check_build(lib, source_hash(Path(__file__).parent))
         self.set_threads = lib.tm_set_threads  # the calling thread counts as one; returns how many there are
         self.set_threads.argtypes = [_INT]
         self._linear = lib.tm_linear

@@ -2,7 +2,7 @@
 
 Queries are taken in tiles: some tokens of one request, times the query heads that share a KV head. Keys are taken in blocks of 32
 positions, counted from the request's first token. For every query the blocks are merged in order by the online softmax, each sum
-being one chain of operations: bits depend on the query's position and the tokens before it, not on tiles, pages or company. */
+being one chain of operations: bits depend on the query's position and the tokens before it, not on tiles, pages or the rest of the batch. */
 #include <math.h>
 #include <stddef.h>
 
@@ -37,15 +37,15 @@ static void rotate(float *x, const float *cos, const float *sin, long half) {
 }
 
 static void norm(float *x, const float *weight, float eps, long dim) {
-    f8 sum = f8_set(0);
-    for (long i = 0; i < dim; i += 8) sum = f8_fma(sum, f8_load(x + i), f8_load(x + i));
-    float factor = 1.0f / sqrtf(f8_sum(sum) / (float)dim + eps);
-    for (long i = 0; i < dim; i += 8) f8_store(x + i, f8_mul(f8_mul1(f8_load(x + i), factor), f8_load(weight + i)));
+    f32x8 sum = f32x8_set(0);
+    for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, f32x8_load(x + i), f32x8_load(x + i));
+    float factor = 1.0f / sqrtf(f32x8_sum(sum) / (float)dim + eps);
+    for (long i = 0; i < dim; i += 8) f32x8_store(x + i, f32x8_mul(f32x8_mul1(f32x8_load(x + i), factor), f32x8_load(weight + i)));
 }
 
-static void put(char *cache, long at, const float *x, long dim, int is_short) {
-    if (is_short)
-        for (long i = 0; i < dim; i += 8) f8_store_bf16((uint16_t *)cache + at + i, f8_load(x + i));
+static void put(char *cache, long at, const float *x, long dim, int is_bf16) {
+    if (is_bf16)
+        for (long i = 0; i < dim; i += 8) f32x8_store_bf16((uint16_t *)cache + at + i, f32x8_load(x + i));
     else
         memcpy((float *)cache + at, x, dim * sizeof(float));
 }
@@ -64,24 +64,24 @@ static void enter_token(void *arg, long token, int thread) {
     }
     for (long h = 0; h < s->num_kv_heads; h++) {
         long at = page * s->page_stride + (h * s->page_size + offset) * dim;
-        put(j->keys, at, k + h * dim, dim, s->is_short);
-        put(j->values, at, v + h * dim, dim, s->is_short);
+        put(j->keys, at, k + h * dim, dim, s->is_bf16);
+        put(j->values, at, v + h * dim, dim, s->is_bf16);
     }
 }
 
 /* A block of keys or values: where each position's numbers lie. */
 typedef const char *block_rows[BLOCK];
 
-TM_INLINE f8 load(const char *row, long i, int is_short) {
-    return is_short ? f8_load_bf16((const uint16_t *)row + i) : f8_load((const float *)row + i);
+TM_INLINE f32x8 load(const char *row, long i, int is_bf16) {
+    return is_bf16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
 }
 
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
 static void find_rows(const tm_step *s, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
-    long row_bytes = s->head_dim * (s->is_short ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
+    long row_bytes = s->head_dim * (s->is_bf16 ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        const char *row = cache + pages[position >> shift] * s->page_stride * (s->is_short ? 2 : 4) + ((head << shift) + offset) * row_bytes;
+        const char *row = cache + pages[position >> shift] * s->page_stride * (s->is_bf16 ? 2 : 4) + ((head << shift) + offset) * row_bytes;
         for (long end = i + run; i < end; i++, row += row_bytes) rows[i] = row;
     }
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
@@ -89,114 +89,114 @@ static void find_rows(const tm_step *s, const char *cache, const int32_t *pages,
 
 static void widen(const block_rows rows, long num, long dim, float *to, block_rows wide) {
     for (long k = 0; k < num; k++)
-        for (long i = 0; i < dim; i += 8) f8_store(to + k * dim + i, f8_load_bf16((const uint16_t *)rows[k] + i));
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + k * dim + i, f32x8_load_bf16((const uint16_t *)rows[k] + i));
     for (long k = 0; k < BLOCK; k++) wide[k] = (const char *)(to + (k < num ? k : num - 1) * dim);
 }
 
-/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `is_short` are constants where
+/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `is_bf16` are constants where
    this is called, and so is `dim` for the usual sizes. */
-TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int is_short, float *scores) {
+TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int is_bf16, float *scores) {
     for (long b = 0; b < BLOCK; b += 4) {
-        f8 acc[3][4];
+        f32x8 acc[3][4];
         for (int r = 0; r < n; r++)
-            for (int k = 0; k < 4; k++) acc[r][k] = f8_set(0);
+            for (int k = 0; k < 4; k++) acc[r][k] = f32x8_set(0);
         for (long i = 0; i < dim; i += 8)
             for (int k = 0; k < 4; k++) {
-                f8 key = load(keys[b + k], i, is_short);
-                for (int r = 0; r < n; r++) acc[r][k] = f8_fma(acc[r][k], f8_load(q + r * dim + i), key);
+                f32x8 key = load(keys[b + k], i, is_bf16);
+                for (int r = 0; r < n; r++) acc[r][k] = f32x8_fma(acc[r][k], f32x8_load(q + r * dim + i), key);
             }
         for (int r = 0; r < n; r++)
-            f8_store_sums(scores + r * BLOCK + b, f8_sum2(acc[r][0], acc[r][1]), f8_sum2(acc[r][2], acc[r][3]));
+            f32x8_store_sums(scores + r * BLOCK + b, f32x8_sum2(acc[r][0], acc[r][1]), f32x8_sum2(acc[r][2], acc[r][3]));
     }
 }
 
-#define MIX_KEY(f)                                                                                            \
-    {                                                                                                         \
-        f8 value[2];                                                                                          \
-        for (int w = 0; w < width; w++) value[w] = load(values[k + f], i + 8 * w, is_short);                  \
-        for (int r = 0; r < n; r++)                                                                           \
-            for (int w = 0; w < width; w++) sum[r][w] = f8_fma_lane(sum[r][w], value[w], prob[r], f);         \
+#define MIX_KEY(f)                                                                                       \
+    {                                                                                                    \
+        f32x8 value[2];                                                                                  \
+        for (int w = 0; w < width; w++) value[w] = load(values[k + f], i + 8 * w, is_bf16);             \
+        for (int r = 0; r < n; r++)                                                                      \
+            for (int w = 0; w < width; w++) sum[r][w] = f32x8_fma_lane(sum[r][w], value[w], prob[r], f); \
     }
 
 /* acc[r] += sum over keys of probability * value, in the order of the keys, for 8 * `width` dimensions from `i` on. Keys are taken
    four at a time; those past the last have probability 0. */
-TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int is_short, int width,
+TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int is_bf16, int width,
                         float *acc) {
-    f8 sum[TOGETHER][2];
+    f32x8 sum[TOGETHER][2];
     for (int r = 0; r < n; r++)
-        for (int w = 0; w < width; w++) sum[r][w] = f8_load(acc + r * dim + i + 8 * w);
+        for (int w = 0; w < width; w++) sum[r][w] = f32x8_load(acc + r * dim + i + 8 * w);
     for (long k = 0; k < num_keys; k += 4) {
-        f4 prob[TOGETHER];
-        for (int r = 0; r < n; r++) prob[r] = f4_load(probs + r * BLOCK + k);
+        f32x4 prob[TOGETHER];
+        for (int r = 0; r < n; r++) prob[r] = f32x4_load(probs + r * BLOCK + k);
         MIX_KEY(0) MIX_KEY(1) MIX_KEY(2) MIX_KEY(3)
     }
     for (int r = 0; r < n; r++)
-        for (int w = 0; w < width; w++) f8_store(acc + r * dim + i + 8 * w, sum[r][w]);
+        for (int w = 0; w < width; w++) f32x8_store(acc + r * dim + i + 8 * w, sum[r][w]);
 }
 
-TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_keys, long dim, int n, int is_short, float *acc) {
+TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_keys, long dim, int n, int is_bf16, float *acc) {
     long i = 0;
-    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, is_short, 2, acc);
-    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, is_short, 1, acc);
+    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, is_bf16, 2, acc);
+    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, is_bf16, 1, acc);
 }
 
-#define SCORE(n) case n: score_rows(q, keys, dim, n, is_short, scores); break;
-#define MIX(n) case n: mix_rows(probs, values, num, dim, n, is_short, acc); break;
+#define SCORE(n) case n: score_rows(q, keys, dim, n, is_bf16, scores); break;
+#define MIX(n) case n: mix_rows(probs, values, num, dim, n, is_bf16, acc); break;
 
-TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int is_short, float *scores) {
+TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int is_bf16, float *scores) {
     switch (n) {
         SCORE(1) SCORE(2) SCORE(3)
     default:
-        score_rows(q, keys, dim, 2, is_short, scores);
-        score_rows(q + 2 * dim, keys, dim, 2, is_short, scores + 2 * BLOCK);
+        score_rows(q, keys, dim, 2, is_bf16, scores);
+        score_rows(q + 2 * dim, keys, dim, 2, is_bf16, scores + 2 * BLOCK);
     }
 }
-TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int is_short, float *acc) {
+TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int is_bf16, float *acc) {
     switch (n) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
-#define FOR_DIM(name, dim, is_short)                                                                          \
-    static void score_##name(const float *q, const block_rows keys, long any, int n, float *scores) {         \
-        (void)any;                                                                                            \
-        score_any(q, keys, dim, n, is_short, scores);                                                         \
-    }                                                                                                         \
+#define FOR_DIM(name, dim, is_bf16)                                                                             \
+    static void score_##name(const float *q, const block_rows keys, long any, int n, float *scores) {            \
+        (void)any;                                                                                               \
+        score_any(q, keys, dim, n, is_bf16, scores);                                                            \
+    }                                                                                                            \
     static void mix_##name(const float *probs, const block_rows values, long num, long any, int n, float *acc) { \
-        (void)any;                                                                                            \
-        mix_any(probs, values, num, dim, n, is_short, acc);                                                   \
+        (void)any;                                                                                               \
+        mix_any(probs, values, num, dim, n, is_bf16, acc);                                                      \
     }
 FOR_DIM(64, 64, 0)
 FOR_DIM(128, 128, 0)
 FOR_DIM(any_dim, any, 0)
-FOR_DIM(short_64, 64, 1)
-FOR_DIM(short_128, 128, 1)
-FOR_DIM(short_any, any, 1)
+FOR_DIM(bf16_64, 64, 1)
+FOR_DIM(bf16_128, 128, 1)
+FOR_DIM(bf16_any, any, 1)
 static void (*const SCORES[2][3])(const float *, const block_rows, long, int, float *) = {
-    {score_64, score_128, score_any_dim}, {score_short_64, score_short_128, score_short_any}};
+    {score_64, score_128, score_any_dim}, {score_bf16_64, score_bf16_128, score_bf16_any}};
 static void (*const MIXES[2][3])(const float *, const block_rows, long, long, int, float *) = {
-    {mix_64, mix_128, mix_any_dim}, {mix_short_64, mix_short_128, mix_short_any}};
+    {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}};
 
 /* Scores to probabilities relative to the highest so far; shrink[r]: what row r's earlier blocks are to be scaled by. Row by row the
    same as one row alone; together they do not wait for each other's sums. */
 TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shrink) {
     float new_top[TOGETHER], change[8] = {0};
     for (int r = 0; r < n; r++) {
-        f8 highest = f8_load(scores + r * BLOCK);
-        for (long k = 8; k < BLOCK; k += 8) highest = f8_max(highest, f8_load(scores + r * BLOCK + k));
-        float block_top = f8_maximum(highest);
+        f32x8 highest = f32x8_load(scores + r * BLOCK);
+        for (long k = 8; k < BLOCK; k += 8) highest = f32x8_max(highest, f32x8_load(scores + r * BLOCK + k));
+        float block_top = f32x8_maximum(highest);
         new_top[r] = block_top <= top[r] ? top[r] : block_top; /* a NaN stays one */
         change[r] = top[r] - new_top[r];
         top[r] = new_top[r];
     }
-    f8_store(change, f8_exp(f8_load(change))); /* the first block's is e^-87, of nothing */
+    f32x8_store(change, f32x8_exp(f32x8_load(change))); /* the first block's is e^-87, of nothing */
     for (int r = 0; r < n; r++) {
-        f8 sum = f8_set(0);
+        f32x8 sum = f32x8_set(0);
         for (long k = 0; k < BLOCK; k += 8) {
-            f8 score = f8_sub(f8_load(scores + r * BLOCK + k), f8_set(new_top[r]));
-            f8 prob = f8_zero_below(f8_exp(score), score, -80.0f); /* hidden keys are minus infinity */
-            f8_store(scores + r * BLOCK + k, prob);
-            sum = f8_add(sum, prob);
+            f32x8 score = f32x8_sub(f32x8_load(scores + r * BLOCK + k), f32x8_set(new_top[r]));
+            f32x8 prob = f32x8_zero_below(f32x8_exp(score), score, -80.0f); /* hidden keys are minus infinity */
+            f32x8_store(scores + r * BLOCK + k, prob);
+            sum = f32x8_add(sum, prob);
         }
         shrink[r] = change[r];
-        total[r] = total[r] * change[r] + f8_sum(sum);
+        total[r] = total[r] * change[r] + f32x8_sum(sum);
     }
 }
 static void soften_rows(float *scores, int n, float *top, float *total, float *shrink) {
@@ -209,7 +209,7 @@ static void soften_rows(float *scores, int n, float *top, float *total, float *s
 }
 
 /* One block of keys and values for all rows of a tile that see it. */
-static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_short) {
+static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16) {
     float scores[TOGETHER * BLOCK];
     int size = t->dim == 64 ? 0 : t->dim == 128 ? 1 : 2;
     for (long row = 0; row < t->num_rows; row += TOGETHER) {
@@ -217,15 +217,15 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         long last = t->start + (row + n - 1) / t->group; /* position of the last row's token */
         if (last < first) continue;
         float *acc = t->sums + row * t->dim;
-        SCORES[is_short][size](t->queries + row * t->dim, keys, t->dim, n, scores);
+        SCORES[is_bf16][size](t->queries + row * t->dim, keys, t->dim, n, scores);
         for (int r = 0; r < n; r++)
             for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
         float shrink[TOGETHER];
         soften_rows(scores, n, t->top + row, t->total + row, shrink);
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
-                for (long i = 0; i < t->dim; i += 8) f8_store(acc + r * t->dim + i, f8_mul1(f8_load(acc + r * t->dim + i), shrink[r]));
-        MIXES[is_short][size](scores, values, last + 1 - first < num ? last + 1 - first : num, t->dim, n, acc);
+                for (long i = 0; i < t->dim; i += 8) f32x8_store(acc + r * t->dim + i, f32x8_mul1(f32x8_load(acc + r * t->dim + i), shrink[r]));
+        MIXES[is_bf16][size](scores, values, last + 1 - first < num ? last + 1 - first : num, t->dim, n, acc);
     }
 }
 
@@ -243,8 +243,8 @@ static void attend_tile(void *arg, long task, int thread) {
     for (long row = 0; row < num_rows; row++) {
         const float *q = j->qkv + ((s->tile_token[at] + row / group) * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) {
-            f8_store(t.queries + row * dim + i, f8_mul1(f8_load(q + i), s->scale));
-            f8_store(t.sums + row * dim + i, f8_set(0));
+            f32x8_store(t.queries + row * dim + i, f32x8_mul1(f32x8_load(q + i), s->scale));
+            f32x8_store(t.sums + row * dim + i, f32x8_set(0));
         }
         top[row] = -1e30f; /* lower than any score */
         total[row] = 0;
@@ -254,17 +254,17 @@ static void attend_tile(void *arg, long task, int thread) {
         long num = end - first < BLOCK ? end - first : BLOCK;
         find_rows(s, j->keys, pages, head, first, num, keys);
         find_rows(s, j->values, pages, head, first, num, values);
-        if (s->is_short && num_rows > TOGETHER) { /* worth widening once for many rows */
+        if (s->is_bf16 && num_rows > TOGETHER) { /* worth widening once for many rows */
             widen(keys, num, dim, wide, wide_keys);
             widen(values, num, dim, wide + BLOCK * dim, wide_values);
             attend_block(&t, first, num, wide_keys, wide_values, 0);
         } else {
-            attend_block(&t, first, num, keys, values, (int)s->is_short);
+            attend_block(&t, first, num, keys, values, (int)s->is_bf16);
         }
     }
     for (long row = 0; row < num_rows; row++) {
         float *to = j->out + ((s->tile_token[at] + row / group) * s->num_heads + head * group + row % group) * dim;
-        for (long i = 0; i < dim; i += 8) f8_store(to + i, f8_mul1(f8_load(t.sums + row * dim + i), 1.0f / total[row]));
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
 }
 

@@ -10,7 +10,7 @@ and for the Q kinds scales [panel][k / 32][8] (Q8) or [panel][k / 32][2][8] (sca
 Activations meet the Q kinds as signed bytes with one scale for 32 of them.
 
 An output is summed over k in order, by one chain of operations that is the same for any number of rows and any tile: the bits of a
-row do not depend on its company. Integer sums within a group of 32 are exact. */
+row do not depend on the rest of the batch. Integer sums within a group of 32 are exact. */
 #include <stddef.h>
 
 #include "simd.h"
@@ -41,69 +41,69 @@ static void quantize_row(void *arg, long row, int thread) {
     long num_groups = j->num_in / GROUP;
     for (long g = 0; g < num_groups; g++) {
         const float *x = j->x + row * j->num_in + g * GROUP;
-        f8 v0 = f8_load(x), v1 = f8_load(x + 8), v2 = f8_load(x + 16), v3 = f8_load(x + 24);
-        float top = f8_maximum(f8_max(f8_max(f8_abs(v0), f8_abs(v1)), f8_max(f8_abs(v2), f8_abs(v3))));
+        f32x8 v0 = f32x8_load(x), v1 = f32x8_load(x + 8), v2 = f32x8_load(x + 16), v3 = f32x8_load(x + 24);
+        float top = f32x8_maximum(f32x8_max(f32x8_max(f32x8_abs(v0), f32x8_abs(v1)), f32x8_max(f32x8_abs(v2), f32x8_abs(v3))));
         float inverse = top > 0 ? 127.0f / top : 0.0f;
-        i8 q0 = f8_to_i8(f8_mul1(v0, inverse)), q1 = f8_to_i8(f8_mul1(v1, inverse));
-        i8 q2 = f8_to_i8(f8_mul1(v2, inverse)), q3 = f8_to_i8(f8_mul1(v3, inverse));
+        i32x8 q0 = f32x8_to_i32x8(f32x8_mul1(v0, inverse)), q1 = f32x8_to_i32x8(f32x8_mul1(v1, inverse));
+        i32x8 q2 = f32x8_to_i32x8(f32x8_mul1(v2, inverse)), q3 = f32x8_to_i32x8(f32x8_mul1(v3, inverse));
         int8_t *to = j->xq + row * j->num_in + g * GROUP;
-        i8_store_bytes(to, q0);
-        i8_store_bytes(to + 8, q1);
-        i8_store_bytes(to + 16, q2);
-        i8_store_bytes(to + 24, q3);
-        float d = top / 127.0f + 0 * f8_sum(f8_add(f8_add(v0, v1), f8_add(v2, v3))); /* not finite if any value is not */
+        i32x8_store_bytes(to, q0);
+        i32x8_store_bytes(to + 8, q1);
+        i32x8_store_bytes(to + 16, q2);
+        i32x8_store_bytes(to + 24, q3);
+        float d = top / 127.0f + 0 * f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))); /* not finite if any value is not */
         j->xd[row * num_groups + g] = d;
-        j->xs[row * num_groups + g] = d * (float)i8_sum(i8_add(i8_add(q0, q1), i8_add(q2, q3)));
+        j->xs[row * num_groups + g] = d * (float)i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
     }
 }
 
-#define FOUR(f)                                                                              \
-    {                                                                                        \
-        b32 both = b32_load(codes + f * 32), low = b32_low(both), high = b32_high(both);     \
-        for (int r = 0; r < n; r++) dot[r] = i8_dot_unsigned(dot[r], low, first[r], f);      \
-        for (int r = 0; r < n; r++) dot[r] = i8_dot_unsigned(dot[r], high, second[r], f);    \
+#define FOUR(f)                                                                                  \
+    {                                                                                            \
+        u8x32 both = u8x32_load(codes + f * 32), low = u8x32_low(both), high = u8x32_high(both); \
+        for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], low, first[r], f);       \
+        for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], high, second[r], f);     \
     }
-#define BYTES(dot_fn, at, half, f)                                                           \
-    {                                                                                        \
-        b32 w = b32_load(codes + at * 32);                                                   \
-        for (int r = 0; r < n; r++) dot[r] = dot_fn(dot[r], w, half[r], f);                  \
+#define BYTES(dot_fn, at, half, f)                                          \
+    {                                                                       \
+        u8x32 w = u8x32_load(codes + at * 32);                              \
+        for (int r = 0; r < n; r++) dot[r] = dot_fn(dot[r], w, half[r], f); \
     }
-#define EIGHT(dot_fn)                                                                        \
-    BYTES(dot_fn, 0, first, 0) BYTES(dot_fn, 1, first, 1) BYTES(dot_fn, 2, first, 2) BYTES(dot_fn, 3, first, 3)     \
+#define EIGHT(dot_fn)                                                                                           \
+    BYTES(dot_fn, 0, first, 0) BYTES(dot_fn, 1, first, 1) BYTES(dot_fn, 2, first, 2) BYTES(dot_fn, 3, first, 3) \
     BYTES(dot_fn, 4, second, 0) BYTES(dot_fn, 5, second, 1) BYTES(dot_fn, 6, second, 2) BYTES(dot_fn, 7, second, 3)
 
-TM_INLINE f8 load_scale(const void *scales, long at, int wide) {
-    return wide ? f8_load((const float *)scales + at) : f8_load_f16((const uint16_t *)scales + at);
+TM_INLINE f32x8 load_scale(const void *scales, long at, int wide) {
+    return wide ? f32x8_load((const float *)scales + at) : f32x8_load_f16((const uint16_t *)scales + at);
 }
 
 /* One panel by `n` rows from `row` on. `kind`, `wide` and `n` are constants where this is called, so branches go and loops unroll.
    wide: unpacked to a byte a code and float scales. */
-TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f8 *out) {
+TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x8 *out) {
     long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
-    f8 acc[ROWS];
-    for (int r = 0; r < n; r++) acc[r] = f8_set(0);
+    f32x8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
     for (long g = 0; g < num_groups; g++) {
-        i8 dot[ROWS];
-        x16 first[ROWS], second[ROWS];
-        for (int r = 0; r < n; r++) dot[r] = i8_start();
-        for (int r = 0; r < n; r++) first[r] = x16_load(x + r * j->num_in), second[r] = x16_load(x + r * j->num_in + 16);
+        i32x8 dot[ROWS];
+        i8x16 first[ROWS], second[ROWS];
+        for (int r = 0; r < n; r++) dot[r] = i32x8_start();
+        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
         if (kind == Q4 && !wide) {
             FOUR(0) FOUR(1) FOUR(2) FOUR(3)
             codes += 128;
         } else if (kind == Q4) {
-            EIGHT(i8_dot_unsigned)
+            EIGHT(i32x8_dot_unsigned)
             codes += 256;
         } else {
-            EIGHT(i8_dot)
+            EIGHT(i32x8_dot)
             codes += 256;
         }
-        f8 d = load_scale(scales, g * num_scales, wide);
-        for (int r = 0; r < n; r++) acc[r] = f8_fma(acc[r], i8_finish(dot[r]), f8_mul1(d, xd[r * num_groups + g]));
+        f32x8 d = load_scale(scales, g * num_scales, wide);
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
         if (kind != Q8) {
-            f8 m = load_scale(scales, g * num_scales + LANES, wide);
-            for (int r = 0; r < n; r++) acc[r] = f8_fma1(acc[r], m, xs[r * num_groups + g]);
+            f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
+            for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, xs[r * num_groups + g]);
         }
         x += GROUP;
     }
@@ -111,23 +111,23 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
 }
 
 /* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
-TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f8 *out) {
+TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f32x8 *out) {
     long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES, code_bytes = kind == Q4 ? 128 : 256;
     const int8_t *x = j->xq;
-    f8 acc = f8_set(0);
+    f32x8 acc = f32x8_set(0);
     for (long g = 0; g < num_groups; g += 2) {
         int n = num_groups - g > 1 ? 2 : 1;
-        i8 dot[2];
+        i32x8 dot[2];
         for (int p = 0; p < n; p++) {
-            x16 first = x16_load(x), second = x16_load(x + 16);
-            dot[p] = i8_start();
-#define SINGLE_FOUR(f)                                                         \
-    {                                                                          \
-        b32 both = b32_load(codes + f * 32);                                   \
-        dot[p] = i8_dot_unsigned(dot[p], b32_low(both), first, f);             \
-        dot[p] = i8_dot_unsigned(dot[p], b32_high(both), second, f);           \
+            i8x16 first = i8x16_load(x), second = i8x16_load(x + 16);
+            dot[p] = i32x8_start();
+#define SINGLE_FOUR(f)                                                    \
+    {                                                                     \
+        u8x32 both = u8x32_load(codes + f * 32);                          \
+        dot[p] = i32x8_dot_unsigned(dot[p], u8x32_low(both), first, f);   \
+        dot[p] = i32x8_dot_unsigned(dot[p], u8x32_high(both), second, f); \
     }
-#define SINGLE_BYTES(at, half, f) dot[p] = i8_dot(dot[p], b32_load(codes + at * 32), half, f);
+#define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
             if (kind == Q4) {
                 SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
             } else {
@@ -138,74 +138,74 @@ TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, con
             x += GROUP;
         }
         for (int p = 0; p < n; p++) {
-            acc = f8_fma(acc, i8_finish(dot[p]), f8_mul1(f8_load_f16(scales), j->xd[g + p]));
-            if (kind != Q8) acc = f8_fma1(acc, f8_load_f16(scales + LANES), j->xs[g + p]);
+            acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(f32x8_load_f16(scales), j->xd[g + p]));
+            if (kind != Q8) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
             scales += num_scales;
         }
     }
     *out = acc;
 }
 
-TM_INLINE f8 load_weight(int kind, const void *codes, long at) {
-    if (kind == F32) return f8_load((const float *)codes + at);
-    if (kind == F16) return f8_load_f16((const uint16_t *)codes + at);
-    return f8_load_bf16((const uint16_t *)codes + at);
+TM_INLINE f32x8 load_weight(int kind, const void *codes, long at) {
+    if (kind == F32) return f32x8_load((const float *)codes + at);
+    if (kind == F16) return f32x8_load_f16((const uint16_t *)codes + at);
+    return f32x8_load_bf16((const uint16_t *)codes + at);
 }
 
-#define LANE(f)                                                                              \
-    {                                                                                        \
-        f8 w = load_weight(kind, codes, (k + f) * LANES);                                    \
-        for (int r = 0; r < n; r++) acc[r] = f8_fma_lane(acc[r], w, four[r], f);             \
+#define LANE(f)                                                                     \
+    {                                                                               \
+        f32x8 w = load_weight(kind, codes, (k + f) * LANES);                        \
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma_lane(acc[r], w, four[r], f); \
     }
 
-TM_INLINE void tile_f(const linear_job *j, int kind, const void *codes, long row, int n, f8 *out) {
+TM_INLINE void tile_f(const linear_job *j, int kind, const void *codes, long row, int n, f32x8 *out) {
     const float *x = j->x + row * j->num_in;
-    f8 acc[FLOAT_ROWS];
+    f32x8 acc[FLOAT_ROWS];
     long k = 0;
-    for (int r = 0; r < n; r++) acc[r] = f8_set(0);
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
     for (; k + 4 <= j->num_in; k += 4) {
-        f4 four[FLOAT_ROWS];
-        for (int r = 0; r < n; r++) four[r] = f4_load(x + r * j->num_in + k);
+        f32x4 four[FLOAT_ROWS];
+        for (int r = 0; r < n; r++) four[r] = f32x4_load(x + r * j->num_in + k);
         LANE(0) LANE(1) LANE(2) LANE(3)
     }
     for (; k < j->num_in; k++) {
-        f8 w = load_weight(kind, codes, k * LANES);
-        for (int r = 0; r < n; r++) acc[r] = f8_fma1(acc[r], w, x[r * j->num_in + k]);
+        f32x8 w = load_weight(kind, codes, k * LANES);
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], w, x[r * j->num_in + k]);
     }
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
 
 /* Four panels by one row: a row alone has too few sums under way to keep the multipliers busy. */
-TM_INLINE void four_panels(const linear_job *j, int kind, const void *codes, long row, f8 *out) {
+TM_INLINE void four_panels(const linear_job *j, int kind, const void *codes, long row, f32x8 *out) {
     const float *x = j->x + row * j->num_in;
     long panel = j->num_in * LANES;
-    f8 acc[4] = {f8_set(0), f8_set(0), f8_set(0), f8_set(0)};
+    f32x8 acc[4] = {f32x8_set(0), f32x8_set(0), f32x8_set(0), f32x8_set(0)};
     for (long k = 0; k < j->num_in; k++)
-        for (int p = 0; p < 4; p++) acc[p] = f8_fma1(acc[p], load_weight(kind, codes, p * panel + k * LANES), x[k]);
+        for (int p = 0; p < 4; p++) acc[p] = f32x8_fma1(acc[p], load_weight(kind, codes, p * panel + k * LANES), x[k]);
     for (int p = 0; p < 4; p++) out[p] = acc[p];
 }
 
-static void store_tile(const linear_job *j, long panel, long row, int n, const f8 *values) {
+static void store_tile(const linear_job *j, long panel, long row, int n, const f32x8 *values) {
     long first = panel * LANES, num = j->num_out - first < LANES ? j->num_out - first : LANES;
     for (int r = 0; r < n; r++) {
         float *to = j->out + (row + r) * j->num_out + first;
         if (num == LANES) {
-            f8_store(to, j->bias ? f8_add(values[r], f8_load(j->bias + first)) : values[r]);
+            f32x8_store(to, j->bias ? f32x8_add(values[r], f32x8_load(j->bias + first)) : values[r]);
             continue;
         }
         float lanes[LANES];
-        f8_store(lanes, values[r]);
+        f32x8_store(lanes, values[r]);
         for (long i = 0; i < num; i++) to[i] = j->bias ? lanes[i] + j->bias[first + i] : lanes[i];
     }
 }
 
-#define TILE(count, tile, ...)                                                                        \
+#define TILE(count, tile, ...) \
     case count: tile(j, __VA_ARGS__, row, count, values); store_tile(j, panel, row, count, values); break;
 
 #define Q_PANEL(name, kind, wide)                                                                     \
     static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {     \
         for (long row = 0; row < j->num_rows; row += ROWS) {                                          \
-            f8 values[ROWS];                                                                          \
+            f32x8 values[ROWS];                                                                       \
             long left = j->num_rows - row;                                                            \
             switch (left < ROWS ? left : ROWS) {                                                      \
                 TILE(1, tile_q, kind, wide, codes, scales) TILE(2, tile_q, kind, wide, codes, scales) \
@@ -215,7 +215,7 @@ static void store_tile(const linear_job *j, long panel, long row, int n, const f
     }
 #define Q_SINGLE(name, kind)                                                                          \
     static void name(const linear_job *j, long panel, const uint8_t *codes, const uint16_t *scales) { \
-        f8 value;                                                                                     \
+        f32x8 value;                                                                                  \
         single_q(j, kind, codes, scales, &value);                                                     \
         store_tile(j, panel, 0, 1, &value);                                                           \
     }
@@ -229,24 +229,24 @@ Q_PANEL(wide_q4, Q4, 1)
 Q_PANEL(wide_q8, Q8, 1)
 Q_PANEL(wide_q8m, Q8M, 1)
 
-#define F_PANEL(name, kind)                                                                           \
-    static void name(const linear_job *j, long panel, const void *codes) {                            \
-        for (long row = 0; row < j->num_rows; row += FLOAT_ROWS) {                                    \
-            f8 values[FLOAT_ROWS];                                                                    \
-            long left = j->num_rows - row;                                                            \
-            switch (left < FLOAT_ROWS ? left : FLOAT_ROWS) {                                          \
-                TILE(1, tile_f, kind, codes) TILE(2, tile_f, kind, codes) TILE(3, tile_f, kind, codes)\
-                TILE(4, tile_f, kind, codes) TILE(5, tile_f, kind, codes) TILE(6, tile_f, kind, codes)\
-                TILE(7, tile_f, kind, codes) TILE(8, tile_f, kind, codes)                             \
-            }                                                                                         \
-        }                                                                                             \
-    }                                                                                                 \
-    static void name##_by_4(const linear_job *j, long panel, const void *codes) {                     \
-        for (long row = 0; row < j->num_rows; row++) {                                                \
-            f8 values[4];                                                                             \
-            four_panels(j, kind, codes, row, values);                                                 \
-            for (int p = 0; p < 4; p++) store_tile(j, panel + p, row, 1, values + p);                 \
-        }                                                                                             \
+#define F_PANEL(name, kind)                                                                            \
+    static void name(const linear_job *j, long panel, const void *codes) {                             \
+        for (long row = 0; row < j->num_rows; row += FLOAT_ROWS) {                                     \
+            f32x8 values[FLOAT_ROWS];                                                                  \
+            long left = j->num_rows - row;                                                             \
+            switch (left < FLOAT_ROWS ? left : FLOAT_ROWS) {                                           \
+                TILE(1, tile_f, kind, codes) TILE(2, tile_f, kind, codes) TILE(3, tile_f, kind, codes) \
+                TILE(4, tile_f, kind, codes) TILE(5, tile_f, kind, codes) TILE(6, tile_f, kind, codes) \
+                TILE(7, tile_f, kind, codes) TILE(8, tile_f, kind, codes)                              \
+            }                                                                                          \
+        }                                                                                              \
+    }                                                                                                  \
+    static void name##_by_4(const linear_job *j, long panel, const void *codes) {                      \
+        for (long row = 0; row < j->num_rows; row++) {                                                 \
+            f32x8 values[4];                                                                           \
+            four_panels(j, kind, codes, row, values);                                                  \
+            for (int p = 0; p < 4; p++) store_tile(j, panel + p, row, 1, values + p);                  \
+        }                                                                                              \
     }
 F_PANEL(panel_f32, F32)
 F_PANEL(panel_f16, F16)
@@ -270,13 +270,13 @@ static void float_panels(const linear_job *j, long panel, long end) {
 /* A byte a code and float scales, in the thread's memory. */
 static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *scales, uint8_t *wide_codes, float *wide_scales) {
     long num_groups = j->num_in / GROUP, num_scales = num_groups * (j->kind == Q8 ? 1 : 2);
-    for (long i = 0; i < num_scales; i++) f8_store(wide_scales + i * LANES, f8_load_f16(scales + i * LANES));
+    for (long i = 0; i < num_scales; i++) f32x8_store(wide_scales + i * LANES, f32x8_load_f16(scales + i * LANES));
     if (j->kind != Q4) return;
     for (long g = 0; g < num_groups; g++)
         for (int f = 0; f < 4; f++) {
-            b32 both = b32_load(codes + g * 128 + f * 32);
-            b32_store(wide_codes + g * 256 + f * 32, b32_low(both));
-            b32_store(wide_codes + g * 256 + (f + 4) * 32, b32_high(both));
+            u8x32 both = u8x32_load(codes + g * 128 + f * 32);
+            u8x32_store(wide_codes + g * 256 + f * 32, u8x32_low(both));
+            u8x32_store(wide_codes + g * 256 + (f + 4) * 32, u8x32_high(both));
         }
 }
 
@@ -289,7 +289,7 @@ static void run_panels(void *arg, long task, int thread) {
         return;
     }
     long num_groups = j->num_in / GROUP, code_bytes = j->kind == Q4 ? 128 : 256, num_scales = j->kind == Q8 ? LANES : 2 * LANES;
-    /* Without memory for the wide form the narrow one gives the same result. */
+    /* Without memory for the unpacked codes, the packed ones give the same result. */
     float *wide_scales = j->num_rows >= WIDE_ROWS ? tm_scratch(thread, 1, num_groups * (256 + num_scales * (long)sizeof(float))) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + num_groups * num_scales);
     for (; panel < end; panel++) {

@@ -1,7 +1,7 @@
 /* A pool of threads for many short jobs: a decode step is some 300 of them, 10 to 50 microseconds each.
 
 Workers spin for a moment after a job, since the next one is usually near, then sleep. A job does not wait for workers that
-sleep: whoever is awake takes tasks until none is left. */
+sleep: threads that are awake take tasks until none is left. */
 #include "tidemill.h"
 
 #include <pthread.h>

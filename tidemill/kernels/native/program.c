@@ -15,8 +15,32 @@ typedef struct {
     float eps;
 } tm_op;
 
-/* Python compares this with its own view before it calls anything: a library left over from older sources is not used. */
-TM_API int tm_abi(void) { return (int)(sizeof(tm_step) << 16 | sizeof(tm_op) << 8 | 2); }
+/* Python checks both before it calls anything else: a library built from other sources is not used. */
+
+#ifndef TM_SOURCES
+#define TM_SOURCES "" /* setup.py passes the hash of all sources */
+#endif
+TM_API const char *tm_sources(void) { return TM_SOURCES; }
+
+typedef struct {
+    const char *name;
+    long offset;
+} field;
+
+#define STEP(f) {"tm_step." #f, offsetof(tm_step, f)}
+#define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
+/* Offsets of the fields that Python writes; a struct's own name stands for its size. */
+TM_API const field *tm_layout(void) {
+    static const field fields[] = {
+        {"tm_step", sizeof(tm_step)}, {"tm_op", sizeof(tm_op)},
+        STEP(num_tokens), STEP(num_heads), STEP(num_kv_heads), STEP(head_dim), STEP(page_size), STEP(page_stride),
+        STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
+        STEP(table), STEP(positions), STEP(slots), STEP(cos), STEP(sin), STEP(scale),
+        OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(eps),
+        {NULL, 0},
+    };
+    return fields;
+}
 
 TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows, const tm_step *step) {
     int failed = 0;

@@ -5,7 +5,7 @@
 #include "simd.h"
 #include "tidemill.h"
 
-#define SERIAL_VALUES 8192 /* as many are done before a second thread has noticed */
+#define SERIAL_VALUES 8192 /* a second thread takes longer to start than these take */
 
 static void for_rows(long num_rows, long width, tm_task task, void *arg) {
     tm_parallel(num_rows, (SERIAL_VALUES + width - 1) / width, task, arg);
@@ -24,23 +24,23 @@ static void norm_row(void *arg, long row, int thread) {
     const norm_job *j = arg;
     const float *x = j->x ? j->x + row * j->width : NULL;
     float *residual = j->residual + row * j->width, *out = j->out + row * j->width;
-    f8 sum = f8_set(0);
+    f32x8 sum = f32x8_set(0);
     long i = 0;
     for (; i + 8 <= j->width; i += 8) {
-        f8 v = f8_load(residual + i);
+        f32x8 v = f32x8_load(residual + i);
         if (x) {
-            v = f8_add(v, f8_load(x + i));
-            f8_store(residual + i, v);
+            v = f32x8_add(v, f32x8_load(x + i));
+            f32x8_store(residual + i, v);
         }
-        sum = f8_fma(sum, v, v);
+        sum = f32x8_fma(sum, v, v);
     }
-    float total = f8_sum(sum);
+    float total = f32x8_sum(sum);
     for (; i < j->width; i++) {
         if (x) residual[i] += x[i];
         total = fmaf(residual[i], residual[i], total);
     }
     float factor = 1.0f / sqrtf(total / (float)j->width + j->eps);
-    for (i = 0; i + 8 <= j->width; i += 8) f8_store(out + i, f8_mul(f8_mul1(f8_load(residual + i), factor), f8_load(j->weight + i)));
+    for (i = 0; i + 8 <= j->width; i += 8) f32x8_store(out + i, f32x8_mul(f32x8_mul1(f32x8_load(residual + i), factor), f32x8_load(j->weight + i)));
     for (; i < j->width; i++) out[i] = residual[i] * factor * j->weight[i];
 }
 
@@ -70,14 +70,14 @@ static void swiglu_row(void *arg, long row, int thread) {
     float *out = j->out + row * j->width;
     long i = 0;
     for (; i + 8 <= j->width; i += 8) {
-        f8 g = f8_load(gate + i), one = f8_set(1);
-        f8_store(out + i, f8_mul(f8_div(g, f8_add(one, f8_exp(f8_sub(f8_set(0), g)))), f8_load(up + i)));
+        f32x8 g = f32x8_load(gate + i), one = f32x8_set(1);
+        f32x8_store(out + i, f32x8_mul(f32x8_div(g, f32x8_add(one, f32x8_exp(f32x8_sub(f32x8_set(0), g)))), f32x8_load(up + i)));
     }
     if (i < j->width) { /* the tail by the same operations */
         float g[8] = {0}, u[8] = {0}, o[8];
         for (long k = i; k < j->width; k++) g[k - i] = gate[k], u[k - i] = up[k];
-        f8 v = f8_load(g);
-        f8_store(o, f8_mul(f8_div(v, f8_add(f8_set(1), f8_exp(f8_sub(f8_set(0), v)))), f8_load(u)));
+        f32x8 v = f32x8_load(g);
+        f32x8_store(o, f32x8_mul(f32x8_div(v, f32x8_add(f32x8_set(1), f32x8_exp(f32x8_sub(f32x8_set(0), v)))), f32x8_load(u)));
         for (long k = i; k < j->width; k++) out[k] = o[k - i];
     }
 }
@@ -109,16 +109,16 @@ TM_INLINE uint64_t mix(uint64_t x) {
 }
 
 /* Tokens first .. first + 7. */
-TM_INLINE f8 exponential_noise(int64_t key, long first) {
+TM_INLINE f32x8 exponential_noise(int64_t key, long first) {
     float lanes[8];
     for (long i = 0; i < 8; i++) {
         uint64_t bits = mix((uint64_t)key + (uint64_t)(first + i + 1) * 0x9E3779B97F4A7C15ull) >> 1;
         lanes[i] = (float)bits * 0x1p-63f;
     }
     /* -log(1 - u), with what the subtraction rounds off added again: small values, which win, keep all their digits. */
-    f8 one = f8_set(1), u = f8_load(lanes), v = f8_max(f8_sub(one, u), f8_set(0x1p-92f));
-    f8 noise = f8_sub(f8_div(f8_sub(u, f8_sub(one, v)), v), f8_log(v));
-    return f8_min(f8_max(noise, f8_set(1e-30f)), f8_set(64));
+    f32x8 one = f32x8_set(1), u = f32x8_load(lanes), v = f32x8_max(f32x8_sub(one, u), f32x8_set(0x1p-92f));
+    f32x8 noise = f32x8_sub(f32x8_div(f32x8_sub(u, f32x8_sub(one, v)), v), f32x8_log(v));
+    return f32x8_min(f32x8_max(noise, f32x8_set(1e-30f)), f32x8_set(64));
 }
 
 static void draw_row(void *arg, long row, int thread) {
@@ -130,9 +130,9 @@ static void draw_row(void *arg, long row, int thread) {
     for (long first = 0; first < j->width; first += 8) {
         float lanes[8];
         long num = j->width - first < 8 ? j->width - first : 8;
-        if (num == 8 && f8_maximum(f8_load(logits + first)) + 70 < best) continue; /* no noise is as high as 70 */
+        if (num == 8 && f32x8_maximum(f32x8_load(logits + first)) + 70 < best) continue; /* no noise is as high as 70 */
         for (long i = 0; i < 8; i++) lanes[i] = i < num ? logits[first + i] : -INFINITY;
-        f8_store(lanes, f8_sub(f8_load(lanes), f8_log(exponential_noise(j->keys[row], first))));
+        f32x8_store(lanes, f32x8_sub(f32x8_load(lanes), f32x8_log(exponential_noise(j->keys[row], first))));
         for (long i = 0; i < num; i++)
             if (lanes[i] > best) best = lanes[i], j->out[row] = first + i;
     }
@@ -157,14 +157,14 @@ static void argmax_row(void *arg, long row, int thread) {
     (void)thread;
     const argmax_job *j = arg;
     const float *x = j->x + row * j->width;
-    f8 top = f8_set(-INFINITY), sum = f8_set(0);
+    f32x8 top = f32x8_set(-INFINITY), sum = f32x8_set(0);
     long i = 0;
     for (; i + 8 <= j->width; i += 8) {
-        f8 v = f8_load(x + i);
-        top = f8_max(top, v);
-        sum = f8_fma(sum, v, f8_set(0)); /* NaN if any value is; or infinite, which the search below sorts out */
+        f32x8 v = f32x8_load(x + i);
+        top = f32x8_max(top, v);
+        sum = f32x8_fma(sum, v, f32x8_set(0)); /* NaN if any value is; or infinite, which the search below sorts out */
     }
-    float highest = f8_maximum(top), check = f8_sum(sum);
+    float highest = f32x8_maximum(top), check = f32x8_sum(sum);
     for (; i < j->width; i++) {
         highest = x[i] > highest ? x[i] : highest;
         check += x[i] * 0;

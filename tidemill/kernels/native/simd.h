@@ -1,4 +1,6 @@
-/* Eight float lanes (f8), eight int lanes of 4-byte dot products (i8x4 -> i8), on NEON and on AVX2. Everything else is built on these.
+/* Vectors on NEON and on AVX2, named by element and count: f32x8, i32x8, u8x32, i8x16. Everything else is built on these.
+
+A u8x32 is 32 bytes of weights: i32x8_dot reads them as signed, i32x8_dot_unsigned as unsigned.
 
 Each function rounds every lane the same way, so a value never depends on the lane or the tile it was computed in. */
 #ifndef TM_SIMD_H
@@ -12,33 +14,33 @@ Each function rounds every lane the same way, so a value never depends on the la
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
-typedef struct { float32x4_t a, b; } f8;
-typedef struct { int32x4_t a, b; } i8;
-typedef struct { int8x16_t a, b; } b32;
+typedef struct { float32x4_t a, b; } f32x8;
+typedef struct { int32x4_t a, b; } i32x8;
+typedef struct { int8x16_t a, b; } u8x32;
 
-TM_INLINE f8 f8_load(const float *p) { return (f8){vld1q_f32(p), vld1q_f32(p + 4)}; }
-TM_INLINE void f8_store(float *p, f8 x) { vst1q_f32(p, x.a); vst1q_f32(p + 4, x.b); }
-TM_INLINE f8 f8_set(float x) { return (f8){vdupq_n_f32(x), vdupq_n_f32(x)}; }
-TM_INLINE f8 f8_add(f8 x, f8 y) { return (f8){vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_sub(f8 x, f8 y) { return (f8){vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_mul(f8 x, f8 y) { return (f8){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_div(f8 x, f8 y) { return (f8){vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_max(f8 x, f8 y) { return (f8){vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_min(f8 x, f8 y) { return (f8){vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
-TM_INLINE f8 f8_abs(f8 x) { return (f8){vabsq_f32(x.a), vabsq_f32(x.b)}; }
-TM_INLINE f8 f8_fma(f8 acc, f8 x, f8 y) { return (f8){vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)}; }
-TM_INLINE f8 f8_fma1(f8 acc, f8 x, float y) { return (f8){vfmaq_n_f32(acc.a, x.a, y), vfmaq_n_f32(acc.b, x.b, y)}; }
-TM_INLINE f8 f8_mul1(f8 x, float y) { return (f8){vmulq_n_f32(x.a, y), vmulq_n_f32(x.b, y)}; }
-TM_INLINE f8 f8_zero_below(f8 x, f8 y, float limit) { /* x where y >= limit, else 0 */
+TM_INLINE f32x8 f32x8_load(const float *p) { return (f32x8){vld1q_f32(p), vld1q_f32(p + 4)}; }
+TM_INLINE void f32x8_store(float *p, f32x8 x) { vst1q_f32(p, x.a); vst1q_f32(p + 4, x.b); }
+TM_INLINE f32x8 f32x8_set(float x) { return (f32x8){vdupq_n_f32(x), vdupq_n_f32(x)}; }
+TM_INLINE f32x8 f32x8_add(f32x8 x, f32x8 y) { return (f32x8){vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_sub(f32x8 x, f32x8 y) { return (f32x8){vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_mul(f32x8 x, f32x8 y) { return (f32x8){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_div(f32x8 x, f32x8 y) { return (f32x8){vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_max(f32x8 x, f32x8 y) { return (f32x8){vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_min(f32x8 x, f32x8 y) { return (f32x8){vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_abs(f32x8 x) { return (f32x8){vabsq_f32(x.a), vabsq_f32(x.b)}; }
+TM_INLINE f32x8 f32x8_fma(f32x8 acc, f32x8 x, f32x8 y) { return (f32x8){vfmaq_f32(acc.a, x.a, y.a), vfmaq_f32(acc.b, x.b, y.b)}; }
+TM_INLINE f32x8 f32x8_fma1(f32x8 acc, f32x8 x, float y) { return (f32x8){vfmaq_n_f32(acc.a, x.a, y), vfmaq_n_f32(acc.b, x.b, y)}; }
+TM_INLINE f32x8 f32x8_mul1(f32x8 x, float y) { return (f32x8){vmulq_n_f32(x.a, y), vmulq_n_f32(x.b, y)}; }
+TM_INLINE f32x8 f32x8_zero_below(f32x8 x, f32x8 y, float limit) { /* x where y >= limit, else 0 */
     uint32x4_t a = vcgeq_f32(y.a, vdupq_n_f32(limit)), b = vcgeq_f32(y.b, vdupq_n_f32(limit));
-    return (f8){vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.a), a)), vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.b), b))};
+    return (f32x8){vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.a), a)), vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.b), b))};
 }
-TM_INLINE float f8_sum(f8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
-TM_INLINE float f8_maximum(f8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
-TM_INLINE f8 f8_round(f8 x) { return (f8){vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
-TM_INLINE i8 f8_to_i8(f8 x) { return (i8){vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)}; }
-TM_INLINE f8 f8_ldexp(f8 x, i8 n) { /* x * 2^n, no overflow of the exponent */
-    return (f8){vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x.a), vshlq_n_s32(n.a, 23))),
+TM_INLINE float f32x8_sum(f32x8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
+TM_INLINE float f32x8_maximum(f32x8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+TM_INLINE f32x8 f32x8_round(f32x8 x) { return (f32x8){vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
+TM_INLINE i32x8 f32x8_to_i32x8(f32x8 x) { return (i32x8){vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b)}; }
+TM_INLINE f32x8 f32x8_ldexp(f32x8 x, i32x8 n) { /* x * 2^n, no overflow of the exponent */
+    return (f32x8){vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x.a), vshlq_n_s32(n.a, 23))),
                 vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(x.b), vshlq_n_s32(n.b, 23)))};
 }
 /* x = mantissa * 2^exponent, the mantissa between the square roots of 1/2 and 2. */
@@ -47,152 +49,152 @@ TM_INLINE float32x4_t tm_split(float32x4_t x, float32x4_t *exponent) {
     *exponent = vcvtq_f32_s32(n);
     return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
 }
-TM_INLINE f8 f8_split(f8 x, f8 *exponent) { return (f8){tm_split(x.a, &exponent->a), tm_split(x.b, &exponent->b)}; }
-TM_INLINE f8 f8_load_f16(const uint16_t *p) {
+TM_INLINE f32x8 f32x8_split(f32x8 x, f32x8 *exponent) { return (f32x8){tm_split(x.a, &exponent->a), tm_split(x.b, &exponent->b)}; }
+TM_INLINE f32x8 f32x8_load_f16(const uint16_t *p) {
     float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
-    return (f8){vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
+    return (f32x8){vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
 }
 /* bfloat16 is the upper half of a float: interleaving with zeros is four times as fast here as the conversion of a float16. */
-TM_INLINE f8 f8_load_bf16(const uint16_t *p) {
+TM_INLINE f32x8 f32x8_load_bf16(const uint16_t *p) {
     uint16x8_t h = vld1q_u16(p), zero = vdupq_n_u16(0);
-    return (f8){vreinterpretq_f32_u16(vzip1q_u16(zero, h)), vreinterpretq_f32_u16(vzip2q_u16(zero, h))};
+    return (f32x8){vreinterpretq_f32_u16(vzip1q_u16(zero, h)), vreinterpretq_f32_u16(vzip2q_u16(zero, h))};
 }
 TM_INLINE uint32x4_t tm_round_bf16(float32x4_t x) { /* to nearest, ties to even, in the upper half */
     uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
 }
-TM_INLINE void f8_store_bf16(uint16_t *p, f8 x) {
+TM_INLINE void f32x8_store_bf16(uint16_t *p, f32x8 x) {
     vst1q_u16(p, vuzp2q_u16(vreinterpretq_u16_u32(tm_round_bf16(x.a)), vreinterpretq_u16_u32(tm_round_bf16(x.b))));
 }
 
 /* The sums of four accumulators' lanes, side by side, from two pairs of them. */
-typedef float32x4_t f8_pair;
-TM_INLINE f8_pair f8_sum2(f8 x, f8 y) { return vpaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(y.a, y.b)); }
-TM_INLINE void f8_store_sums(float *p, f8_pair x, f8_pair y) { vst1q_f32(p, vpaddq_f32(x, y)); }
+typedef float32x4_t f32x8_pair;
+TM_INLINE f32x8_pair f32x8_sum2(f32x8 x, f32x8 y) { return vpaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(y.a, y.b)); }
+TM_INLINE void f32x8_store_sums(float *p, f32x8_pair x, f32x8_pair y) { vst1q_f32(p, vpaddq_f32(x, y)); }
 
 /* Sums that start from 1.5 * 2^23's bits are, read as a float, 1.5 * 2^23 + sum: one subtraction instead of a conversion, which
    takes four times as long here. Good for sums below 2^22. */
-TM_INLINE i8 i8_start(void) { return (i8){vdupq_n_s32(0x4B400000), vdupq_n_s32(0x4B400000)}; }
-TM_INLINE f8 i8_finish(i8 x) {
+TM_INLINE i32x8 i32x8_start(void) { return (i32x8){vdupq_n_s32(0x4B400000), vdupq_n_s32(0x4B400000)}; }
+TM_INLINE f32x8 i32x8_finish(i32x8 x) {
     float32x4_t start = vdupq_n_f32(12582912.0f);
-    return (f8){vsubq_f32(vreinterpretq_f32_s32(x.a), start), vsubq_f32(vreinterpretq_f32_s32(x.b), start)};
+    return (f32x8){vsubq_f32(vreinterpretq_f32_s32(x.a), start), vsubq_f32(vreinterpretq_f32_s32(x.b), start)};
 }
 /* Four values, each used as a factor of all lanes; f is a constant. */
-typedef float32x4_t f4;
-TM_INLINE f4 f4_load(const float *p) { return vld1q_f32(p); }
-#define f8_fma_lane(acc, x, y, f) ((f8){vfmaq_laneq_f32((acc).a, (x).a, y, f), vfmaq_laneq_f32((acc).b, (x).b, y, f)})
-TM_INLINE b32 b32_load(const void *p) { return (b32){vld1q_s8(p), vld1q_s8((const int8_t *)p + 16)}; }
-TM_INLINE void b32_store(void *p, b32 x) { vst1q_s8(p, x.a); vst1q_s8((int8_t *)p + 16, x.b); }
-TM_INLINE b32 b32_low(b32 x) {
+typedef float32x4_t f32x4;
+TM_INLINE f32x4 f32x4_load(const float *p) { return vld1q_f32(p); }
+#define f32x8_fma_lane(acc, x, y, f) ((f32x8){vfmaq_laneq_f32((acc).a, (x).a, y, f), vfmaq_laneq_f32((acc).b, (x).b, y, f)})
+TM_INLINE u8x32 u8x32_load(const void *p) { return (u8x32){vld1q_s8(p), vld1q_s8((const int8_t *)p + 16)}; }
+TM_INLINE void u8x32_store(void *p, u8x32 x) { vst1q_s8(p, x.a); vst1q_s8((int8_t *)p + 16, x.b); }
+TM_INLINE u8x32 u8x32_low(u8x32 x) {
     int8x16_t mask = vdupq_n_s8(15);
-    return (b32){vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
+    return (u8x32){vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
 }
-TM_INLINE b32 b32_high(b32 x) {
-    return (b32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 4)),
+TM_INLINE u8x32 u8x32_high(u8x32 x) {
+    return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 4)),
                  vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 4))};
 }
 /* Sixteen activations, used four at a time. Lane n of a dot: weights 4n .. 4n+3 by activations 4f .. 4f+3; f is a constant. */
-typedef int8x16_t x16;
-TM_INLINE x16 x16_load(const int8_t *p) { return vld1q_s8(p); }
-#define i8_dot(acc, w, x, f) ((i8){vdotq_laneq_s32((acc).a, (w).a, x, f), vdotq_laneq_s32((acc).b, (w).b, x, f)})
-#define i8_dot_unsigned i8_dot /* codes 0 .. 15 fit either way */
-TM_INLINE void i8_store_bytes(int8_t *p, i8 x) { vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)))); }
-TM_INLINE int32_t i8_sum(i8 x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
-TM_INLINE i8 i8_add(i8 x, i8 y) { return (i8){vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
+typedef int8x16_t i8x16;
+TM_INLINE i8x16 i8x16_load(const int8_t *p) { return vld1q_s8(p); }
+#define i32x8_dot(acc, w, x, f) ((i32x8){vdotq_laneq_s32((acc).a, (w).a, x, f), vdotq_laneq_s32((acc).b, (w).b, x, f)})
+#define i32x8_dot_unsigned i32x8_dot /* codes 0 .. 15 fit either way */
+TM_INLINE void i32x8_store_bytes(int8_t *p, i32x8 x) { vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)))); }
+TM_INLINE int32_t i32x8_sum(i32x8 x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
+TM_INLINE i32x8 i32x8_add(i32x8 x, i32x8 y) { return (i32x8){vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
 TM_INLINE void tm_pause(void) { __asm__ volatile("isb" ::: "memory"); }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 
-typedef __m256 f8;
-typedef __m256i i8;
-typedef __m256i b32;
+typedef __m256 f32x8;
+typedef __m256i i32x8;
+typedef __m256i u8x32;
 
-TM_INLINE f8 f8_load(const float *p) { return _mm256_loadu_ps(p); }
-TM_INLINE void f8_store(float *p, f8 x) { _mm256_storeu_ps(p, x); }
-TM_INLINE f8 f8_set(float x) { return _mm256_set1_ps(x); }
-TM_INLINE f8 f8_add(f8 x, f8 y) { return _mm256_add_ps(x, y); }
-TM_INLINE f8 f8_sub(f8 x, f8 y) { return _mm256_sub_ps(x, y); }
-TM_INLINE f8 f8_mul(f8 x, f8 y) { return _mm256_mul_ps(x, y); }
-TM_INLINE f8 f8_div(f8 x, f8 y) { return _mm256_div_ps(x, y); }
-TM_INLINE f8 f8_max(f8 x, f8 y) { return _mm256_max_ps(x, y); }
-TM_INLINE f8 f8_min(f8 x, f8 y) { return _mm256_min_ps(x, y); }
-TM_INLINE f8 f8_abs(f8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-TM_INLINE f8 f8_fma(f8 acc, f8 x, f8 y) { return _mm256_fmadd_ps(x, y, acc); }
-TM_INLINE f8 f8_fma1(f8 acc, f8 x, float y) { return _mm256_fmadd_ps(x, _mm256_set1_ps(y), acc); }
-TM_INLINE f8 f8_mul1(f8 x, float y) { return _mm256_mul_ps(x, _mm256_set1_ps(y)); }
-TM_INLINE f8 f8_zero_below(f8 x, f8 y, float limit) { return _mm256_and_ps(x, _mm256_cmp_ps(y, _mm256_set1_ps(limit), _CMP_GE_OQ)); }
-TM_INLINE float f8_sum(f8 x) {
+TM_INLINE f32x8 f32x8_load(const float *p) { return _mm256_loadu_ps(p); }
+TM_INLINE void f32x8_store(float *p, f32x8 x) { _mm256_storeu_ps(p, x); }
+TM_INLINE f32x8 f32x8_set(float x) { return _mm256_set1_ps(x); }
+TM_INLINE f32x8 f32x8_add(f32x8 x, f32x8 y) { return _mm256_add_ps(x, y); }
+TM_INLINE f32x8 f32x8_sub(f32x8 x, f32x8 y) { return _mm256_sub_ps(x, y); }
+TM_INLINE f32x8 f32x8_mul(f32x8 x, f32x8 y) { return _mm256_mul_ps(x, y); }
+TM_INLINE f32x8 f32x8_div(f32x8 x, f32x8 y) { return _mm256_div_ps(x, y); }
+TM_INLINE f32x8 f32x8_max(f32x8 x, f32x8 y) { return _mm256_max_ps(x, y); }
+TM_INLINE f32x8 f32x8_min(f32x8 x, f32x8 y) { return _mm256_min_ps(x, y); }
+TM_INLINE f32x8 f32x8_abs(f32x8 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+TM_INLINE f32x8 f32x8_fma(f32x8 acc, f32x8 x, f32x8 y) { return _mm256_fmadd_ps(x, y, acc); }
+TM_INLINE f32x8 f32x8_fma1(f32x8 acc, f32x8 x, float y) { return _mm256_fmadd_ps(x, _mm256_set1_ps(y), acc); }
+TM_INLINE f32x8 f32x8_mul1(f32x8 x, float y) { return _mm256_mul_ps(x, _mm256_set1_ps(y)); }
+TM_INLINE f32x8 f32x8_zero_below(f32x8 x, f32x8 y, float limit) { return _mm256_and_ps(x, _mm256_cmp_ps(y, _mm256_set1_ps(limit), _CMP_GE_OQ)); }
+TM_INLINE float f32x8_sum(f32x8 x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
-TM_INLINE float f8_maximum(f8 x) {
+TM_INLINE float f32x8_maximum(f32x8 x) {
     __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
-TM_INLINE f8 f8_round(f8 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-TM_INLINE i8 f8_to_i8(f8 x) { return _mm256_cvtps_epi32(x); }
-TM_INLINE f8 f8_ldexp(f8 x, i8 n) { return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23))); }
-TM_INLINE f8 f8_split(f8 x, f8 *exponent) {
+TM_INLINE f32x8 f32x8_round(f32x8 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TM_INLINE i32x8 f32x8_to_i32x8(f32x8 x) { return _mm256_cvtps_epi32(x); }
+TM_INLINE f32x8 f32x8_ldexp(f32x8 x, i32x8 n) { return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(n, 23))); }
+TM_INLINE f32x8 f32x8_split(f32x8 x, f32x8 *exponent) {
     __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3f3504f3)), 23);
     *exponent = _mm256_cvtepi32_ps(n);
     return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
-TM_INLINE f8 f8_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
-TM_INLINE f8 f8_load_bf16(const uint16_t *p) {
+TM_INLINE f32x8 f32x8_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+TM_INLINE f32x8 f32x8_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
-TM_INLINE void f8_store_bf16(uint16_t *p, f8 x) {
+TM_INLINE void f32x8_store_bf16(uint16_t *p, f32x8 x) {
     __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
-typedef __m256 f8_pair;
-TM_INLINE f8_pair f8_sum2(f8 x, f8 y) { return _mm256_hadd_ps(x, y); }
-TM_INLINE void f8_store_sums(float *p, f8_pair x, f8_pair y) {
+typedef __m256 f32x8_pair;
+TM_INLINE f32x8_pair f32x8_sum2(f32x8 x, f32x8 y) { return _mm256_hadd_ps(x, y); }
+TM_INLINE void f32x8_store_sums(float *p, f32x8_pair x, f32x8_pair y) {
     __m256 sums = _mm256_hadd_ps(x, y);
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
-TM_INLINE i8 i8_start(void) { return _mm256_setzero_si256(); }
-TM_INLINE f8 i8_finish(i8 x) { return _mm256_cvtepi32_ps(x); }
-typedef const float *f4;
-TM_INLINE f4 f4_load(const float *p) { return p; }
-TM_INLINE f8 f8_fma_lane(f8 acc, f8 x, f4 y, int f) { return _mm256_fmadd_ps(x, _mm256_broadcast_ss(y + f), acc); }
-TM_INLINE b32 b32_load(const void *p) { return _mm256_loadu_si256(p); }
-TM_INLINE void b32_store(void *p, b32 x) { _mm256_storeu_si256(p, x); }
-TM_INLINE b32 b32_low(b32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-TM_INLINE b32 b32_high(b32 x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-typedef const int8_t *x16;
-TM_INLINE x16 x16_load(const int8_t *p) { return p; }
-TM_INLINE __m256i x16_four(x16 x, int f) {
+TM_INLINE i32x8 i32x8_start(void) { return _mm256_setzero_si256(); }
+TM_INLINE f32x8 i32x8_finish(i32x8 x) { return _mm256_cvtepi32_ps(x); }
+typedef const float *f32x4;
+TM_INLINE f32x4 f32x4_load(const float *p) { return p; }
+TM_INLINE f32x8 f32x8_fma_lane(f32x8 acc, f32x8 x, f32x4 y, int f) { return _mm256_fmadd_ps(x, _mm256_broadcast_ss(y + f), acc); }
+TM_INLINE u8x32 u8x32_load(const void *p) { return _mm256_loadu_si256(p); }
+TM_INLINE void u8x32_store(void *p, u8x32 x) { _mm256_storeu_si256(p, x); }
+TM_INLINE u8x32 u8x32_low(u8x32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+TM_INLINE u8x32 u8x32_high(u8x32 x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+typedef const int8_t *i8x16;
+TM_INLINE i8x16 i8x16_load(const int8_t *p) { return p; }
+TM_INLINE __m256i i8x16_four(i8x16 x, int f) {
     int32_t four;
     memcpy(&four, x + 4 * f, 4);
     return _mm256_set1_epi32(four);
 }
-TM_INLINE i8 i8_dot_mixed(i8 acc, __m256i u, __m256i s) { /* unsigned by signed bytes */
+TM_INLINE i32x8 i32x8_dot_mixed(i32x8 acc, __m256i u, __m256i s) { /* unsigned by signed bytes */
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return _mm256_dpbusd_epi32(acc, u, s);
 #else /* products of at most 128 * 127: their pairs fit 16 bits */
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 #endif
 }
-TM_INLINE i8 i8_dot_unsigned(i8 acc, b32 w, x16 x, int f) { return i8_dot_mixed(acc, w, x16_four(x, f)); }
-TM_INLINE i8 i8_dot(i8 acc, b32 w, x16 x, int f) {
-    return i8_dot_mixed(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(x16_four(x, f), w));
+TM_INLINE i32x8 i32x8_dot_unsigned(i32x8 acc, u8x32 w, i8x16 x, int f) { return i32x8_dot_mixed(acc, w, i8x16_four(x, f)); }
+TM_INLINE i32x8 i32x8_dot(i32x8 acc, u8x32 w, i8x16 x, int f) {
+    return i32x8_dot_mixed(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(i8x16_four(x, f), w));
 }
-TM_INLINE void i8_store_bytes(int8_t *p, i8 x) {
+TM_INLINE void i32x8_store_bytes(int8_t *p, i32x8 x) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
-TM_INLINE int32_t i8_sum(i8 x) {
+TM_INLINE int32_t i32x8_sum(i32x8 x) {
     __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
-TM_INLINE i8 i8_add(i8 x, i8 y) { return _mm256_add_epi32(x, y); }
+TM_INLINE i32x8 i32x8_add(i32x8 x, i32x8 y) { return _mm256_add_epi32(x, y); }
 TM_INLINE void tm_pause(void) { _mm_pause(); }
 
 #else
@@ -200,27 +202,27 @@ TM_INLINE void tm_pause(void) { _mm_pause(); }
 #endif
 
 /* log x of a positive normal number, to about 2 units in the last place. */
-TM_INLINE f8 f8_log(f8 x) {
-    f8 exponent, m = f8_split(x, &exponent), one = f8_set(1);
-    f8 s = f8_div(f8_sub(m, one), f8_add(m, one)), s2 = f8_mul(s, s); /* log m = 2 (s + s^3 / 3 + s^5 / 5 + ...) */
-    f8 p = f8_fma(f8_set(0.2857142857f), s2, f8_set(0.2222222222f));
-    p = f8_mul(f8_fma(f8_set(0.6666666667f), s2, f8_fma(f8_set(0.4f), s2, p)), s2);
-    return f8_fma(f8_fma(f8_fma(f8_mul(exponent, f8_set(1.42860677e-6f)), s, p), exponent, f8_set(0.693145752f)), s, f8_set(2.0f));
+TM_INLINE f32x8 f32x8_log(f32x8 x) {
+    f32x8 exponent, m = f32x8_split(x, &exponent), one = f32x8_set(1);
+    f32x8 s = f32x8_div(f32x8_sub(m, one), f32x8_add(m, one)), s2 = f32x8_mul(s, s); /* log m = 2 (s + s^3 / 3 + s^5 / 5 + ...) */
+    f32x8 p = f32x8_fma(f32x8_set(0.2857142857f), s2, f32x8_set(0.2222222222f));
+    p = f32x8_mul(f32x8_fma(f32x8_set(0.6666666667f), s2, f32x8_fma(f32x8_set(0.4f), s2, p)), s2);
+    return f32x8_fma(f32x8_fma(f32x8_fma(f32x8_mul(exponent, f32x8_set(1.42860677e-6f)), s, p), exponent, f32x8_set(0.693145752f)), s, f32x8_set(2.0f));
 }
 
 /* e^x to about 2 units in the last place; below -87 the result is the smallest normal number or 0. */
-TM_INLINE f8 f8_exp(f8 x) {
-    x = f8_max(f8_set(-87.0f), f8_min(f8_set(88.0f), x)); /* x last: on x86, too, a NaN stays one */
-    f8 n = f8_round(f8_mul(x, f8_set(1.44269504f)));
-    f8 r = f8_fma(f8_fma(x, n, f8_set(-0.693359375f)), n, f8_set(2.12194440e-4f));
-    f8 p = f8_set(1.9875691500e-4f);
-    p = f8_fma(f8_set(1.3981999507e-3f), p, r);
-    p = f8_fma(f8_set(8.3334519073e-3f), p, r);
-    p = f8_fma(f8_set(4.1665795894e-2f), p, r);
-    p = f8_fma(f8_set(1.6666665459e-1f), p, r);
-    p = f8_fma(f8_set(5.0000001201e-1f), p, r);
-    p = f8_add(f8_fma(r, p, f8_mul(r, r)), f8_set(1.0f));
-    return f8_ldexp(p, f8_to_i8(n));
+TM_INLINE f32x8 f32x8_exp(f32x8 x) {
+    x = f32x8_max(f32x8_set(-87.0f), f32x8_min(f32x8_set(88.0f), x)); /* x last: on x86, too, a NaN stays one */
+    f32x8 n = f32x8_round(f32x8_mul(x, f32x8_set(1.44269504f)));
+    f32x8 r = f32x8_fma(f32x8_fma(x, n, f32x8_set(-0.693359375f)), n, f32x8_set(2.12194440e-4f));
+    f32x8 p = f32x8_set(1.9875691500e-4f);
+    p = f32x8_fma(f32x8_set(1.3981999507e-3f), p, r);
+    p = f32x8_fma(f32x8_set(8.3334519073e-3f), p, r);
+    p = f32x8_fma(f32x8_set(4.1665795894e-2f), p, r);
+    p = f32x8_fma(f32x8_set(1.6666665459e-1f), p, r);
+    p = f32x8_fma(f32x8_set(5.0000001201e-1f), p, r);
+    p = f32x8_add(f32x8_fma(r, p, f32x8_mul(r, r)), f32x8_set(1.0f));
+    return f32x8_ldexp(p, f32x8_to_i32x8(n));
 }
 
 #endif

@@ -28,7 +28,7 @@ void tm_unlock(void);
 typedef struct {
     long num_tokens, num_heads, num_kv_heads, head_dim;
     long page_size, page_stride, table_width; /* stride: values from a page to the next; width: pages a row of the table can name */
-    long is_short;                           /* the cache holds bfloat16 */
+    long is_bf16;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int32_t *table;

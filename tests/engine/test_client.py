@@ -53,7 +53,7 @@ def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder
         os.kill(client._link._process.pid, signal.SIGSTOP)
         assert await asyncio.wait_for(going, 30) == undisturbed
         (restarted,) = [event for event in seen if isinstance(event, EngineRestarted)]
-        assert "no step in 1 s" in restarted.reason
+        assert "no step in" in restarted.reason
         assert client.num_restarts == 1
         assert not client.num_pending
 
@@ -126,9 +126,9 @@ def test_deadline_and_cancellation(tiny_folder):
 
 def test_an_engine_that_cannot_come_back_is_told(tiny_folder, monkeypatch):
     async def test(client, _):
-        monkeypatch.setattr(client_module, "_MAX_RESTARTS", 1)
+        monkeypatch.setattr(client_module, "MAX_FAILED_STARTS", 1)
 
-        async def fail(self, options, on_loading=None):
+        async def fail(self, options, on_loading=None, within_s=None):
             raise EngineDead("no memory")
 
         monkeypatch.setattr(EngineLink, "start", fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class EngineCore:
         self._matchers: dict[int, Matcher] = {}  # of requests whose answer must have a form, by seq
         self.tokenizer_path: Path | None = None  # where such requests find words for tokens
         self._grammars: Grammars | None = None
+        self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @classmethod
     def load(
@@ -206,6 +208,8 @@ class EngineCore:
             started = self._clock.now()
             plan = self.scheduler.plan()
             if plan is not None:
+                if plan.new_rows and self.before_admitted_run:
+                    self.before_admitted_run(self._events.take())
                 self._set_masks(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):

@@ -119,7 +119,7 @@ class EngineClient:
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
-        self._told: set[str] = set()  # samples that an engine has reported as submitted, and none as ended
+        self._reported: set[str] = set()  # samples that an engine has reported as submitted, and none as ended
         self.death = ""  # why there will be no engine any more
         self.gave_up = asyncio.Event()
         self.num_restarts = 0
@@ -220,7 +220,7 @@ class EngineClient:
             self._leaving.add(request_id)
             self._send(Abort(request_id, "client left" if why is None else why.kind))
         if not pending.is_submitted:  # the current engine knows nothing of it
-            self._tell_lost(name for name in list(self._told) if name.partition(":")[0] == request_id)
+            self._report_lost(name for name in list(self._reported) if name.partition(":")[0] == request_id)
         if self._on_trial == request_id:
             self._try_next()
 
@@ -330,19 +330,19 @@ class EngineClient:
                 suspects.append(pending)
             else:
                 self._submit(pending)
-        self._tell_lost(list(self._told))
+        self._report_lost(list(self._reported))
         self._suspects = deque(one.request.request_id for one in sorted(suspects, key=lambda one: one.trial_rank))
-        self._tell([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
+        self._report([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
         self._try_next()
 
-    def _tell_lost(self, names: Iterable[str]) -> None:
+    def _report_lost(self, names: Iterable[str]) -> None:
         """Report samples as aborted that have ended, but not in an engine that lived to report it."""
         for name in names:
             request_id, _, index = name.partition(":")
             pending = self._pending.get(request_id)
             if pending is None or int(index or 0) in pending.over:
                 num_output = 0 if pending is None else len(pending.outputs[int(index or 0)])
-                self._tell([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
+                self._report([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
 
     def _try_next(self) -> None:
         self._on_trial = None
@@ -368,7 +368,7 @@ class EngineClient:
             for delta in message.deltas:
                 self._take_delta(delta)
             if message.events:
-                self._tell(message.events)
+                self._report(message.events)
         elif isinstance(message, Pages) and self._on_pages:
             self._on_pages(message)
         elif isinstance(message, Gone):
@@ -398,16 +398,16 @@ class EngineClient:
             what = "The client does not read: too much of the response waits for it."
             self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
 
-    def _tell(self, batch: list[Event]) -> None:
+    def _report(self, batch: list[Event]) -> None:
         for event in batch:
             if isinstance(event, events.StepDone):
                 self._longest_step_s = max(event.duration_s, _FORGET_LONGEST * self._longest_step_s)
             elif isinstance(event, events.Finished | events.Aborted):
-                self._told.discard(event.request_id)
+                self._reported.discard(event.request_id)
             elif isinstance(event, events.Submitted | events.Admitted):
                 pending = self._pending.get(event.request_id.partition(":")[0])  # after it: the sample
                 if isinstance(event, events.Submitted):
-                    self._told.add(event.request_id)
+                    self._reported.add(event.request_id)
                 if pending is not None and pending.is_submitted:
                     pending.is_known = True
                     pending.is_admitted |= isinstance(event, events.Admitted)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tidemill.config import EngineOptions
 from tidemill.engine.client import STALL_S, EngineClient
@@ -106,21 +107,7 @@ async def serve(
         name = options.served_name or options.model
         service = Service(client, tokenizer, name, metrics, explainer, live)
         batches = Batches(service, data, access.knows, log)
-        app = create_app(service, access, data, batches, log)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=type("Protocol", (BoundedProtocol,), {"limits": Connections(_max_connections())}),
-                ws="none",
-                log_level="error",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                headers=[("keep-alive", f"timeout={KEEP_ALIVE_S:.0f}")],
-                timeout_keep_alive=int(KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S),
-                timeout_graceful_shutdown=_GRACE_S,
-            )
-        )
+        server = _http_server(create_app(service, access, data, batches, log))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.02)
@@ -128,13 +115,7 @@ async def serve(
             await batches.resume()
             if on_ready:
                 on_ready(ready, listening.getsockname()[1])
-        giving_up = asyncio.create_task(client.gave_up.wait())
-        await asyncio.wait([serving, giving_up], return_when=asyncio.FIRST_COMPLETED)
-        giving_up.cancel()
-        server.should_exit = True
-        await serving
-        if client.death:
-            raise EngineDead(client.death, fix="See the messages above; the server ends, so that it can be started again.")
+        await _until_served(server, serving, client)
     finally:
         if batches is not None:
             await batches.stop()
@@ -145,6 +126,34 @@ async def serve(
         listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def _http_server(app: ASGIApp) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=type("Protocol", (BoundedProtocol,), {"limits": Connections(_max_connections())}),
+            ws="none",
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            headers=[("keep-alive", f"timeout={KEEP_ALIVE_S:.0f}")],
+            timeout_keep_alive=int(KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S),
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+
+
+async def _until_served(server: _Server, serving: asyncio.Task[None], client: EngineClient) -> None:
+    """Until the server has stopped. Without an engine it stops with an error: whatever started this process starts it again."""
+    giving_up = asyncio.create_task(client.gave_up.wait())
+    await asyncio.wait([serving, giving_up], return_when=asyncio.FIRST_COMPLETED)
+    giving_up.cancel()
+    server.should_exit = True
+    await serving
+    if client.death:
+        raise EngineDead(client.death, fix="The messages above say more. The server ends, so that it can be started again.")
 
 
 async def _drain(service: Service, batches: Batches, server: _Server, seconds: float) -> None:

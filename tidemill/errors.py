@@ -67,6 +67,13 @@ class Cancelled(TidemillError):
     status = 499
 
 
+class ClientTooSlow(TidemillError):
+    """The client did not read its response while the backlog of it grew beyond the bound."""
+
+    kind = "client_too_slow"
+    status = 408
+
+
 class ModelFailed(TidemillError):
     """The model's own numbers broke down on this request."""
 
@@ -111,6 +118,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         Draining,
         DeadlineExceeded,
         Cancelled,
+        ClientTooSlow,
         ModelFailed,
         ConfigError,
         ModelNotFound,

@@ -104,6 +104,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     model: ModelConfig
     config: EngineConfig
+    step_s: float = 0.0  # a step of one token takes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +115,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     fix: str = ""
     param: str | None = None
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """An Abort was carried out: nothing more comes of what was submitted under this id before it."""
+
+    request_id: str
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +136,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     took_s: float  # to collect, while no step was made
 
 
-FromEngine: TypeAlias = Loading | Ready | Refused | StepOutput | Pages
+FromEngine: TypeAlias = Loading | Ready | Refused | Gone | StepOutput | Pages
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -1,28 +1,43 @@
-"""The client watches over its engine."""
+"""The client supervises its engine: real engine processes that are stopped, killed, or killed by what they are asked."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import tempfile
 from contextlib import aclosing
 
 import pytest
 
+from tests.fragile import DEADLY, GATED, Fragile
 from tidemill.config import EngineOptions
 from tidemill.engine import client as client_module
+from tidemill.engine import inbox as inbox_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
-from tidemill.errors import Cancelled, DeadlineExceeded, EngineDead
+from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead
 from tidemill.events import Aborted, EngineRestarted, Finished, Submitted
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
 
+LONG_S = 240.0  # for states that a test waits for: far more than they take
 
-async def collect(client, name, length=40, n=1, timeout_s=None, **params):
+
+async def until(state):
+    async with asyncio.timeout(LONG_S):
+        while not state():
+            await asyncio.sleep(0.001)
+
+
+def request(name, length=40, prompt=(1, 2, 3), **params):
+    return Submit(name, list(prompt), SamplingParams(max_tokens=length, ignore_eos=True, **params))
+
+
+async def collect(client, name, length=40, n=1, timeout_s=None, prompt=(1, 2, 3), **params):
     tokens, ends = [[] for _ in range(n)], [None] * n
-    request = Submit(name, [1, 2, 3], SamplingParams(max_tokens=length, ignore_eos=True, n=n, **params))
-    async with aclosing(client.submit(request, timeout_s)) as deltas:
+    async with aclosing(client.submit(request(name, length, prompt, n=n, **params), timeout_s)) as deltas:
         async for delta in deltas:
             assert ends[delta.index] is None
             tokens[delta.index] += delta.token_ids
@@ -44,38 +59,61 @@ def run(test, folder, **settings):
     asyncio.run(whole())
 
 
+@pytest.fixture
+def fragile(tmp_path, monkeypatch):
+    return Fragile(tmp_path, monkeypatch)
+
+
 def test_a_stalled_engine_is_replaced_and_samples_go_on_as_they_were(tiny_folder):
     async def test(client, seen):
         undisturbed = await collect(client, "before", n=3, seed=5, length=300)
         going = asyncio.create_task(collect(client, "after", n=3, seed=5, length=300))
-        while not any(client._pending["after"].outputs if "after" in client._pending else ()):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(client._pending["after"].outputs if "after" in client._pending else ()))
         os.kill(client._link._process.pid, signal.SIGSTOP)
-        assert await asyncio.wait_for(going, 30) == undisturbed
-        (restarted,) = [event for event in seen if isinstance(event, EngineRestarted)]
-        assert "no step in 1 s" in restarted.reason
-        assert client.num_restarts == 1
+        assert await asyncio.wait_for(going, LONG_S) == undisturbed
+        assert "no step in" in next(event for event in seen if isinstance(event, EngineRestarted)).reason
         assert not client.num_pending
 
     run(test, tiny_folder, stall_s=1.0)
 
 
-def test_an_engine_that_is_done_is_not_taken_for_a_stalled_one(tiny_folder):
-    """A client reads slowly what was computed long ago."""
+def test_idle_time_does_not_count_as_a_stall(tiny_folder, fragile):
+    """A client reads slowly what was computed long ago; then a step takes long. The engine had no work in between."""
 
     async def test(client, seen):
-        request = Submit("slow", [1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True, n=2, seed=1))
-        async with aclosing(client.submit(request)) as deltas:
+        async with aclosing(client.submit(request("slow", 5, n=2, seed=1))) as deltas:
             first = await anext(deltas)
-            await asyncio.sleep(2.5)
+            await until(lambda: client._pending["slow"].is_over)
+            await asyncio.sleep(5 * client_module._WATCH_EVERY_S)
+            assert client._stalled_s == 0
+            going = asyncio.create_task(collect(client, "gated", prompt=[GATED, 0]))
+            await until(lambda: client._stalled_s > 0)
+            assert client._stalled_s <= 2 * client_module._WATCH_EVERY_S
+            fragile.open_gate()
+            await going
             rest = [delta async for delta in deltas]
         assert sum(len(delta.token_ids) for delta in [first, *rest]) == 10
         assert client.num_restarts == 0
 
-    run(test, tiny_folder, stall_s=0.5)
+    run(test, tiny_folder)
 
 
-def test_people_are_tried_before_batches():
+def test_a_stall_takes_longer_where_steps_take_longer(tiny_folder, fragile):
+    async def test(client, _):
+        config, step_s = client.ready.config, client.ready.step_s
+        assert client.stall_limit_s == max(1.0, config.token_budget * step_s) > 0
+        going = asyncio.create_task(collect(client, "gated", 1, prompt=[GATED, 0]))
+        await until(lambda: "gated" in client._pending and client._pending["gated"].is_admitted)
+        await asyncio.sleep(0.3)  # the step takes at least this long
+        fragile.open_gate()
+        await going
+        await until(lambda: client._longest_step_s > 0)
+        assert client.stall_limit_s >= 20 * client._longest_step_s > 20 * 0.1
+
+    run(test, tiny_folder, stall_s=1.0)
+
+
+def test_suspects_of_people_are_tried_before_those_of_batches():
     pending = [
         client_module._Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
         for name, priority, num in (("batch", BACKGROUND, 1), ("late", 5, 2), ("person", 0, 2), ("first", 3, 1))
@@ -88,33 +126,48 @@ def test_people_are_tried_before_batches():
     ]
 
 
-def test_a_request_that_kills_engines_is_given_up_alone(tiny_folder, monkeypatch):
-    class Fragile(EngineLink):
-        def send(self, message):
-            super().send(message)
-            if isinstance(message, Submit) and message.request_id == "poison":
-                self.kill()
+def test_requests_that_kill_engines_are_given_up_alone(tiny_folder, fragile):
+    """Two of them kill engine after engine before any step; others finish, and what was only queued is not suspected."""
 
     async def test(client, seen):
+        undisturbed = await collect(client, "before", temperature=0)
         other = asyncio.create_task(collect(client, "other", temperature=0))
-        with pytest.raises(EngineDead, match="failed 3 times at this request"):
-            await collect(client, "poison")
-        assert len((await asyncio.wait_for(other, 60))[0]) == 40
+        poison = [asyncio.create_task(collect(client, f"poison-{i}", prompt=[DEADLY, i])) for i in range(2)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*poison, return_exceptions=True), LONG_S)
+        assert all(isinstance(one, EngineDead) and "failed 3 times at this request" in str(one) for one in outcomes)
+        assert await asyncio.wait_for(other, LONG_S) == undisturbed
         assert client.alive
+        assert client.num_restarts > client_module.MAX_FAILED_STARTS
         told = [event.request_id for event in seen if isinstance(event, Submitted)]
         assert len(told) == len(set(told))  # however often they were submitted
 
-    monkeypatch.setattr(client_module, "EngineLink", Fragile)
+    run(test, tiny_folder)
+
+
+def test_what_is_only_queued_is_no_suspect(tiny_folder, fragile):
+    async def test(client, _):
+        full = client.ready.config.max_requests
+        gated = asyncio.create_task(collect(client, "gated", n=full, prompt=[GATED, 1]))
+        await until(lambda: "gated" in client._pending and client._pending["gated"].has_token)
+        queued = asyncio.create_task(collect(client, "queued"))
+        await until(lambda: "queued" in client._pending and client._pending["queued"].is_submitted)
+        client._link.kill()
+        await until(lambda: client.num_restarts == 1)
+        assert client._pending["queued"].num_deaths == 0
+        assert client._pending["queued"].is_submitted
+        fragile.open_gate()
+        await gated
+        await queued
+
     run(test, tiny_folder)
 
 
 def test_deadline_and_cancellation(tiny_folder):
     async def test(client, _):
         with pytest.raises(DeadlineExceeded, match=r"0\.05 s are over"):
-            await collect(client, "slow", length=400, timeout_s=0.05)
-        going = asyncio.create_task(collect(client, "long", length=400))
-        while not client.num_pending:
-            await asyncio.sleep(0)
+            await collect(client, "slow", length=400, n=16, timeout_s=0.05)
+        going = asyncio.create_task(collect(client, "long", length=400, n=16))
+        await until(lambda: client.num_pending)
         assert client.cancel("long", Cancelled("enough"))
         with pytest.raises(Cancelled, match="enough"):
             await going
@@ -124,43 +177,135 @@ def test_deadline_and_cancellation(tiny_folder):
     run(test, tiny_folder)
 
 
-def test_an_engine_that_cannot_come_back_is_told(tiny_folder, monkeypatch):
-    async def test(client, _):
-        monkeypatch.setattr(client_module, "_MAX_RESTARTS", 1)
-
-        async def fail(self, options, on_loading=None):
-            raise EngineDead("no memory")
-
-        monkeypatch.setattr(EngineLink, "start", fail)
-        going = asyncio.create_task(collect(client, "x", length=400))
-        await asyncio.sleep(0.05)
-        client._link.kill()
-        with pytest.raises(EngineDead, match="no memory"):
-            await asyncio.wait_for(going, 10)
-        assert not client.alive
-        with pytest.raises(EngineDead):
-            await collect(client, "y")
+@pytest.mark.parametrize("how", ["deadline", "cancellation"])
+def test_a_request_that_nobody_reads_is_aborted_at_once(tiny_folder, fragile, how):
+    async def test(client, seen):
+        deltas = client.submit(request("unread", 400, [GATED, 2]), 0.5 if how == "deadline" else None)
+        reading = asyncio.create_task(anext(deltas))  # and no more
+        await until(lambda: "unread" in client._pending)
+        if how == "cancellation":
+            assert client.cancel("unread", Cancelled("enough"))
+        await until(lambda: not client.num_pending)
+        fragile.open_gate()
+        await until(lambda: any(isinstance(event, Aborted) for event in seen))
+        with contextlib.suppress(DeadlineExceeded, Cancelled):
+            await reading  # a delta may have come in time, but then no second one
+            with pytest.raises(DeadlineExceeded if how == "deadline" else Cancelled):
+                await anext(deltas)
+        assert not any(isinstance(event, Finished) for event in seen)
 
     run(test, tiny_folder)
 
 
-def test_who_comes_and_goes_while_there_is_no_engine(tiny_folder):
+def test_a_reader_that_stops_has_a_bounded_backlog(tiny_folder, monkeypatch):
+    async def test(client, seen):
+        async with aclosing(client.submit(request("unread", 400, n=4, logprobs=5))) as deltas:
+            await anext(deltas)
+            await until(lambda: any(isinstance(event, Aborted) for event in seen))
+            with pytest.raises(ClientTooSlow, match="does not read"):
+                async for _ in deltas:
+                    pass
+        assert not any(isinstance(event, Finished) for event in seen)
+        assert len((await collect(client, "next", length=400, n=4, logprobs=5))[3]) == 400  # as much, but read
+
+    monkeypatch.setattr(inbox_module, "MAX_CELLS", 1000)
+    run(test, tiny_folder)
+
+
+def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(tiny_folder, fragile):
+    async def test(client, _):
+        expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
+        deltas = client.submit(request("same", 400, [GATED, 2]))
+        await anext(deltas)
+        await until(lambda: len(client._pending["same"].outputs[0]) == 18)  # the engine waits inside of the next step
+        await deltas.aclose()
+        going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
+        await until(lambda: "same" in client._pending)
+        fragile.open_gate()
+        assert await going == expected
+
+    run(test, tiny_folder)
+
+
+def test_an_engine_that_cannot_be_started_again_is_given_up(tiny_folder, monkeypatch):
+    async def test(client, _):
+        async def fail(self, options, on_loading=None, within_s=None):
+            raise EngineDead("no memory")
+
+        monkeypatch.setattr(EngineLink, "start", fail)
+        going = asyncio.create_task(collect(client, "x", length=400, n=16))
+        await until(lambda: client.num_pending)
+        client._link.kill()
+        with pytest.raises(EngineDead, match="3 times in a row: no memory"):
+            await asyncio.wait_for(going, LONG_S)
+        assert not client.alive
+        assert client.gave_up.is_set()
+        with pytest.raises(EngineDead):
+            await collect(client, "y")
+
+    monkeypatch.setattr(client_module, "_FIRST_DELAY_S", 0.01)
+    run(test, tiny_folder)
+
+
+def test_what_this_process_lacks_for_a_restart_is_waited_for(tiny_folder, monkeypatch, tmp_path, caplog):
+    """The temporary folder is gone for longer than an engine may fail to start."""
+
+    async def test(client, _):
+        going = asyncio.create_task(collect(client, "x", length=400))
+        await until(lambda: client.num_pending)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        client._link.kill()
+        await until(lambda: caplog.text.count("could not be started again") > client_module.MAX_FAILED_STARTS)
+        assert client.alive
+        (tmp_path / "gone").mkdir()
+        assert len((await asyncio.wait_for(going, LONG_S))[0]) == 400
+
+    monkeypatch.setattr(client_module, "_FIRST_DELAY_S", 0.01)
+    run(test, tiny_folder)
+
+
+def test_a_start_without_progress_fails(tiny_folder):
+    async def test():
+        link = EngineLink()
+        starting = asyncio.create_task(link.start(EngineOptions(model=str(tiny_folder), threads=1), within_s=0.5))
+        await until(lambda: link._process is not None)
+        os.kill(link._process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(EngineDead, match=r"no progress in 0\.5 s"):
+                await asyncio.wait_for(starting, LONG_S)
+        finally:
+            await link.close()
+
+    asyncio.run(test())
+
+
+def test_a_restart_keeps_the_configuration_of_the_first_start(tiny_folder, fragile):
+    async def test(client, _):
+        first = client.ready.config
+        fragile.set_available_bytes(first.weight_bytes + first.activation_bytes + first.kv_bytes // 2)
+        client._link.kill()
+        await until(lambda: client.num_restarts == 1)
+        second = client.ready.config
+        for name in ("device", "dtype", "page_size", "num_pages", "max_context", "max_requests", "token_budget", "kv_bytes"):
+            assert getattr(second, name) == getattr(first, name)
+
+    run(test, tiny_folder)
+
+
+def test_requests_that_come_and_go_while_there_is_no_engine(tiny_folder):
     """What comes then is no suspect; what goes then is accounted for."""
 
     async def test(client, seen):
         left = asyncio.create_task(collect(client, "left", n=2, length=400))
-        while not any(isinstance(event, Submitted) for event in seen):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(isinstance(event, Submitted) for event in seen))
         client._link.kill()
-        while client._link is not None:
-            await asyncio.sleep(0.001)
+        await until(lambda: client._link is None)
         left.cancel()
         came = asyncio.create_task(collect(client, "came", temperature=0))
         await asyncio.sleep(0)
         assert not client._pending["came"].is_submitted
-        while client._link is None:
-            await asyncio.sleep(0.01)
-        assert client._pending["came"].num_deaths == 0
+        await until(lambda: client._link is not None)
+        assert "came" not in client._pending or client._pending["came"].num_deaths == 0
         await came
         begun = sorted(event.request_id for event in seen if isinstance(event, Submitted))
         ended = sorted(event.request_id for event in seen if isinstance(event, Finished | Aborted))

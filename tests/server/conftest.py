@@ -47,7 +47,7 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def wait(self) -> Server:
-        for _ in range(600):
+        for _ in range(2400):
             assert self.process.poll() is None, self.process.stdout.read()
             try:
                 if httpx.get(f"{self.url}/health").status_code == 200:
@@ -73,7 +73,7 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(20)
+            return self.process.wait(240)
         finally:
             self.process.kill()
 

@@ -1,17 +1,19 @@
-"""EngineClient: requests to an engine process that is watched over. Loads no torch.
+"""EngineClient: requests to an engine process that it supervises. Loads no torch.
 
-If the process dies, or makes no progress though it has work, it is started anew and every request under way is submitted
-again: with its seed, and with the tokens that were already delivered as the beginning of its answer. Noise is a function of
-(seed, position) and rows are independent of their batch, so the continuation is the one that would have come.
+If the process dies, or makes no step though it has work, it is started again and every request under way is submitted again: with
+its seed, and with the tokens that were already delivered as a prefix of its output. Noise is a function of (seed, position) and
+sequences are independent of their batch, so the continuation is the one that would have come.
 
-A request that had not got a token out of the engine that died may be what killed it. Such suspects are tried one at a time,
-beside those that are beyond doubt, so that the guilty one is given up alone.
+A request that was admitted and had not got a token out of the engine that died may have caused it. Such suspects are tried one at
+a time, beside those that are beyond doubt, so that the one that kills engines is given up alone. The engine is given up only if
+it cannot be started several times in a row.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -21,10 +23,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineOptions
+from tidemill.config import EngineConfig, EngineOptions
+from tidemill.engine import inbox
 from tidemill.engine.inbox import Inbox
-from tidemill.engine.link import EngineLink, error_from
-from tidemill.errors import DeadlineExceeded, EngineDead, TidemillError
+from tidemill.engine.link import START_S, EngineLink, error_from
+from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import (
@@ -32,6 +35,7 @@ from tidemill.wire import (
     Delta,
     Finish,
     FromEngine,
+    Gone,
     Loading,
     Pages,
     Ready,
@@ -43,35 +47,46 @@ from tidemill.wire import (
     ToEngine,
 )
 
-MAX_DEATHS = 3  # of engines under a request without a token from it, before it is given up
-_MAX_RESTARTS = 3  # in a row that do not get to work
+STALL_S = 60.0
+MAX_DEATHS = 3  # of engines at a request, without a token from them, before it is given up
+MAX_FAILED_STARTS = 3  # in a row, before the engine is given up
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0  # between two attempts to start
 _WATCH_EVERY_S = 0.5
+_STALL_STEPS = 20  # a stalled engine has taken as long as this many of the longest steps
+_FORGET_LONGEST = 0.99  # per step
 _log = logging.getLogger("tidemill.engine")
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request under way: what it would take to ask for the rest of it."""
+    """A request under way: what it takes to submit the rest of it again."""
 
     request: Submit
     inbox: Inbox
     outputs: list[list[int]]  # delivered, by sample
-    over: set[int] = field(default_factory=set)  # samples that have ended
-    is_submitted: bool = True  # to the engine there is now
-    has_told: bool = False  # it got a token out of it
-    num_deaths: int = 0  # of engines that did not give it a token
-    is_known: bool = False  # an engine has told of it
+    over: set[int] = field(default_factory=set)  # samples that have ended, here or in the engine
+    num_finished: int = 0  # samples of which the engine sends nothing more
+    is_submitted: bool = False  # to the current engine
+    is_admitted: bool = False  # by it
+    has_token: bool = False  # from it
+    num_deaths: int = 0  # of engines that may have died of it
+    is_known: bool = False  # an engine has reported it as submitted
 
     @property
     def is_over(self) -> bool:
-        """The engine is done with it, if not its reader."""
+        """Nothing more is computed of it; its reader may still be behind."""
         return len(self.over) == len(self.outputs)
 
     @property
     def trial_rank(self) -> tuple[bool, int, int]:
-        """Suspects are tried in this order: batches after people, and who has seen fewer deaths first."""
+        """Suspects are tried in this order: the background last, and those that have seen fewer deaths first."""
         priority = self.request.priority
         return priority >= BACKGROUND, self.num_deaths, priority
+
+    @property
+    def may_have_killed(self) -> bool:
+        """It was computed, or its grammar compiled, without a token so far."""
+        return self.is_submitted and not self.has_token and (self.is_admitted or self.request.params.grammar is not None)
 
     def again(self) -> Submit:
         if not self.is_known:
@@ -86,27 +101,34 @@ class EngineClient:
     def __init__(
         self,
         on_events: Callable[[list[Event]], None] | None = None,
-        stall_s: float = 60.0,
+        stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
+        start_s: float = START_S,
     ) -> None:
+        """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
+        `start_s`: without progress, after which a start has failed."""
         self._on_events = on_events
         self._on_pages = on_pages
-        self._stall_s = stall_s
+        self._stall_s, self._start_s = stall_s, start_s
         self._pending: dict[str, _Pending] = {}
-        self._link: EngineLink | None = None  # None: there is none at the moment
+        self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
+        self._link: EngineLink | None = None  # None: there is no engine at the moment
         self._supervisor: asyncio.Task[None] | None = None
-        self._death = ""  # why there will be none any more
-        self._last_sign_s = 0.0  # of progress
+        self._last_step_s = 0.0  # when it was reported
+        self._longest_step_s = 0.0  # of late
+        self._stalled_s = 0.0  # for how long the engine has had work and made no step
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
-        self._told: set[str] = set()  # samples that an engine has told the beginning of, and none the end
+        self._reported: set[str] = set()  # samples that an engine has reported as submitted, and none as ended
+        self.death = ""  # why there will be no engine any more
+        self.gave_up = asyncio.Event()
         self.num_restarts = 0
         self.ready: Ready | None = None
 
     @property
     def alive(self) -> bool:
-        """An engine is there, or on its way back."""
-        return not self._death and self.ready is not None
+        """There is an engine, or it is being started again."""
+        return not self.death and self.ready is not None
 
     @property
     def working(self) -> bool:
@@ -114,20 +136,22 @@ class EngineClient:
 
     @property
     def last_step_s(self) -> float:
-        """Since when no step has been heard of, in seconds."""
-        return time.monotonic() - self._last_sign_s
+        """Seconds since a step was reported."""
+        return time.monotonic() - self._last_step_s
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         """Raises what went wrong, if anything does."""
         link = EngineLink()
         try:
-            self.ready = await link.start(options, on_loading)
-        except BaseException:
+            self.ready = await link.start(options, on_loading, self._start_s)
+        except BaseException as error:
             await link.close()
+            if isinstance(error, OSError):
+                raise EngineDead(f"The engine process cannot be started: {error}.") from error
             raise
         self._link = link
-        self._last_sign_s = time.monotonic()
-        self._supervisor = asyncio.create_task(self._supervise(options))
+        self._last_step_s = time.monotonic()
+        self._supervisor = asyncio.create_task(self._supervise(_settled(options, self.ready.config)))
         return self.ready
 
     @property
@@ -138,47 +162,33 @@ class EngineClient:
         """Deltas of all samples, until each has finished. `timeout_s`: from now until the last."""
         if request.request_id in self._pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
-        if self._death or self.ready is None:
-            raise EngineDead(self._death or "The engine is not running.", fix="Restart the server.")
+        if self.death or self.ready is None:
+            raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)])
-        pending.is_submitted = self._link is not None  # what comes while there is none cannot have harmed one
-        if not self._pending:
-            self._last_sign_s = time.monotonic()  # it had nothing to do until now
         self._pending[request.request_id] = pending
         num_left = request.params.n
-        too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.") if timeout_s is not None else None
-        loop = asyncio.get_running_loop()
-        alarm = None if too_late is None else loop.call_later(timeout_s or 0, pending.inbox.put, too_late)
+        alarm = None
+        if timeout_s is not None:
+            too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.")
+            alarm = asyncio.get_running_loop().call_later(timeout_s, self._end, pending, too_late)
         try:
-            self._send(request)
+            if request.request_id not in self._leaving:
+                self._submit(pending)
             while num_left:
-                item = await pending.inbox.take()
-                if isinstance(item, TidemillError):
-                    num_left = 0
-                    raise item
-                num_left -= item.finish_reason is not None
-                yield item
-        except TidemillError as error:
-            if request.request_id in self._pending:
-                self._send(Abort(request.request_id, error.kind))
-            raise
+                delta = await pending.inbox.take()
+                num_left -= delta.finish_reason is not None
+                yield delta
         finally:
             if alarm is not None:
                 alarm.cancel()
-            self._pending.pop(request.request_id, None)
-            if num_left:
-                self._send(Abort(request.request_id, "client left"))
-            if not pending.is_submitted:  # the engine there is now knows nothing of it
-                self._tell_lost(name for name in list(self._told) if name.partition(":")[0] == request.request_id)
-            if self._on_trial == request.request_id:
-                self._try_next()
+            self._end(pending)
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
-        """End a request; its stream raises `why`. False: there is none of that name."""
+        """Abort a request; its stream raises `why`. False: there is none of that id."""
         pending = self._pending.get(request_id)
         if pending is not None:
-            pending.inbox.put(why)
+            self._end(pending, why)
         return pending is not None
 
     def finish(self, request_id: str, index: int) -> None:
@@ -188,11 +198,33 @@ class EngineClient:
         self._send(Finish(request_id, index))
 
     def ask_pages(self) -> None:
-        """`on_pages` is told who holds which page: after the step under way, or never, if the engine is lost first."""
+        """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
         self._send(ShowPages())
 
+    def _submit(self, pending: _Pending) -> None:
+        """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
+        if self._link is not None:
+            pending.is_submitted = True
+            self._send(pending.again())
+
+    def _end(self, pending: _Pending, why: TidemillError | None = None) -> None:
+        """Take a request off the list, abort what the engine still computes of it, at once, and have its stream raise `why`. No
+        effect on one that has ended."""
+        request_id = pending.request.request_id
+        if self._pending.get(request_id) is not pending:
+            return
+        del self._pending[request_id]
+        if why is not None:
+            pending.inbox.fail(why)
+        if pending.is_submitted and pending.num_finished < len(pending.outputs):
+            self._leaving.add(request_id)
+            self._send(Abort(request_id, "client left" if why is None else why.kind))
+        if not pending.is_submitted:  # the current engine knows nothing of it
+            self._report_lost(name for name in list(self._reported) if name.partition(":")[0] == request_id)
+        if self._on_trial == request_id:
+            self._try_next()
+
     def _send(self, message: ToEngine) -> None:
-        """While there is no engine, nothing is lost: the next one is told what is pending."""
         if self._link is not None:
             with contextlib.suppress(EngineDead):  # the supervisor will notice, too
                 self._link.send(message)
@@ -208,85 +240,109 @@ class EngineClient:
         if link is not None:
             await link.close()
 
-    # ---- watching over it
+    # ---- supervision
 
     async def _supervise(self, options: EngineOptions) -> None:
-        num_failed = 0
         try:
-            while num_failed < _MAX_RESTARTS:
-                if self._link is not None:
-                    began = time.monotonic()
-                    why = await self._until_it_ends(self._link)
-                    num_failed = num_failed + 1 if self._last_sign_s <= began else 0
-                    _log.error("the engine is gone: %s", why)
-                    link, self._link = self._link, None
-                    await link.close()
-                link = EngineLink()
-                try:
-                    self.ready = await link.start(options)
-                except TidemillError as error:
-                    num_failed, why = num_failed + 1, str(error)
-                    _log.error("the engine could not be started again: %s", why)
-                    await link.close()
-                    await asyncio.sleep(num_failed)
-                    continue
-                except BaseException:
-                    await link.close()
-                    raise
-                self._resume(link, why)
-            self._give_up(f"The engine failed {num_failed} times in a row: {why}")
+            while True:
+                assert self._link is not None
+                why = await self._until_it_ends(self._link)
+                _log.error("the engine is gone: %s", why)
+                link, self._link = self._link, None
+                await link.close()
+                self._resume(await self._start_again(options), why)
+        except TidemillError as error:
+            self._give_up(error.message)
         except Exception as error:
             _log.exception("the supervisor failed")
-            self._give_up(f"The engine cannot be watched any more: {type(error).__name__}.")
+            self._give_up(f"The engine cannot be supervised any more: {type(error).__name__}.")
+
+    async def _start_again(self, options: EngineOptions) -> EngineLink:
+        """Raises if the engine fails to start several times in a row. What this process lacks may come back, so an OSError is
+        retried for as long as it takes."""
+        num_failed, delay_s = 0, _FIRST_DELAY_S
+        while True:
+            link = EngineLink()
+            try:
+                self.ready = await link.start(options, within_s=self._start_s)
+                return link
+            except (TidemillError, OSError) as error:
+                _log.error("the engine could not be started again: %s", error)
+                await link.close()
+                num_failed += isinstance(error, TidemillError)
+                if num_failed == MAX_FAILED_STARTS:
+                    raise EngineDead(f"The engine could not be started {num_failed} times in a row: {error}") from error
+            except BaseException:
+                await link.close()
+                raise
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
     async def _until_it_ends(self, link: EngineLink) -> str:
+        """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
+        been the one that stood still."""
         reading = asyncio.create_task(link.read(self._take))
+        self._stalled_s = 0.0
         try:
             while True:
                 done, _ = await asyncio.wait([reading], timeout=_WATCH_EVERY_S)
                 if done:
                     if reading.exception() is not None:
                         return f"its messages cannot be read: {type(reading.exception()).__name__}"
-                    return link.last_words
-                has_work = any(not pending.is_over for pending in self._pending.values())
-                if self.last_step_s > self._stall_s and has_work:
+                    return link.last_error
+                has_work = any(pending.is_submitted and not pending.is_over for pending in self._pending.values())
+                self._stalled_s = self._stalled_s + _WATCH_EVERY_S if has_work else 0.0
+                if self._stalled_s > self.stall_limit_s:
                     link.kill()
-                    return f"no step in {self._stall_s:.0f} s though requests are under way"
+                    return f"no step in {self.stall_limit_s:.0f} s though requests are under way"
         finally:
             reading.cancel()
 
+    @property
+    def stall_limit_s(self) -> float:
+        """A step takes at most as long as its tokens one by one; those that were seen may have taken longer."""
+        assert self.ready is not None
+        longest_s = max(_STALL_STEPS * self._longest_step_s, self.ready.config.token_budget * self.ready.step_s)
+        return max(self._stall_s, longest_s)
+
     def _resume(self, link: EngineLink, why: str) -> None:
         """What was under way goes on in the new engine."""
-        self._link, self._last_sign_s = link, time.monotonic()
+        self._link, self._last_step_s = link, time.monotonic()
         self.num_restarts += 1
+        self._leaving.clear()
         self._suspects.clear()
-        for request_id, pending in list(self._pending.items()):
-            if pending.is_over:
-                continue
-            if pending.is_submitted:
-                pending.num_deaths = 0 if pending.has_told else pending.num_deaths + 1
-            pending.is_submitted = pending.has_told = False
+        self._on_trial = None
+        under_way = [pending for pending in self._pending.values() if not pending.is_over]
+        if not any(pending.is_admitted or pending.has_token for pending in under_way):
+            for pending in under_way:  # it died before it could say which it had begun with
+                pending.is_admitted = pending.is_submitted
+        suspects = []
+        for pending in under_way:
+            if pending.may_have_killed:
+                pending.num_deaths += 1
+            elif pending.has_token:
+                pending.num_deaths = 0
+            pending.is_submitted = pending.is_admitted = pending.has_token = False
             if pending.num_deaths >= MAX_DEATHS:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
-                pending.inbox.put(EngineDead(what, fix="Try again, perhaps with a smaller request."))
-                del self._pending[request_id]
+                self._end(pending, EngineDead(what, fix="Try again, perhaps with a smaller request."))
             elif pending.num_deaths:
-                self._suspects.append(request_id)
+                suspects.append(pending)
             else:
-                self._submit_again(pending)
-        self._tell_lost(list(self._told))
-        self._suspects = deque(sorted(self._suspects, key=lambda name: self._pending[name].trial_rank))
-        self._tell([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
+                self._submit(pending)
+        self._report_lost(list(self._reported))
+        self._suspects = deque(one.request.request_id for one in sorted(suspects, key=lambda one: one.trial_rank))
+        self._report([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
         self._try_next()
 
-    def _tell_lost(self, names: Iterable[str]) -> None:
-        """Of samples that have ended, but not in an engine that lived to tell."""
+    def _report_lost(self, names: Iterable[str]) -> None:
+        """Report samples as aborted that have ended, but not in an engine that lived to report it."""
         for name in names:
             request_id, _, index = name.partition(":")
             pending = self._pending.get(request_id)
             if pending is None or int(index or 0) in pending.over:
                 num_output = 0 if pending is None else len(pending.outputs[int(index or 0)])
-                self._tell([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
+                self._report([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
 
     def _try_next(self) -> None:
         self._on_trial = None
@@ -295,50 +351,83 @@ class EngineClient:
             pending = self._pending.get(request_id)
             if pending is not None and not pending.is_over:
                 self._on_trial = request_id
-                self._submit_again(pending)
-
-    def _submit_again(self, pending: _Pending) -> None:
-        pending.is_submitted = True
-        self._send(pending.again())
+                self._submit(pending)
 
     def _give_up(self, why: str) -> None:
-        self._death = self._death or why
-        for pending in self._pending.values():
-            pending.inbox.put(EngineDead(self._death, fix="Restart the server."))
+        self.death = self.death or why
+        for pending in list(self._pending.values()):
+            if not pending.is_over:  # what was computed in full may still be read
+                self._end(pending, EngineDead(self.death, fix="Restart the server."))
+        self.gave_up.set()
 
-    # ---- what it says
+    # ---- messages from the engine
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self._last_sign_s = time.monotonic()
+            self._last_step_s, self._stalled_s = time.monotonic(), 0.0
             for delta in message.deltas:
-                pending = self._pending.get(delta.request_id)
-                if pending is not None:
-                    pending.outputs[delta.index] += delta.token_ids
-                    pending.has_told = True
-                    if self._on_trial == delta.request_id:
-                        self._try_next()
-                    if delta.finish_reason:
-                        pending.over.add(delta.index)
-                    pending.inbox.put(delta)
+                self._take_delta(delta)
             if message.events:
-                self._tell(message.events)
+                self._report(message.events)
         elif isinstance(message, Pages) and self._on_pages:
             self._on_pages(message)
+        elif isinstance(message, Gone):
+            self._leaving.discard(message.request_id)
+            pending = self._pending.get(message.request_id)
+            if pending is not None and not pending.is_submitted:  # another took the id meanwhile
+                self._submit(pending)
         elif isinstance(message, Refused) and message.request_id in self._pending:
-            self._pending[message.request_id].inbox.put(error_from(message))
+            pending = self._pending[message.request_id]
+            if pending.is_submitted:
+                pending.num_finished = len(pending.outputs)
+                self._end(pending, error_from(message))
 
-    def _tell(self, batch: list[Event]) -> None:
+    def _take_delta(self, delta: Delta) -> None:
+        pending = self._pending.get(delta.request_id)
+        if pending is None or not pending.is_submitted:  # it has ended, and another may have its id
+            return
+        pending.outputs[delta.index] += delta.token_ids
+        pending.has_token = True
+        if self._on_trial == delta.request_id:
+            self._try_next()
+        if delta.finish_reason:
+            pending.over.add(delta.index)
+            pending.num_finished += 1
+        pending.inbox.put(delta)
+        if pending.inbox.num_cells > inbox.MAX_CELLS:
+            what = "The client does not read: too much of the response waits for it."
+            self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
+
+    def _report(self, batch: list[Event]) -> None:
         for event in batch:
-            if isinstance(event, events.Finished | events.Aborted):
-                self._told.discard(event.request_id)
-            elif isinstance(event, events.Submitted):
-                self._told.add(event.request_id)
+            if isinstance(event, events.StepDone):
+                self._longest_step_s = max(event.duration_s, _FORGET_LONGEST * self._longest_step_s)
+            elif isinstance(event, events.Finished | events.Aborted):
+                self._reported.discard(event.request_id)
+            elif isinstance(event, events.Submitted | events.Admitted):
                 pending = self._pending.get(event.request_id.partition(":")[0])  # after it: the sample
-                if pending is not None:
+                if isinstance(event, events.Submitted):
+                    self._reported.add(event.request_id)
+                if pending is not None and pending.is_submitted:
                     pending.is_known = True
+                    pending.is_admitted |= isinstance(event, events.Admitted)
         if self._on_events:
             try:
                 self._on_events(batch)
             except Exception:
                 _log.exception("a reader of events failed")
+
+
+def _settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
+    """What the first start resolved, for the next ones: memory that is taken for a moment must not make them smaller."""
+    return dataclasses.replace(
+        options,
+        device=config.device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        max_context=config.max_context,
+        max_requests=config.max_requests,
+        token_budget=config.token_budget,
+        kv_memory_bytes=config.kv_bytes,
+        threads=config.threads,
+    )

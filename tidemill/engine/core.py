@@ -59,6 +59,7 @@ class EngineCore:
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
+        self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @classmethod
     def load(
@@ -201,6 +202,8 @@ class EngineCore:
             started = self._clock.now()
             plan = self.scheduler.plan()
             if plan is not None:
+                if plan.new_rows and self.before_admitted_run:
+                    self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):

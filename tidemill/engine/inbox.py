@@ -1,4 +1,4 @@
-"""What has come for one request and has not been taken yet."""
+"""Inbox: the deltas of one request that its reader has not taken yet."""
 
 from __future__ import annotations
 
@@ -8,51 +8,76 @@ from collections import deque
 from tidemill.errors import TidemillError
 from tidemill.wire import Delta
 
+MAX_CELLS = 2**18  # of a backlog; about 100 bytes each
+PIECE_CELLS = 2**11  # of a piece that is taken at once
+_DELTA_CELLS = 2  # of a delta besides its contents
+
 
 class Inbox:
-    """One taker. Tokens of a sample that wait together are taken together: a server that falls behind catches up, since each
-    piece that it sends then holds more, and whoever reads slowly has less kept for them."""
+    """One reader. Deltas of a sample that wait together are taken together, in pieces of bounded size: a server that falls behind
+    catches up, since each piece that it sends then holds more tokens.
+
+    A backlog is counted in cells: tokens and log-probabilities. Those of the prompt come once and are bounded by the request, so
+    they do not count."""
 
     def __init__(self) -> None:
-        self._items: deque[Delta | TidemillError] = deque()
-        self._taker: asyncio.Future[None] | None = None
+        self._waiting: dict[int, deque[Delta]] = {}  # by sample; the first is taken next
+        self._error: TidemillError | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self.num_cells = 0
 
-    def put(self, item: Delta | TidemillError) -> None:
-        self._items.append(item)
-        if self._taker is not None and not self._taker.done():
-            self._taker.set_result(None)
+    def put(self, delta: Delta) -> None:
+        self._waiting.setdefault(delta.index, deque()).append(delta)
+        self.num_cells += cells(delta)
+        self._wake()
 
-    async def take(self) -> Delta | TidemillError:
-        while not self._items:
-            self._taker = asyncio.get_running_loop().create_future()
-            await self._taker
-        item = self._items.popleft()
-        return item if not self._items or isinstance(item, TidemillError) else self._joined(item)
+    def fail(self, error: TidemillError) -> None:
+        """The reader gets the error next; the backlog is dropped."""
+        self._error = error
+        self._waiting.clear()
+        self.num_cells = 0
+        self._wake()
 
-    def _joined(self, first: Delta) -> Delta:
-        """With what waits of the same sample, up to its end or an error. Samples keep their order, not that among them."""
-        parts, others = [first], list[Delta | TidemillError]()
-        while self._items and parts[-1].finish_reason is None:
-            item = self._items[0]
-            if isinstance(item, TidemillError):
-                break
-            self._items.popleft()
-            if item.index == first.index:
-                parts.append(item)
-            else:
-                others.append(item)
-        self._items.extendleft(reversed(others))
-        if len(parts) == 1:
-            return first
-        last = parts[-1]
-        return Delta(
-            first.request_id,
-            first.index,
-            [token for part in parts for token in part.token_ids],
-            last.finish_reason,
-            None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
-            first.prompt_logprobs,  # which come with the first token
-            last.num_cached,
-            last.timings,
-            last.embedding,
-        )
+    async def take(self) -> Delta:
+        """The next piece, or raise the error. Other tasks run between two pieces, however many wait."""
+        if self._waiting:
+            await asyncio.sleep(0)
+        while not self._waiting and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._error is not None:
+            raise self._error
+        index = next(iter(self._waiting))
+        waiting = self._waiting.pop(index)
+        parts = [waiting.popleft()]
+        num_cells = cells(parts[0])
+        while waiting and num_cells + cells(waiting[0]) <= PIECE_CELLS:
+            num_cells += cells(waiting[0])
+            parts.append(waiting.popleft())
+        if waiting:
+            self._waiting[index] = waiting  # behind the other samples
+        self.num_cells -= num_cells
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def cells(delta: Delta) -> int:
+    return _DELTA_CELLS + len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
+
+
+def _joined(parts: list[Delta]) -> Delta:
+    first, last = parts[0], parts[-1]
+    return Delta(
+        first.request_id,
+        first.index,
+        [token for part in parts for token in part.token_ids],
+        last.finish_reason,
+        None if first.logprobs is None else [entry for part in parts for entry in part.logprobs or ()],
+        first.prompt_logprobs,  # these and the embedding come with the first token
+        last.num_cached,
+        last.timings,
+        first.embedding,
+    )

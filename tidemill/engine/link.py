@@ -18,8 +18,9 @@ from tidemill.config import EngineOptions
 from tidemill.errors import ERRORS_BY_NAME, EngineDead, TidemillError
 from tidemill.wire import FromEngine, Loading, Ready, Refused, Shutdown, Start, ToEngine, decode_from_engine, encode
 
+START_S = 300.0  # without a sign of progress, after which a start has failed
 _STOP_S = 5.0
-_LAST_WORDS_S = 0.5
+_LAST_MESSAGES_S = 0.5  # on their way from a process that has ended
 _AT_ONCE = 16  # messages
 
 
@@ -30,34 +31,31 @@ class EngineLink:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._folder = tempfile.mkdtemp(prefix="tidemill-")  # mode 0700
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):
-            self._socket.setsockopt(option, 0)
+        self._folder = ""
+        self._socket: zmq.asyncio.Socket | None = None
         self._is_ready = False
-        self.last_words = ""  # of the process, before it ended
+        self.last_error = ""  # why the process ended
 
-    async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
-        """Spawn the process and wait until the model is loaded; raises what went wrong."""
-        endpoint = f"ipc://{self._folder}/engine.sock"
-        umask = os.umask(0o177)  # the socket file gets mode 0600
+    async def start(
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, within_s: float = START_S
+    ) -> Ready:
+        """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead if it ends or makes no
+        progress for `within_s`; OSError if this process lacks what it takes: file descriptors, a temporary folder."""
         try:
-            self._socket.bind(endpoint)
-        finally:
-            os.umask(umask)
-        # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
-        command = [sys.executable, "-P", "-m", self.module, endpoint]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
-        self._process = process
+            process, socket = await self._spawn()
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, str(error)) from error
         died = asyncio.create_task(process.wait())
-        starting = asyncio.ensure_future(self._socket.send(encode(Start(options))))  # waits until the process connects
+        starting = asyncio.ensure_future(socket.send(encode(Start(options))))  # waits until the process connects
         receiving = None
         try:
             while True:
-                receiving = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait([receiving, died], return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():  # its last message may still be on the way
-                    await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
+                receiving = asyncio.ensure_future(socket.recv())
+                done, _ = await asyncio.wait([receiving, died], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise EngineDead(f"The engine process made no progress in {within_s:g} s while starting.")
+                if not receiving.done():
+                    await asyncio.wait([receiving], timeout=_LAST_MESSAGES_S)
                 if not receiving.done():
                     raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
                 message = decode_from_engine(receiving.result())
@@ -73,32 +71,50 @@ class EngineLink:
                 if task is not None:
                     task.cancel()
 
+    async def _spawn(self) -> tuple[asyncio.subprocess.Process, zmq.asyncio.Socket]:
+        self._folder = tempfile.mkdtemp(prefix="tidemill-")  # mode 0700
+        self._socket = socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):
+            socket.setsockopt(option, 0)
+        endpoint = f"ipc://{self._folder}/engine.sock"
+        umask = os.umask(0o177)  # the socket file gets mode 0600
+        try:
+            socket.bind(endpoint)
+        finally:
+            os.umask(umask)
+        # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
+        command = [sys.executable, "-P", "-m", self.module, endpoint]
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+        return self._process, socket
+
     def send(self, message: ToEngine) -> None:
-        """Never waits: the queue has no limit of its own, and without a peer there is nobody to wait for."""
+        """Never waits: the queue has no limit, and without a peer EngineDead is raised."""
+        assert self._socket is not None
         sent: Any = self._socket.send(encode(message), flags=zmq.NOBLOCK)  # done by the time it returns
         if not sent.done() or sent.exception() is not None:
             raise EngineDead("The engine process does not listen.")
 
     async def read(self, take: Callable[[FromEngine], None]) -> None:
-        """Hand over what it says, until it has ended and nothing more is on the way."""
-        process = self._process
+        """Hand over its messages, until it has ended and no more are on the way."""
+        process, socket = self._process, self._socket
         assert process is not None
+        assert socket is not None
         died = asyncio.create_task(process.wait())
-        receiving = asyncio.ensure_future(self._socket.recv())
+        receiving = asyncio.ensure_future(socket.recv())
         try:
             while True:
                 await asyncio.wait([receiving, died], return_when=asyncio.FIRST_COMPLETED)
                 if not receiving.done():
-                    await asyncio.wait([receiving], timeout=_LAST_WORDS_S / 2)
+                    await asyncio.wait([receiving], timeout=_LAST_MESSAGES_S / 2)
                 if not receiving.done():
-                    self.last_words = self.last_words or f"The engine process ended with code {process.returncode}."
+                    self.last_error = self.last_error or f"The engine process ended with code {process.returncode}."
                     return
-                for _ in range(_AT_ONCE):  # what is there already, before those whom it concerns get on with it
+                for _ in range(_AT_ONCE):  # those that have arrived, before other tasks run
                     message = decode_from_engine(receiving.result())
                     if isinstance(message, Refused) and message.request_id is None:
-                        self.last_words = message.message
+                        self.last_error = message.message
                     take(message)
-                    receiving = asyncio.ensure_future(self._socket.recv())
+                    receiving = asyncio.ensure_future(socket.recv())
                     if not receiving.done():
                         break
         finally:
@@ -123,8 +139,10 @@ class EngineLink:
             if process is not None and process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            self._socket.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._socket is not None:
+                self._socket.close()
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
         if process is not None:
             await process.wait()
 

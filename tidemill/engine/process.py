@@ -1,6 +1,6 @@
 """The engine core as a process of its own: messages in, steps, messages out. Started by `engine.client`.
 
-It ends when told to, when terminated, or when its parent is gone: the parent holds the other end of standard input.
+It ends on Shutdown, when terminated, or when its parent is gone: the parent holds the other end of standard input.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ import zmq
 
 from tidemill.engine.core import EngineCore, refusal
 from tidemill.errors import TidemillError
+from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
+from tidemill.sampling import SamplingParams
 from tidemill.wire import (
     Abort,
     Finish,
     FromEngine,
+    Gone,
     Loading,
     Ready,
     Refused,
     ShowPages,
     Shutdown,
     Start,
+    StepOutput,
     Submit,
     decode_to_engine,
     encode,
 )
 
 _PROGRESS_EVERY_S = 0.1
-_LOOK_EVERY_MS = 2  # for a form to be compiled, when there is nothing else to do
-_STACK_BYTES = 2**24  # compilers of forms are recursive
+_LOOK_EVERY_MS = 2  # for a grammar to be compiled, when there is nothing else to do
+_STACK_BYTES = 2**24  # grammar compilers are recursive
 
 
 class EngineProcess:
@@ -52,7 +56,7 @@ class EngineProcess:
         self._running = True
         threading.stack_size(_STACK_BYTES)
         self._compiler = ThreadPoolExecutor(1)
-        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}  # requests that wait for their form
+        self._compiling: dict[str, tuple[Submit, Future[Matcher]]] = {}  # requests that wait for their grammar
 
     def send(self, message: FromEngine) -> None:
         self._socket.send(encode(message))
@@ -71,10 +75,12 @@ class EngineProcess:
         assert isinstance(start, Start)
         try:
             core = EngineCore.load(start.options, self._report)
+            step_s = _measure_step(core)
         except TidemillError as error:
             self.send(refusal(None, error))
             return
-        self.send(Ready(core.model_config, core.config))
+        core.before_admitted_run = self._announce
+        self.send(Ready(core.model_config, core.config, step_s))
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
@@ -85,6 +91,10 @@ class EngineProcess:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+
+    def _announce(self, admitted: list[Event]) -> None:
+        """If the step ends the process, its parent must know which requests were in it for the first time."""
+        self.send(StepOutput([], admitted))
 
     def _take_messages(self, core: EngineCore, wait: bool) -> None:
         ready = dict(self._poller.poll(0 if not wait else _LOOK_EVERY_MS if self._compiling else None))
@@ -97,11 +107,13 @@ class EngineProcess:
                 grammar = message.params.grammar
                 if grammar is None or core.has_grammar(grammar):
                     self._submit(core, message)
-                else:  # everybody else's next step does not wait for it
+                else:  # the next step does not wait for it
                     self._compiling[message.request_id] = message, self._compiler.submit(core.compile_grammar, grammar)
             elif isinstance(message, Abort):
-                self._compiling.pop(message.request_id, None)
+                if message.request_id in self._compiling:
+                    self._compiling.pop(message.request_id)[1].cancel()
                 core.abort(message)
+                self.send(Gone(message.request_id))
             elif isinstance(message, Finish):
                 core.finish(message)
             elif isinstance(message, ShowPages):
@@ -111,14 +123,14 @@ class EngineProcess:
                 return
 
     def _take_grammars(self, core: EngineCore) -> None:
-        for request_id, (message, form) in list(self._compiling.items()):
-            if form.done():
+        for request_id, (message, grammar) in list(self._compiling.items()):
+            if grammar.done():
                 del self._compiling[request_id]
-                self._submit(core, message, form)
+                self._submit(core, message, grammar)
 
-    def _submit(self, core: EngineCore, message: Submit, form: Future[Matcher] | None = None) -> None:
+    def _submit(self, core: EngineCore, message: Submit, grammar: Future[Matcher] | None = None) -> None:
         try:
-            core.submit(message, None if form is None else form.result())
+            core.submit(message, None if grammar is None else grammar.result())
         except TidemillError as error:
             self.send(refusal(message.request_id, error))
 
@@ -134,6 +146,23 @@ class EngineProcess:
         if done == total or now - self._last_report_s > _PROGRESS_EVERY_S:
             self._last_report_s = now
             self.send(Loading(name, done, total))
+
+
+def _measure_step(core: EngineCore) -> float:
+    """Seconds that a step of one token takes: the faster of two, since the first may be slow. An engine that cannot compute it
+    has not started, so that a later failure is some request's doing."""
+    took = []
+    for _ in range(2):
+        core.submit(Submit("start", [0], SamplingParams(max_tokens=1, temperature=0.0), salt="start"))
+        began = time.monotonic()
+        while core.has_work:
+            _, failed = core.step()
+            for refused in failed:
+                if refused.error != "ModelFailed":  # logits that are not numbers: another prompt may do better
+                    raise TidemillError(f"The engine cannot compute a step: {refused.message}")
+        took.append(time.monotonic() - began)
+    core.take_events()
+    return min(took)
 
 
 def main() -> None:

@@ -169,6 +169,12 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     assert_same(run(core, again), {name: expected[name] for name in again})  # from the prefix cache
 
 
+def test_prefill_first_with_a_prompt_beyond_the_budget(expected, on_gpu):
+    """Budget 32, prompt 75: no graph is larger than the budget."""
+    core = on_gpu(policy="prefill-first")
+    assert_same(run(core, {"long": REQUESTS["long"], "one": REQUESTS["one"]}), {name: expected[name] for name in ("long", "one")})
+
+
 def test_preempted_and_aborted_while_steps_are_in_flight(folder, on_gpu, monkeypatch):
     """Somebody leaves in the middle; then a request has to make room for a more important one."""
     requests = {"low": (ids(70, 1), greedy(4)), "high": (ids(60, 2), greedy(3))}

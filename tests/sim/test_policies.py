@@ -64,6 +64,7 @@ def test_prefill_first_shows_the_stall():
     stall = 1.0 + 0.01 * 8192
     assert min(result.longest_gap_s(f"d{i}") for i in range(16)) >= stall
     assert stall > 20 * full_step_s
+    assert max(step.num_tokens for step in result.steps) == 256, "no step exceeds the budget"
 
 
 def test_splitfuse_fills_every_budget_until_it_drains():

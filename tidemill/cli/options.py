@@ -175,6 +175,8 @@ OPTIONS = (
            "On SIGINT or SIGTERM, how long running requests may take to finish.", 30.0, low=0),
     Option("stall-seconds", "number", SERVING,
            "How long the engine may have work and complete no step before it is replaced.", 60.0, low=1),
+    Option("start-seconds", "number", SERVING,
+           "How long the engine may show no progress while it starts.", 300.0, low=1),
 
     Option("api-key", "text", ACCESS, "A key that clients must send.", is_list=True, is_secret=True),
     Option("api-key-file", "text", ACCESS, "A file of keys, or of sha256:HEX of keys, one a line."),

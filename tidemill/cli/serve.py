@@ -73,6 +73,7 @@ def serve(
                     on_ready,
                     drain_s=settings["drain-seconds"],
                     stall_seconds=settings["stall-seconds"],
+                    start_seconds=settings["start-seconds"],
                     access=access,
                     data=data,
                     log=log,

@@ -54,15 +54,11 @@ class SplitFuse(Policy):
 
 
 class PrefillFirst(Policy):
-    """Whole prompts as soon as they arrive, in steps of their own; running requests wait meanwhile."""
+    """Prompts as soon as they arrive, in steps of their own; running requests wait meanwhile. A prompt is cut only where it
+    exceeds the budget: no runner has memory for larger steps."""
 
     name = "prefill-first"
     prefill_first = True
-
-    def chunk(self, num_needed: int, state: StepState) -> int:
-        if num_needed <= state.num_left or state.num_prefill_tokens == 0:
-            return num_needed  # the first prompt runs whole even if it exceeds the budget
-        return 0
 
 
 class Static(SplitFuse):

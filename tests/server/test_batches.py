@@ -1,18 +1,23 @@
 """Batches: every line executed once, in the background, across restarts of the server."""
 
+import contextlib
 import json
 import re
 import signal
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from tests.server.conftest import Server
-from tidemill.server import batch_lines
+from tidemill.server import batch_lines, batches
 from tidemill.server.batch_lines import MAX_LINE_BYTES, problems_of
+from tidemill.server.batches import Batches
+from tidemill.server.guard import Access
+from tidemill.server.storage import Storage, StorageUnavailable
 
 CHAT = [{"role": "user", "content": "How high?"}]
 BODIES = {
@@ -248,3 +253,23 @@ def test_no_line_is_lost_or_doubled_by_a_restart(roomy_folder, tmp_path):
         client.batches.create(input_file_id=doomed.input_file_id, endpoint=url, completion_window="24h")
     assert refused.value.status_code == 410
     assert server.stop() == 0
+
+
+async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "_TRY_AGAIN_S", 0.01)
+    first, second = Storage(tmp_path, 10**6), Storage(tmp_path, 10**6)
+    record = {"id": "batch_1", "status": "finalizing", "input_file_id": "f", "request_counts": {"total": 1}}
+    await first.do(first.add_batch, "", "tiny", record)
+    await first.do(first.add_result, "batch_1", 1, False, b"{}")
+    ready = SimpleNamespace(config=SimpleNamespace(max_requests=1))
+    running = Batches(SimpleNamespace(ready=ready, model_name="tiny", is_draining=False), second, Access().caller_of, None)
+    await running.resume()  # the other server still has the folder
+    with pytest.raises(StorageUnavailable):
+        await second.do(second.unfinished)
+    first.close()
+    while True:
+        with contextlib.suppress(StorageUnavailable):
+            if (await second.do(second.batch, "", "batch_1"))["status"] == "completed":
+                break
+    await running.stop()
+    second.close()

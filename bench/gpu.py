@@ -2,7 +2,7 @@
 
     python -m bench.gpu --json out.json [--search] [--modes invariant,fast]
 
---search tries all tiles of the matrix product for the shapes of an 8B and a 0.6B model and prints the fastest beside cuBLAS.
+--search tries all tiles of the matmul for the shapes of an 8B and a 0.6B model and prints the fastest beside cuBLAS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.kernels.cuda.attention import attend
-from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, product
+from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, matmul
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 def time_gemm(search: bool) -> list[dict[str, Any]]:
-    """Our product and the library's, which may not split K. With `search`: of all tiles that may be good for so many rows."""
+    """Our matmul and the library's, which may not split K. With `search`: of all tiles that may be good for so many rows."""
     keep_library_in_order()
     lines = []
     for model, shapes in SHAPES.items():
@@ -66,7 +66,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                     except triton.runtime.errors.OutOfResources:  # too much shared memory for this tile
                         continue
                 if not is_head:
-                    seen[LIBRARY] = time_us([partial(product, x, w, None, gated, True, LIBRARY) for w in weights], 5)
+                    seen[LIBRARY] = time_us([partial(matmul, x, w, None, gated, True, LIBRARY) for w in weights], 5)
                 best = min(seen, key=lambda tile: seen[tile])
                 tile = [] if best is LIBRARY else list(astuple(best))
                 own = min((us for tile, us in seen.items() if tile is not LIBRARY), default=math.nan)
@@ -86,7 +86,7 @@ def candidates(num_rows: int) -> list[Tile]:
 
 
 def to_table(lines: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """In the form of tiles.json."""
+    """As tiles.json has it."""
     table: dict[str, dict[str, list[int]]] = {}
     for line in lines:
         table.setdefault(line["shape"], {})[str(line["rows"])] = line["tile"]
@@ -212,7 +212,7 @@ def prompt_timeline(core: EngineCore, model: str, mode: str) -> dict[str, Any]:
 
 
 def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any]:
-    """Microseconds a step by kernel, products by layer."""
+    """Microseconds a step by kernel, matmuls by layer."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -223,15 +223,15 @@ def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any
         torch.cuda.synchronize()
         wall = (time.perf_counter() - begin) / num_steps * 1e6
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    products, spent, num_products = ("qkv", "out", "gate_up", "down"), defaultdict[str, float](float), 0
+    linears, spent, num_matmuls = ("qkv", "out", "gate_up", "down"), defaultdict[str, float](float), 0
     for event in sorted(events, key=lambda event: event.time_range.start):
         name = event.name
         if name == "_look_up":  # a step begins
-            num_products = 0
+            num_matmuls = 0
         if name.startswith("_gemm") or "nvjet" in name or "gemm" in name.lower():
-            is_head = num_products == 4 * core.model_config.num_layers
-            name = "product: " + ("head" if is_head else products[num_products % 4])
-            num_products += 1
+            is_head = num_matmuls == 4 * core.model_config.num_layers
+            name = "matmul: " + ("head" if is_head else linears[num_matmuls % 4])
+            num_matmuls += 1
         spent[name] += event.time_range.elapsed_us() / num_steps
     busy = sum(spent.values())
     ranked = dict(sorted(spent.items(), key=lambda item: -item[1]))

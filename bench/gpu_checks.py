@@ -26,7 +26,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
-from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, product
+from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kernels.swiglu import swiglu_reference
@@ -35,7 +35,7 @@ from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
-# Tiles of the matrix product by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
+# Tiles of the matmul by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
 _PLAIN = {
     16: [(16, 512, 3, 2), (16, 512, 4, 2), (16, 1024, 3, 4), (32, 128, 8, 4), (32, 256, 3, 2), (64, 128, 5, 4), (64, 256, 3, 4)],
     32: [(16, 512, 3, 2), (32, 128, 6, 4), (32, 512, 3, 4), (64, 256, 3, 4), (128, 64, 5, 4)],
@@ -96,9 +96,9 @@ def check_tuning() -> None:
         for gated, num_out, num_in in ((False, 5120, 2560), (False, 2560, 4096), (True, 19456, 2560), (False, 2560, 9728)):
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
-            before = [product(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            before = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
             tuning.find_tiles(weight, gated, library=True)
-            after = [product(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            after = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         print(f"  searched four shapes in {time.perf_counter() - begin:.1f} s")
         kept = json.loads((folder / "tidemill" / "tiles.json").read_text())
@@ -202,8 +202,8 @@ def check_attention() -> None:
     work, _ = scene.prepare(items)
     assert len(work.members) == 2 * 41
     alone = torch.cat([scene.run([item]) for item in items])
-    assert torch.equal(scene.run(items), alone), "a shared beginning"
-    assert torch.equal(scene.run(items, extra=5), alone), "a shared beginning, few programs"
+    assert torch.equal(scene.run(items), alone), "a shared prefix"
+    assert torch.equal(scene.run(items, extra=5), alone), "a shared prefix, few programs"
 
 
 def has_flash() -> bool:

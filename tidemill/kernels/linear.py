@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from tidemill.kernels import native
 
 _TILE = 32
-_MAX_ROWS = 512  # of one product; more are done in turns, so that no number of rows goes unprobed
+_MAX_ROWS = 512  # of one matmul; more are done in turns, so that no number of rows goes unprobed
 _PROBE_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 64, 128, 256, _MAX_ROWS)
 _PROBE_WIDTH = 512  # output features used for the probe: their number does not change how one of them is summed
 _LANES = 8  # output features side by side in the compiled kernel's layout
@@ -35,7 +35,7 @@ class Weight(ABC):
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The product in float32, whatever the type of activations; into `out`, if given."""
+        """The result in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:

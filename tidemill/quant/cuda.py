@@ -12,7 +12,7 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class CudaWeight(Weight):
-    """`gated`: rows of gate and up in turn, and the product is silu(gate) * up. `fast`: sums may run in an order that depends
+    """`gated`: rows of gate and up in turn, and the result is silu(gate) * up. `fast`: sums may run in an order that depends
     on the number of rows."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, gated: bool = False) -> None:
@@ -20,9 +20,9 @@ class CudaWeight(Weight):
         self._fast, self._gated = fast, gated
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import product
+        from tidemill.kernels.cuda.gemm import matmul
 
-        return product(x_TK, self._weight_NK, self._bias, self._gated, any_order=self._fast)
+        return matmul(x_TK, self._weight_NK, self._bias, self._gated, any_order=self._fast)
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import gemm

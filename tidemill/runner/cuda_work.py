@@ -41,7 +41,7 @@ class Work:
     last: np.ndarray  # tokens that yield logits
 
     def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, int, int]) -> int:
-        """All of it into the beginning of `target`, tokens padded to `size` and each list followed by as many zeros as its
+        """All of it to the start of `target`, tokens padded to `size` and each list followed by as many zeros as its
         kernel has programs. Returns where `last` begins; its end is the end."""
         num, at = self.rows.size, HEADER
         for values, rest in ((self.rows, padding_row), (self.positions, 0)):

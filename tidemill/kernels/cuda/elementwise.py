@@ -83,7 +83,7 @@ def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, AHEAD: tl.constexp
 
 
 def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
-    """Of columns that hold gate and up in turn. (Our own product has it built in; this follows the library's.)"""
+    """Of columns that hold gate and up in turn. (Our own matmul has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
     launch(_swiglu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)

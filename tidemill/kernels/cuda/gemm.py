@@ -137,7 +137,7 @@ def knows(num_out: int, num_in: int) -> bool:
 
 
 def know(num_out: int, num_in: int, by_rows: dict[str, list[int]]) -> None:
-    """In the form of tiles.json."""
+    """As tiles.json has it."""
     _measured()[num_out, num_in] = _to_tiles(by_rows)
     choose_tile.cache_clear()
 
@@ -171,7 +171,7 @@ def keep_library_in_order() -> None:
 
 @cache
 def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.device) -> bool:
-    """Whether the library's product has our bits: of random values, so that another order of summation would show."""
+    """Whether the library's matmul has our bits: of random values, so that another order of summation would show."""
     keep_library_in_order()
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (
@@ -180,7 +180,7 @@ def library_agrees(num_rows: int, num_out: int, num_in: int, device: torch.devic
     return torch.equal(F.linear(x, weight), gemm(x, weight, own_tile(num_rows, num_out)))
 
 
-def product(
+def matmul(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,

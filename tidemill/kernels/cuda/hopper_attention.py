@@ -1,7 +1,7 @@
 """Attention of prompts on Hopper GPUs, with roles: one warp fetches keys and values, two groups of four warps compute.
 
 The same sums in the same order as `_attend_prompts` of attention.py, so the same bits; faster because the fetched blocks serve
-twice as many rows, and because one group's softmax runs while the other's products do, and its own: the values of a block are
+twice as many rows, and because one group's softmax runs while the other's matmuls do, and its own: the values of a block are
 multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
 next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
 """
@@ -221,7 +221,7 @@ def _compute(
             old_total = total
             total = _add_up(exact, gl.where(begins, 0.0, total), shrink)
             weights, total = _now(exact.to(dtype), total)
-            # This wait keeps the weights in front of the next one, beside the product: else the assembler waits for that first.
+            # This wait keeps the weights in front of the next one, beside the matmul: else the assembler waits for that first.
             if block + 1 < num_blocks:
                 mbarrier.wait(k_full.index((count + 1) % num_buffers), ((count + 1) // num_buffers) & 1)
             acc, operand = warpgroup_mma_wait(0, (acc_soon, operand))

@@ -1,4 +1,4 @@
-"""The fastest tiles of the matrix product for a shape or GPU that tiles.json does not know: found at start, in seconds, and kept.
+"""The fastest tiles of the matmul for a shape or GPU that tiles.json does not know: found at start, in seconds, and kept.
 
 Any tile gives the same bits, so a choice needs no proof, only a clock; and it does no harm if it is not the very best.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, know, knows, library_agrees, own_tile, product
+from tidemill.kernels.cuda.gemm import LIBRARY, Tile, choose_tile, gemm, know, knows, library_agrees, matmul, own_tile
 
 # By rows: few enough that compiling them takes seconds; the library joins in where it has our bits.
 _CANDIDATES = {
@@ -97,7 +97,7 @@ def _search(weight_NK: torch.Tensor, gated: bool, library: bool) -> dict[int, Ti
             except triton.runtime.errors.OutOfResources:  # this GPU has less shared memory
                 continue
         if library and rows > 16 and library_agrees(rows, num_out, num_in, weight_NK.device):
-            seen[LIBRARY] = time_us([partial(product, x, weight, None, gated, tile=LIBRARY) for weight in weights], 3)
+            seen[LIBRARY] = time_us([partial(matmul, x, weight, None, gated, tile=LIBRARY) for weight in weights], 3)
         if seen:
             found[rows] = min(seen, key=lambda tile: seen[tile])
     return found

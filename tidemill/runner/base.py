@@ -32,7 +32,6 @@ class Runner(Protocol):
     """Executes StepPlans in the order they are launched, and gives their results back in that order."""
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
-    state: RowState
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, launched: Any) -> StepResult: ...

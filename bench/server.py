@@ -45,7 +45,6 @@ def serve(folder: str) -> None:
 def engine() -> None:
     from tidemill.engine import core, process
     from tidemill.runner.base import StepResult
-    from tidemill.runner.state import RowState
 
     step_s = float(os.environ.get("STEP_MS", "0")) / 1000
 
@@ -54,7 +53,6 @@ def engine() -> None:
         fallback = ""
 
         def __init__(self, model: Any, config: Any) -> None:
-            self.state = RowState(config.max_requests, config.max_context, config.page_size)
             self._next_s = 0.0
 
         def launch(self, plan: Any) -> StepResult:

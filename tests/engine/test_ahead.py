@@ -49,7 +49,7 @@ def test_the_same_answers(model, options):
 
 
 def test_nothing_is_planned_past_the_last_token(model):
-    """max_tokens is known beforehand: no step is wasted on a token that nobody wants."""
+    """max_tokens is known beforehand: no step is wasted on a token past it."""
     core = ahead(model)
     steps = []
     launch = core.runner.launch
@@ -80,7 +80,7 @@ def test_arrivals_and_aborts_while_steps_are_in_flight(model):
     assert made > 100
 
 
-def test_a_failing_step_fails_those_in_flight_and_nobody_else(model):
+def test_a_failing_step_fails_those_in_flight_and_no_others(model):
     core = ahead(model)
     for i, prompt in enumerate(prompts(4)):
         core.submit(Submit(str(i), prompt, greedy(30)))

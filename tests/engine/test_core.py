@@ -144,7 +144,7 @@ def test_who_shares_pages_with_a_failed_step_starts_over(model):
     core.scheduler.check_integrity()
 
 
-def test_an_end_token_outside_the_vocabulary_harms_nobody(core):
+def test_an_end_token_outside_the_vocabulary_harms_no_request(core):
     answers = run(core, {"a": ([1, 2], greedy(3, min_tokens=2)), "b": ([1, 2], greedy(3))}, eos=(99999,))
     assert all(len(answer.tokens) == 3 for answer in answers.values())
 
@@ -254,7 +254,7 @@ def test_random_weights_from_a_configuration_alone(tmp_path):
 
 @pytest.mark.parametrize("params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)])
 def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path, params):
-    """One token's embedding is broken. Who uses it is told; the others' tokens, and those of who comes after, are as ever."""
+    """One token's embedding is broken. A request that uses it gets an error; no other request's tokens change, then or later."""
     make_llama(tmp_path, vocab_size=320, max_position_embeddings=512, tie_word_embeddings=False)
     broken = load_file(tmp_path / "model.safetensors")
     broken["model.embed_tokens.weight"][7] = float("nan")

@@ -108,7 +108,7 @@ def test_with_a_prefix_hit(model, alone, kind):
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_after_preemption(model, alone, kind, caching):
-    """Preempted in the middle of the prompt and twice in the middle of the answer, with neighbours."""
+    """Preempted in the middle of the prompt and twice in the middle of the output, with neighbours."""
     prompt = ids(model, PROMPT_LEN, 0)
     core = make_core(model, token_budget=64, prefix_caching=caching)
     answers = {"x": Answer()} | {name: Answer() for name in others(model, 5)}

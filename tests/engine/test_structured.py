@@ -1,4 +1,4 @@
-"""Answers keep to their form, whatever the model would rather say. The model's weights are random."""
+"""Structured output keeps to its grammar, whatever the logits. The model's weights are random."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def ask(grammar, seed=0, **more):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_form(core, tokenizer, temperature):
+def test_every_kind_of_grammar(core, tokenizer, temperature):
     asks = {
         "choice": Grammar("choice", json.dumps(["tide", "mill", "water wheel"])),
         "regex": Grammar("regex", "[0-9]{3}-[a-f]+ok"),
@@ -67,12 +67,12 @@ def test_every_form(core, tokenizer, temperature):
     assert texts["choice"] in ("tide", "mill", "water wheel")
     assert re.fullmatch("x[0-9]{2}", texts["gbnf"])
     assert 0 <= json.loads(texts["schema"])["n"] <= 9
-    for name, form in (("regex", "[0-9]{3}-[a-f]+ok"), ("grammar", r"a[bc]+\.")):
-        assert re.fullmatch(form, texts[name]) or answers[name].finish_reason == "length"
+    for name, pattern in (("regex", "[0-9]{3}-[a-f]+ok"), ("grammar", r"a[bc]+\.")):
+        assert re.fullmatch(pattern, texts[name]) or answers[name].finish_reason == "length"
     assert answers["choice"].finish_reason == "stop"
     assert not core.structured
     alone = run(core, {"free": requests["free"]})["free"]
-    assert alone.tokens == answers["free"].tokens  # others' forms are no business of its
+    assert alone.tokens == answers["free"].tokens  # grammars of others do not touch it
 
 
 def test_choices_of_any_characters_and_more_tokens_than_words(tokenizer, backend):
@@ -113,16 +113,16 @@ def test_an_end_beyond_the_models_tokens_is_not_one(tokenizer, backend, monkeypa
     assert matcher.mask()[0] >> 1 & 1
 
 
-def test_a_dead_end_is_not_a_whole_answer(core, tokenizer, backend):
+def test_a_dead_end_is_not_a_complete_output(core, tokenizer, backend):
     """xgrammar writes a line break as it is, which JSON does not allow; llguidance escapes it."""
     core.submit(Submit("x", *ask(schema(type="string", pattern="^a\nb$"), temperature=0), list(tokenizer.eos_token_ids)))
-    tokens, told = [], []
+    tokens, seen = [], []
     while core.has_work:
         output, failed = core.step()
         tokens += [token for delta in output.deltas for token in delta.token_ids]
-        told += [one.error for one in failed]
+        seen += [one.error for one in failed]
     if backend == "xgrammar":
-        assert told == ["InvalidRequest"]
+        assert seen == ["InvalidRequest"]
     else:
         assert json.loads(tokenizer.decode(tokens)) == "a\nb"
 
@@ -221,10 +221,10 @@ def test_a_thousand_random_schemas(core, tokenizer):
         check_random_schemas(core, tokenizer, 100, first)
 
 
-def test_the_time_of_masks_is_told(core, tokenizer):
+def test_the_time_of_masks_is_an_event(core, tokenizer):
     core.submit(Submit("x", *ask(schema(enum=["ebb", "flow"])), list(tokenizer.eos_token_ids)))
-    told = []
+    seen = []
     while core.has_work:
-        told += [event for event in core.step()[0].events if isinstance(event, MasksMade)]
-    assert len(told) > 1
-    assert all(event.num_masks == 1 and 0 < event.duration_s < 1 for event in told)
+        seen += [event for event in core.step()[0].events if isinstance(event, MasksMade)]
+    assert len(seen) > 1
+    assert all(event.num_masks == 1 and event.duration_s >= 0 for event in seen)

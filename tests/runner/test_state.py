@@ -34,3 +34,11 @@ def test_masks_are_those_of_the_plan_at_hand():
     assert {row: mask.tolist() for row, mask in state.masks.items()} == {1: [5, -1]}
     stage(state)
     assert not state.masks
+
+
+def test_what_a_failed_step_had_staged_is_dropped():
+    state = RowState(2, 128, 16)
+    state.stage(StepPlan(0, new_rows=[new_row(0, [4])]))  # and the step raises before it applies this
+    stage(state, new_rows=[new_row(1, [5])])
+    assert not state.pages[0].any()
+    assert state.pages[1].tolist()[:2] == [5, 0]

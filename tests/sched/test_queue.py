@@ -1,4 +1,4 @@
-"""Who is next: tenants in turn, ageing across priorities, and memory that does not grow with tenants that have left."""
+"""Which request is next: tenants in turn, ageing across priorities, and memory that does not grow with tenants that have left."""
 
 from tidemill import events
 from tidemill.events import EventBuffer

@@ -170,7 +170,7 @@ def test_an_urgent_request_takes_the_place_of_a_lower_one():
     run(scheduler)
 
 
-def test_nobody_is_pushed_out_in_vain():
+def test_no_request_is_preempted_in_vain():
     """Pages that a request of higher rank shares would not become free, so there is no point in preempting for them."""
     scheduler, buffer = make(num_pages=12, page_size=4, budget=64)
     prompt = list(range(16))
@@ -184,7 +184,7 @@ def test_nobody_is_pushed_out_in_vain():
     assert run(scheduler).keys() == {"top", "low", "high"}
 
 
-def test_a_forked_sample_pushes_nobody_out_for_pages_it_has():
+def test_a_forked_sample_preempts_none_for_pages_it_has():
     scheduler, buffer = make(num_pages=20, page_size=4, budget=64)
     for i in range(3):
         add(scheduler, f"low{i}", 10, max_tokens=12, priority=5)
@@ -252,7 +252,7 @@ def test_samples_survive_the_abort_of_the_first():
     assert run(scheduler) == {"r:1": "length", "r:2": "length"}
 
 
-def test_waiting_samples_give_up_their_pages_when_nobody_could_run():
+def test_waiting_samples_give_up_their_pages_when_no_request_could_run():
     scheduler, _ = make(num_pages=4, page_size=4, rows=1, context=16)
     add(scheduler, "r", 9, n=2, max_tokens=1, priority=1)
     step(scheduler)
@@ -304,7 +304,7 @@ def tokens_of(scheduler, plan):
     return {scheduler._requests[item.seq].request_id: item.count for item in plan.items if item.seq in scheduler._requests}
 
 
-def test_the_background_has_the_engine_while_nobody_else_is_there():
+def test_the_background_has_the_engine_while_no_other_request_is_there():
     scheduler, _ = make(budget=16)
     add(scheduler, "batch", 40, max_tokens=20, priority=BACKGROUND)
     assert tokens_of(scheduler, step(scheduler)[0]) == {"batch": 16}

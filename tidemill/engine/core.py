@@ -283,7 +283,6 @@ class EngineCore:
         failure = TidemillError(f"The engine failed while computing this request ({name}).")
         failed = [self._fail_request(seq, failure, f"step failed: {name}") for seq in seqs if seq in self._live_of]
         self.scheduler.drop_computed("a step failed")
-        self.runner.state.discard_staged()
         return failed
 
     def _forget(self, seq: int) -> None:

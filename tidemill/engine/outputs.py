@@ -37,8 +37,8 @@ class Live:
             self.prompt_logprobs += entries
         part = result.pooled.get(item.row)
         if part is not None:
-            goes_on = self.pooled is not None and item.start > 0 and self.requests[0].params.pooling == "mean"
-            self.pooled = self.pooled + part if goes_on and self.pooled is not None else part
+            is_mean = next(iter(self.requests.values())).params.pooling == "mean"
+            self.pooled = self.pooled + part if self.pooled is not None and item.start > 0 and is_mean else part
 
     def delta(self, done: Progress, logprobs: TokenLogprobs | None, now: float) -> Delta:
         request, index = done.request, self.samples[done.request.seq]

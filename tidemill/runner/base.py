@@ -33,7 +33,6 @@ class Runner(Protocol):
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
     fallback: str  # why slower code runs than is there for this machine, or empty
-    state: RowState
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, launched: Any) -> StepResult: ...

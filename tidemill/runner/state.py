@@ -65,6 +65,7 @@ class RowState:
         self._num_pages = [0] * num_rows
 
     def stage(self, plan: StepPlan) -> None:
+        self._writes.clear()  # of a step that failed before it applied them
         for new in plan.new_rows:
             self.params[new.row] = new.params
             self.eos_token_ids[new.row] = new.eos_token_ids
@@ -84,10 +85,6 @@ class RowState:
 
     def apply(self) -> None:
         self._writes.apply()
-
-    def discard_staged(self) -> None:
-        """The step that staged them failed."""
-        self._writes.clear()
 
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""

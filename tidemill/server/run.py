@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -112,6 +113,8 @@ async def serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.02)
         if server.started:
+            gc.collect()
+            gc.freeze()  # collections look at what requests bring, not at all that was loaded: 100 ms each time
             await batches.resume()
             if on_ready:
                 on_ready(ready, listening.getsockname()[1])

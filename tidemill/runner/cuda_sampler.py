@@ -13,46 +13,35 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.kernels.cuda import sampling as kernels
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
-from tidemill.runner.sampler import ADJUSTMENTS, Asked, stages_of
+from tidemill.runner.base import StepResult, scores_to_host
+from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
-from tidemill.wire import TokenLogprobs
 
 _NEVER = float("-inf")
 _AT_ONCE = 64  # sequences drawn again together: bounds the workspace and the copies of logits
 
 
 @dataclass(slots=True)
-class AskedLogprobs:
-    """Of rows that want them: the chosen tokens', and the best. On the device, later on the host."""
+class LogprobsReport:
+    """Logprobs of a step's tokens, for the rows that ask for them."""
 
     rows: list[int]
     num_top: list[int]
-    chosen: torch.Tensor
-    values: torch.Tensor
-    ids: torch.Tensor
+    scores: Scores
 
-    def to_host(self) -> AskedLogprobs:
-        """Copies under way; valid once the stream has got there."""
-        copies = (_to_host(tensor) for tensor in (self.chosen, self.values, self.ids))
-        return AskedLogprobs(self.rows, self.num_top, *copies)
+    def to_host(self) -> LogprobsReport:
+        return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores))
 
-    def read(self, tokens: dict[int, int]) -> dict[int, TokenLogprobs]:
-        """Equal values in order of token id."""
-        told = {}
-        for row, num, chosen, values, ids in zip(
-            self.rows, self.num_top, self.chosen.tolist(), self.values.tolist(), self.ids.tolist(), strict=True
-        ):
-            best = sorted(zip(ids[:num], values[:num], strict=True), key=lambda pair: (-pair[1], pair[0]))
-            told[row] = TokenLogprobs(tokens[row], chosen, best)
-        return told
+    def read(self, result: StepResult) -> None:
+        entries = self.scores.entries([result.tokens[row] for row in self.rows], self.num_top)
+        result.logprobs = dict(zip(self.rows, entries, strict=True))
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    tensor.record_stream(torch.cuda.current_stream())
-    return target.copy_(tensor, non_blocking=True)
+def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
+    return Scores(*kernels.score(logits_NV, ids_N, num_top))
 
 
 class CudaSampler:
@@ -127,17 +116,14 @@ class CudaSampler:
                 state.params[:num] = [params] * num
                 self.redraw(rows, rows, [1] * num, logits, tokens)
             state.params[:num] = [everything] * num
-            self.logprobs(rows, rows, logits, tokens)
+            self.logprobs(rows, rows, logits, tokens)  # of prompts, too: they are scored in the same way
+            score(logits, tokens, 0)
         state.masks, state.params[:] = before
         state.tokens.zero_()
 
-    def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> AskedLogprobs:
-        which = self._ints(entries)
-        logprobs = logits_SV[which].log_softmax(-1)
-        num_top = [self._params(row).logprobs or 0 for row in rows]
-        values, ids = logprobs.topk(min(max(num_top), logprobs.shape[1]), dim=-1)
-        chosen = logprobs.gather(1, tokens_S[which].long().clamp(min=0).unsqueeze(1)).flatten()  # -1: not a number
-        return AskedLogprobs(rows, num_top, chosen, values, ids)
+    def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:
+        which, num_top = self._ints(entries), [self._params(row).logprobs or 0 for row in rows]
+        return LogprobsReport(rows, num_top, score(logits_SV.index_select(0, which), tokens_S[which], max(num_top)))
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]

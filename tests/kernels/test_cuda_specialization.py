@@ -1,8 +1,8 @@
 """Launches of the GPU's sampler, noted instead of run: what they would compile, and what they would wait for.
 
 Triton compiles a kernel for each combination of constants, argument types, pointers that are multiples of 16 bytes, and integers
-that are 1 or multiples of 16. Its own binder tells the combination of a launch without a GPU. Nothing may be compiled after start,
-so what it tells for odd batches must be what it told for the warm-up."""
+that are 1 or multiples of 16. Its own binder tells the combination of a launch without a GPU. Nothing may be compiled after
+start, so what it tells for odd batches must be what it told for the warm-up."""
 
 import os
 import subprocess

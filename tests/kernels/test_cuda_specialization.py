@@ -36,6 +36,10 @@ def run(self, *args, grid, warmup, **options):
 jit.JITFunction.run = run
 VOCAB, REQUESTS, HEADER = 3000, 70, 8
 
+class Model:
+    def logits(self, hidden, out):
+        return out.copy_(hidden @ torch.zeros(16, VOCAB, device=hidden.device))
+
 KINDS = [
     dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(typical_p=0.5), dict(temperature=0.0, presence_penalty=1.0),
     dict(logit_bias={3: 1.0}), dict(top_k=16, top_p=0.9, repetition_penalty=1.1), dict(min_tokens=99, stop_token_ids=(1,)),
@@ -56,7 +60,7 @@ def pick(num, begin, size):
 state, logits = RowState(REQUESTS + 1, 101, 16), torch.zeros(REQUESTS, VOCAB)
 sampler = CudaSampler(state, VOCAB)
 pick(1, 100, 4)
-sampler.warm_up(logits)
+sampler.warm_up(Model(), torch.zeros(200, 16), logits)
 known = set(seen)
 kernels = {name for name, *_ in known}
 assert kernels == {"_pick", "_settle", "_survey", "_narrow", "_collect", "_finish", "_summarize", "_normalize"}, kernels
@@ -73,14 +77,10 @@ assert seen == known, sorted(seen - known)
 """
 
 READS_NOTHING = """
-class Model:
-    def logits(self, hidden, out):
-        return out.copy_(hidden @ torch.zeros(16, VOCAB, device="meta"))
-
 cuda_sampler.upload = lambda values, device: torch.from_numpy(np.array(values)).to(device)
 state, logits = RowState(REQUESTS + 1, 101, 16, torch.device("meta")), torch.zeros(REQUESTS, VOCAB, device="meta")
 sampler, tokens = CudaSampler(state, VOCAB), torch.zeros(REQUESTS, dtype=torch.int32, device="meta")
-sampler.warm_up(logits)
+sampler.warm_up(Model(), torch.zeros(200, 16, device="meta"), logits)
 set_params(state, REQUESTS, 0)
 rows = list(range(REQUESTS))
 state.masks = {4: np.zeros(94, np.int32)}

@@ -255,3 +255,19 @@ def test_logprobs(num_top, monkeypatch):
         alone = cuda_sampler.score(logits[i : i + 1], ids[i : i + 1], num_top)
         assert torch.equal(alone.chosen[0], mine.chosen[i])
         assert torch.equal(alone.values[0], mine.values[i])
+
+
+class Model:
+    def logits(self, hidden_TH, out):
+        return out.copy_(hidden_TH @ torch.ones(4, VOCAB))
+
+
+def test_warming_up_leaves_nothing_behind():
+    state = make_state([SamplingParams(top_k=3), SamplingParams()])
+    state.num_prompt[0] = 9
+    before = list(state.params), list(state.num_prompt), state.draws.clone()
+    CudaSampler(state, VOCAB).warm_up(Model(), torch.zeros(8, 4), torch.zeros(2, VOCAB))
+    assert (state.params, state.num_prompt) == before[:2]
+    assert torch.equal(state.draws, before[2])
+    assert not state.tokens.any()
+    assert not state.masks

@@ -15,10 +15,12 @@ import torch
 
 from tidemill.kernels.cuda import sampling as kernels
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
-from tidemill.runner.base import StepResult, scores_to_host
+from tidemill.models.base import CausalLM
+from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host
 from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
+from tidemill.sched.plan import StepItem
 
 _NEVER = float("-inf")
 _AT_ONCE = 64  # sequences drawn again together: bounds the workspace and the copies of logits
@@ -98,27 +100,33 @@ class CudaSampler:
             find_limits(logits_SV, adjusted, words, state.draws, self._work, thresholds, thresholds or "typical_p" in every)
         redraw(logits_SV, adjusted, words, state.draws, state.tokens, tokens_S, self._work, limited)
 
-    def warm_up(self, logits_NV: torch.Tensor) -> None:
-        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. `logits_NV`: room
-        for the logits of a step. All rows must be unused."""
+    def warm_up(self, model: CausalLM, hidden_TH: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. Hidden states and
+        logits: the room for those of a step. All rows must be unused."""
         state, num_tokens = self._state, logits_NV.shape[1]
         logits_NV.zero_()
+        hidden_TH.zero_()
         everything = SamplingParams(
             top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
-            stop_token_ids=(0,), logprobs=MAX_LOGPROBS,
+            stop_token_ids=(0,), logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
-        before = state.masks, list(state.params)
+        before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
-            rows, logits = list(range(num)), logits_NV[:num]
+            rows, logits, reports = list(range(num)), logits_NV[:num], list[Report]()
             tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
-            for params in (everything, SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9)):
+            for params in (SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9), everything):
                 state.masks = {row: np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
                 state.params[:num] = [params] * num
                 self.redraw(rows, rows, [1] * num, logits, tokens)
-            state.params[:num] = [everything] * num
-            self.logprobs(rows, rows, logits, tokens)  # of prompts, too: they are scored in the same way
-            score(logits, tokens, 0)
-        state.masks, state.params[:] = before
+            reports.append(self.logprobs(rows, rows, logits, tokens))
+            count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)  # a token more: in two parts
+            state.num_prompt[0] = count + 1
+            item = StepItem(seq=0, row=0, start=0, count=count, samples=False, epoch=0)
+            report = look_at_prompt(model, state, item, hidden_TH[:count], score, logits)
+            reports += [report] if report else []
+            for made in reports if self._device.type == "cuda" else ():
+                made.to_host()
+        state.masks, state.params[:], state.num_prompt[:] = before
         state.tokens.zero_()
 
     def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:

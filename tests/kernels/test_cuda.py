@@ -326,7 +326,10 @@ build(sampling._settle, types, 1, BLOCK=64, AGAIN=True)
 build(sampling._survey, types, 8, STRETCH=8192)
 build(sampling._narrow, types, 8, STRETCH=8192, STRETCHES=32)
 build(sampling._collect, types, 8, STRETCH=8192, STRETCHES=32)
-build(sampling._finish, types, 8, STRETCH=8192, STRETCHES=32, TILE=1024)
+build(sampling._finish, types, 16, STRETCH=8192, STRETCHES=32, TILE=2048)
+types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
+build(sampling._summarize, types, 8, STRETCH=8192, BLOCK=128)
+build(sampling._normalize, types, 1, STRETCHES=32)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -352,5 +355,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     kernels = {
         "_add_rms_norm", "_swiglu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
+        "_summarize", "_normalize",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

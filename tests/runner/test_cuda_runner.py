@@ -136,7 +136,12 @@ COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
     "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
-    "asks": (ids(33, 3), SamplingParams(temperature=1.2, seed=5, top_k=9, top_p=0.9, min_p=0.01, max_tokens=4, logprobs=1)),
+    "asks": (
+        ids(33, 3),  # in two steps
+        SamplingParams(
+            temperature=1.2, seed=5, top_k=9, top_p=0.9, min_p=0.01, typical_p=0.95, max_tokens=4, logprobs=1, prompt_logprobs=3
+        ),
+    ),
     "avoids": (
         ids(5, 4),
         greedy(4, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3, logit_bias={9: -3.0}, min_tokens=4),

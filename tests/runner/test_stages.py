@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 from tidemill.kernels.cuda import sampling
+from tidemill.runner import cuda_sampler
 from tidemill.runner.cuda_sampler import CudaSampler
-from tidemill.runner.sampler import STAGES, Sampler, stages_of
+from tidemill.runner.sampler import STAGES, Sampler, score, stages_of
 from tidemill.runner.state import RowState, _draw_words
 from tidemill.sampling import SamplingParams
 
@@ -233,3 +234,40 @@ def test_a_sequence_with_nothing_left_fails_alone():
     for sample in (sample_on_cpu, sample_on_gpu):
         tokens = sample(state, logits, list(range(6)))
         assert [token < 0 for token in tokens] == [False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+def test_logprobs(num_top, monkeypatch):
+    """Those of the CPU, equal values in order of token id, each the same in any batch; NaN where logits are not finite."""
+    monkeypatch.setattr(sampling, "_BLOCK", 32)
+    logits, ids = random_logits(7), torch.tensor([5, 299, 0, 40, 50, 60, 70], dtype=torch.int32)
+    logits[2, 3:] = -INF
+    logits[4, 9], logits[5, 9], logits[6] = NAN, INF, -INF
+    mine, theirs = cuda_sampler.score(logits, ids, num_top), score(logits, ids, num_top)
+    assert mine.chosen.isnan().tolist() == theirs.chosen.isnan().tolist() == [False] * 4 + [True] * 3
+    torch.testing.assert_close(mine.chosen[:4], theirs.chosen[:4])
+    for one, other in zip(*(s.entries(ids.tolist(), [num_top] * 7)[:4] for s in (mine, theirs)), strict=True):
+        finite = [(token, value) for token, value in one.top if value > -INF]
+        assert [token for token, _ in finite] == [token for token, value in other.top if value > -INF]
+        assert [value for _, value in finite] == pytest.approx([value for _, value in other.top if value > -INF], abs=1e-5)
+        assert len(one.top) == len(other.top) == num_top
+    for i in (0, 3):
+        alone = cuda_sampler.score(logits[i : i + 1], ids[i : i + 1], num_top)
+        assert torch.equal(alone.chosen[0], mine.chosen[i])
+        assert torch.equal(alone.values[0], mine.values[i])
+
+
+class Model:
+    def logits(self, hidden_TH, out):
+        return out.copy_(hidden_TH @ torch.ones(4, VOCAB))
+
+
+def test_warming_up_leaves_nothing_behind():
+    state = make_state([SamplingParams(top_k=3), SamplingParams()])
+    state.num_prompt[0] = 9
+    before = list(state.params), list(state.num_prompt), state.draws.clone()
+    CudaSampler(state, VOCAB).warm_up(Model(), torch.zeros(8, 4), torch.zeros(2, VOCAB))
+    assert (state.params, state.num_prompt) == before[:2]
+    assert torch.equal(state.draws, before[2])
+    assert not state.tokens.any()
+    assert not state.masks

@@ -1,8 +1,8 @@
-"""What every runner is and gives back."""
+"""The interface of runners: what a step gives back, and how it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,17 +10,19 @@ import numpy as np
 import torch
 
 from tidemill.models.base import CausalLM
-from tidemill.runner.sampler import token_logprobs
+from tidemill.runner.sampler import Scores
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.wire import TokenLogprobs
 
-_PROMPT_LOGPROBS_AT_ONCE = 64  # rows of logits held at a time
+_AT_ONCE, _MOST_AT_ONCE = 64, 256  # prompt tokens whose logits are held at a time: on their own, and in the room given
+
+Score = Callable[[torch.Tensor, torch.Tensor, int], Scores]  # logits, tokens, number of the best
 
 
 @dataclass(slots=True)
 class StepResult:
-    """By row: the token sampled (negative: the logits were not numbers), and the logprobs that were requested."""
+    """By row: the token sampled (negative: the sequence failed, its logits are not finite), and what was asked about it."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
@@ -38,24 +40,98 @@ class Runner(Protocol):
     def collect(self, launched: Any) -> StepResult: ...
 
 
-def look_at_prompt(model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, result: StepResult) -> None:
-    """Prompt logprobs and pooling where requested, from the hidden states of this step's tokens."""
+class Report(Protocol):
+    """What a step tells besides its tokens: computed on the device, copied and read later."""
+
+    def to_host(self) -> Report: ...
+    def read(self, result: StepResult) -> None: ...
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy under way on the current stream, into memory that the device can write by itself."""
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    tensor.record_stream(torch.cuda.current_stream())
+    return target.copy_(tensor, non_blocking=True)
+
+
+def scores_to_host(scores: Scores) -> Scores:
+    return Scores(to_host(scores.chosen), to_host(scores.values), to_host(scores.ids))
+
+
+@dataclass(slots=True)
+class PromptReport:
+    """Of the prompt tokens that a step computed: logprobs, pooled hidden states, or both."""
+
+    row: int
+    num_top: int
+    tokens: torch.Tensor | None = None
+    scores: Scores | None = None
+    pooled: torch.Tensor | None = None
+
+    def to_host(self) -> PromptReport:
+        return PromptReport(
+            self.row,
+            self.num_top,
+            None if self.tokens is None else to_host(self.tokens),
+            None if self.scores is None else scores_to_host(self.scores),
+            None if self.pooled is None else to_host(self.pooled),
+        )
+
+    def read(self, result: StepResult) -> None:
+        """A sequence of which something is not a number fails: its token is -1."""
+        if self.scores is not None and self.tokens is not None:
+            tokens = self.tokens.tolist()
+            result.prompt_logprobs[self.row] = self.scores.entries(tokens, [self.num_top] * len(tokens))
+            if self.scores.chosen.isnan().any():
+                result.tokens[self.row] = -1
+        if self.pooled is not None:
+            result.pooled[self.row] = self.pooled.numpy()
+            if not self.pooled.isfinite().all():
+                result.tokens[self.row] = -1
+
+
+def look_at_prompt(
+    model: CausalLM,
+    state: RowState,
+    item: StepItem,
+    hidden_TH: torch.Tensor,
+    score: Score,
+    logits: torch.Tensor | None = None,
+) -> PromptReport | None:
+    """What a request asks about its prompt, from the hidden states of this step's tokens. `logits`: room for them."""
     params = state.params[item.row]
-    if params is not None and params.prompt_logprobs is not None:
-        result.prompt_logprobs[item.row] = list(prompt_logprobs(model, state, item, hidden_TH, params.prompt_logprobs))
-    if params is not None and params.pooling is not None:
+    if params is None or (params.prompt_logprobs is None and params.pooling is None):
+        return None
+    report = PromptReport(item.row, params.prompt_logprobs or 0)
+    if params.prompt_logprobs is not None:
+        _score_prompt(model, state, item, hidden_TH, score, logits, report)
+    if params.pooling is not None:
         states = hidden_TH if params.pooling == "mean" else hidden_TH[-1:]
-        result.pooled[item.row] = states.double().sum(0).cpu().numpy()
+        report.pooled = states.double().sum(0)
+    return report
 
 
-def prompt_logprobs(
-    model: CausalLM, state: RowState, item: StepItem, hidden_TH: torch.Tensor, num_top: int
-) -> Iterator[TokenLogprobs]:
-    """Of the prompt tokens that this step's hidden states predict: those at start + 1 .. start + count, within the prompt."""
+def _score_prompt(
+    model: CausalLM,
+    state: RowState,
+    item: StepItem,
+    hidden_TH: torch.Tensor,
+    score: Score,
+    logits: torch.Tensor | None,
+    report: PromptReport,
+) -> None:
+    """Of the prompt tokens that these hidden states predict: those at start + 1 .. start + count, within the prompt."""
     num = min(item.count, state.num_prompt[item.row] - 1 - item.start)
-    for begin in range(0, num, _PROMPT_LOGPROBS_AT_ONCE):
-        end = min(num, begin + _PROMPT_LOGPROBS_AT_ONCE)
-        logprobs = model.logits(hidden_TH[begin:end]).log_softmax(-1)
-        targets = state.tokens[item.row, item.start + begin + 1 : item.start + end + 1].tolist()
-        for row, token in zip(logprobs, targets, strict=True):
-            yield token_logprobs(row, token, num_top)
+    if num < 1:
+        return
+    at_once = _AT_ONCE if logits is None else min(_MOST_AT_ONCE, logits.shape[0])
+    report.tokens = state.tokens[item.row, item.start + 1 : item.start + 1 + num].clone()
+    parts = []
+    for begin in range(0, num, at_once):
+        end = min(num, begin + at_once)
+        made = model.logits(hidden_TH[begin:end], None if logits is None else logits[: end - begin])
+        parts.append(score(made, report.tokens[begin:end], report.num_top))
+    report.scores = parts[0]
+    if len(parts) > 1:
+        columns = zip(*((part.chosen, part.values, part.ids) for part in parts), strict=True)
+        report.scores = Scores(*(torch.cat(column) for column in columns))

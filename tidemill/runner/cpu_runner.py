@@ -13,7 +13,7 @@ from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
-from tidemill.runner.sampler import Sampler
+from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
@@ -70,17 +70,22 @@ class CpuRunner:
         return self.model(embedded_TH, step)
 
     def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
-        result = StepResult()
-        for item, last in zip(items, batch.last_token.tolist(), strict=True):
-            look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], result)
+        reports = [
+            look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], score)
+            for item, last in zip(items, batch.last_token.tolist(), strict=True)
+        ]
+        result = self._draw(items, batch, hidden_TH)
+        for report in filter(None, reports):
+            report.read(result)
+        return result
+
+    def _draw(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         sampling = [i for i, item in enumerate(items) if item.samples]
         if not sampling:
-            return result
+            return StepResult()
         rows = [items[i].row for i in sampling]
         positions = [items[i].start + items[i].count for i in sampling]
         logits_SV = self.model.logits(hidden_TH[batch.last_token[sampling]])
         sampled = self.sampler.sample(logits_SV, rows, positions)
         self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        result.tokens = dict(zip(rows, sampled.token_ids.tolist(), strict=True))
-        result.logprobs = sampled.logprobs
-        return result
+        return StepResult(dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)

@@ -27,9 +27,9 @@ from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import StepResult, look_at_prompt
+from tidemill.runner.base import Report, StepResult, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
-from tidemill.runner.cuda_sampler import AskedLogprobs, CudaSampler
+from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.state import RowState, upload
@@ -62,9 +62,8 @@ class CudaStep:
 class Launched:
     rows: list[int]
     tokens: torch.Tensor | None  # pinned, valid once `ready` has passed
-    logprobs: AskedLogprobs | None
+    reports: list[Report]
     ready: torch.cuda.Event
-    result: StepResult
 
 
 class CudaRunner:
@@ -141,10 +140,10 @@ class CudaRunner:
             with compile_only(), self.model.one_layer_of_each_kind():
                 for step in steps:
                     step.run()
-                self.sampler.warm_up(self._logits)
+                self.sampler.warm_up(self.model, self._hidden, self._logits)
                 self.model.compile(nums_rows)
             self.model.prepare(nums_rows)
-            self.sampler.warm_up(self._logits)
+            self.sampler.warm_up(self.model, self._hidden, self._logits)
             with self.model.one_layer_of_each_kind():
                 for step in steps:
                     step.run()
@@ -156,14 +155,14 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         self._stage(plan)
-        items, result = plan.items, StepResult()
+        items, reports = plan.items, list[Report]()
         work, by_flash = self._work(items)
         sampling = [item for item in items if item.samples]
         if work.prompts.size or len(sampling) < len(items) or any(self._asks_prompt[item.row] for item in items):
-            tokens, logits = self._mixed(items, work, by_flash, result)
+            tokens, logits = self._mixed(items, work, by_flash, reports)
         else:
             tokens, logits = self._decode(work)
-        rows, logprobs = [item.row for item in sampling], None
+        rows = [item.row for item in sampling]
         if tokens is not None and logits is not None:
             again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
             if again:
@@ -171,16 +170,16 @@ class CudaRunner:
                 self.sampler.redraw(again, [rows[i] for i in again], positions, logits, tokens)
             asked = [i for i, row in enumerate(rows) if self._asks[row]]
             if asked:
-                logprobs = self.sampler.logprobs(asked, [rows[i] for i in asked], logits, tokens)
-        return self._send_back(rows, tokens, logprobs, result)
+                reports.append(self.sampler.logprobs(asked, [rows[i] for i in asked], logits, tokens))
+        return self._send_back(rows, tokens, reports)
 
     def collect(self, launched: Launched) -> StepResult:
         launched.ready.synchronize()
-        if launched.tokens is not None:
-            launched.result.tokens = dict(zip(launched.rows, launched.tokens.tolist(), strict=True))
-            if launched.logprobs is not None:
-                launched.result.logprobs = launched.logprobs.read(launched.result.tokens)
-        return launched.result
+        tokens = [] if launched.tokens is None else launched.tokens.tolist()
+        result = StepResult(dict(zip(launched.rows, tokens, strict=True)))
+        for report in launched.reports:
+            report.read(result)
+        return result
 
     def _stage(self, plan: StepPlan) -> None:
         self.state.stage(plan)
@@ -205,22 +204,17 @@ class CudaRunner:
         tile = flash.WHOLE if by_flash else self._prompt_tile
         return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, tile), by_flash
 
-    def _send_back(
-        self, rows: list[int], tokens: torch.Tensor | None, logprobs: AskedLogprobs | None, result: StepResult
-    ) -> Launched:
-        ready, pinned, told = torch.cuda.Event(), None, None
-        if tokens is None:
-            ready.record()
-            return Launched([], None, None, ready, result)
-        pinned = self._tokens[self._turn][: len(rows)]
+    def _send_back(self, rows: list[int], tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
+        ready, pinned = torch.cuda.Event(), None
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            pinned.copy_(tokens[: len(rows)], non_blocking=True)
-            tokens.record_stream(self._copies)
-            if logprobs is not None:
-                told = logprobs.to_host()
+            if tokens is not None:
+                pinned = self._tokens[self._turn][: len(rows)]
+                pinned.copy_(tokens[: len(rows)], non_blocking=True)
+                tokens.record_stream(self._copies)
+            told = [report.to_host() for report in reports]
             ready.record()
-        return Launched(rows, pinned, told, ready, result)
+        return Launched(rows, pinned, told, ready)
 
     def _replay(self, graph: Graph, work: Work) -> tuple[int, int]:
         """Returns where in the words the tokens stand that yield logits."""
@@ -252,7 +246,7 @@ class CudaRunner:
     # ---- prompts among them: a replay up to the hidden states
 
     def _mixed(
-        self, items: list[StepItem], work: Work, by_flash: bool, result: StepResult
+        self, items: list[StepItem], work: Work, by_flash: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
         graph = self._mixed_graphs[size, work.singles.size > 0, by_flash]
@@ -260,7 +254,9 @@ class CudaRunner:
         first = 0
         for item in items:
             if self._asks_prompt[item.row]:
-                look_at_prompt(self.model, self.state, item, self._hidden[first : first + item.count], result)
+                hidden = self._hidden[first : first + item.count]
+                report = look_at_prompt(self.model, self.state, item, hidden, score, self._logits)
+                reports += [report] if report else []
             first += item.count
         if begin == end:
             return None, None

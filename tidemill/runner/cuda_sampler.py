@@ -13,46 +13,37 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.kernels.cuda import sampling as kernels
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
-from tidemill.runner.sampler import ADJUSTMENTS, Asked, stages_of
+from tidemill.models.base import CausalLM
+from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host
+from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
-from tidemill.wire import TokenLogprobs
+from tidemill.sched.plan import StepItem
 
 _NEVER = float("-inf")
 _AT_ONCE = 64  # sequences drawn again together: bounds the workspace and the copies of logits
 
 
 @dataclass(slots=True)
-class AskedLogprobs:
-    """Of rows that want them: the chosen tokens', and the best. On the device, later on the host."""
+class LogprobsReport:
+    """Logprobs of a step's tokens, for the rows that ask for them."""
 
     rows: list[int]
     num_top: list[int]
-    chosen: torch.Tensor
-    values: torch.Tensor
-    ids: torch.Tensor
+    scores: Scores
 
-    def to_host(self) -> AskedLogprobs:
-        """Copies under way; valid once the stream has got there."""
-        copies = (_to_host(tensor) for tensor in (self.chosen, self.values, self.ids))
-        return AskedLogprobs(self.rows, self.num_top, *copies)
+    def to_host(self) -> LogprobsReport:
+        return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores))
 
-    def read(self, tokens: dict[int, int]) -> dict[int, TokenLogprobs]:
-        """Equal values in order of token id."""
-        told = {}
-        for row, num, chosen, values, ids in zip(
-            self.rows, self.num_top, self.chosen.tolist(), self.values.tolist(), self.ids.tolist(), strict=True
-        ):
-            best = sorted(zip(ids[:num], values[:num], strict=True), key=lambda pair: (-pair[1], pair[0]))
-            told[row] = TokenLogprobs(tokens[row], chosen, best)
-        return told
+    def read(self, result: StepResult) -> None:
+        entries = self.scores.entries([result.tokens[row] for row in self.rows], self.num_top)
+        result.logprobs = dict(zip(self.rows, entries, strict=True))
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    tensor.record_stream(torch.cuda.current_stream())
-    return target.copy_(tensor, non_blocking=True)
+def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
+    return Scores(*kernels.score(logits_NV, ids_N, num_top))
 
 
 class CudaSampler:
@@ -109,35 +100,38 @@ class CudaSampler:
             find_limits(logits_SV, adjusted, words, state.draws, self._work, thresholds, thresholds or "typical_p" in every)
         redraw(logits_SV, adjusted, words, state.draws, state.tokens, tokens_S, self._work, limited)
 
-    def warm_up(self, logits_NV: torch.Tensor) -> None:
-        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. `logits_NV`: room
-        for the logits of a step. All rows must be unused."""
+    def warm_up(self, model: CausalLM, hidden_TH: torch.Tensor, logits_NV: torch.Tensor) -> None:
+        """Run every stage once, for few sequences and for many, so that nothing is compiled or loaded later. Hidden states and
+        logits: the room for those of a step. All rows must be unused."""
         state, num_tokens = self._state, logits_NV.shape[1]
         logits_NV.zero_()
+        hidden_TH.zero_()
         everything = SamplingParams(
             top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
-            stop_token_ids=(0,), logprobs=MAX_LOGPROBS,
+            stop_token_ids=(0,), logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
-        before = state.masks, list(state.params)
+        before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
-            rows, logits = list(range(num)), logits_NV[:num]
+            rows, logits, reports = list(range(num)), logits_NV[:num], list[Report]()
             tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
-            for params in (everything, SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9)):
+            for params in (SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9), everything):
                 state.masks = {row: np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
                 state.params[:num] = [params] * num
                 self.redraw(rows, rows, [1] * num, logits, tokens)
-            state.params[:num] = [everything] * num
-            self.logprobs(rows, rows, logits, tokens)
-        state.masks, state.params[:] = before
+            reports.append(self.logprobs(rows, rows, logits, tokens))
+            count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)  # a token more: in two parts
+            state.num_prompt[0] = count + 1
+            item = StepItem(seq=0, row=0, start=0, count=count, samples=False, epoch=0)
+            report = look_at_prompt(model, state, item, hidden_TH[:count], score, logits)
+            reports += [report] if report else []
+            for made in reports if self._device.type == "cuda" else ():
+                made.to_host()
+        state.masks, state.params[:], state.num_prompt[:] = before
         state.tokens.zero_()
 
-    def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> AskedLogprobs:
-        which = self._ints(entries)
-        logprobs = logits_SV[which].log_softmax(-1)
-        num_top = [self._params(row).logprobs or 0 for row in rows]
-        values, ids = logprobs.topk(min(max(num_top), logprobs.shape[1]), dim=-1)
-        chosen = logprobs.gather(1, tokens_S[which].long().clamp(min=0).unsqueeze(1)).flatten()  # -1: not a number
-        return AskedLogprobs(rows, num_top, chosen, values, ids)
+    def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:
+        which, num_top = self._ints(entries), [self._params(row).logprobs or 0 for row in rows]
+        return LogprobsReport(rows, num_top, score(logits_SV.index_select(0, which), tokens_S[which], max(num_top)))
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]

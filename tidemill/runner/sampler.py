@@ -90,7 +90,7 @@ class Sampler:
         """`positions`: of the tokens to be drawn. The logits are consumed."""
         asked = Asked(rows, [self._params(row) for row in rows], positions)
         wanted = [i for i, p in enumerate(asked.params) if p.logprobs is not None]
-        raw = logits_SV[wanted].log_softmax(-1) if wanted else None
+        raw = logits_SV[wanted] if wanted else None
         is_valid = logits_SV.amax(-1).isfinite()  # amax of a NaN is NaN
         stages = [stages_of(p, row in self._state.masks) for row, p in zip(rows, asked.params, strict=True)]
         for name, apply in self._stages.items():
@@ -100,12 +100,11 @@ class Sampler:
             if which and name in ADJUSTMENTS:
                 is_valid[which] &= logits_SV[which].amax(-1).isfinite()
         tokens = torch.where(is_valid, self._draw(logits_SV, asked), -1)
-        out = Sampled(tokens)
-        if raw is not None:
-            for k, i in enumerate(wanted):
-                if tokens[i] >= 0:
-                    out.logprobs[rows[i]] = token_logprobs(raw[k], int(tokens[i]), asked.params[i].logprobs or 0)
-        return out
+        if raw is None:
+            return Sampled(tokens)
+        num_top, chosen = [asked.params[i].logprobs or 0 for i in wanted], tokens[wanted]
+        entries = score(raw, chosen, max(num_top)).entries(chosen.tolist(), num_top)
+        return Sampled(tokens, {rows[i]: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
 
     def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
         drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]
@@ -232,10 +231,28 @@ def restrict_typical(logits_SV: torch.Tensor, typical_ps: list[float]) -> None:
         logits_SV[rows] = logits_SV[rows].masked_fill(distance > farthest, _NEVER)
 
 
-def token_logprobs(logprobs_V: torch.Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    """The chosen token's and the `num_top` best; equal values in order of token id."""
-    top: list[tuple[int, float]] = []
-    if num_top:
-        values, ids = logprobs_V.topk(min(num_top, logprobs_V.numel()))
-        top = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprobs(token_id, float(logprobs_V[token_id]), top)
+@dataclass(slots=True)
+class Scores:
+    """Logprobs of given tokens, and of the best in their places."""
+
+    chosen: torch.Tensor  # [N]; NaN: the maximum of the logits is not finite
+    values: torch.Tensor  # [N, k]
+    ids: torch.Tensor
+
+    def entries(self, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+        """With so many of the best each; equal values in order of token id."""
+        values, ids = self.values.numpy(), self.ids.numpy()
+        order = np.lexsort((ids, -values))
+        values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
+        return [
+            TokenLogprobs(token_id, chosen, list(zip(ids_k[:num], values_k[:num], strict=True)))
+            for token_id, chosen, ids_k, values_k, num in zip(
+                token_ids, self.chosen.tolist(), ids.tolist(), values.tolist(), num_top, strict=True
+            )
+        ]
+
+
+def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
+    logprobs = logits_NV.log_softmax(-1)
+    values, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+    return Scores(logprobs.gather(1, ids_N.long().clamp(min=0).unsqueeze(1)).flatten(), values, ids)

@@ -36,7 +36,8 @@ from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 PICK_STRETCH = 4096
 SEARCH_STRETCH = 8192
-_TILE = 1024  # candidates a program of _finish looks at together
+_BLOCK = 128  # tokens whose maximum decides whether they are looked at for the best logprobs
+_TILE = 2048  # candidates a program of _finish looks at together
 _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-2139095041)  # place of -inf in the order of floats
 _THRESHOLDS = tl.constexpr(16)
@@ -206,8 +207,9 @@ def _in_order(place):
 
 @triton.jit
 def _threshold(highest, temperature, top_k, number):
-    """Thresholds below the maximum: of logits for top-k, of log-probabilities for top-p."""
-    return highest - (number + 1).to(tl.float32) * tl.where(top_k > 0, 1.0, temperature)
+    """Thresholds below the maximum, of logits for top-k and of log-probabilities for top-p: 0.75, 1.75, 3, 4.5 ... 37.5, 42."""
+    n = (number + 1).to(tl.float32)
+    return highest - n * (n + 5.0) * 0.125 * tl.where(top_k > 0, 1.0, temperature)
 
 
 @triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr"])
@@ -244,7 +246,7 @@ def _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.cons
     there = number < num_stretches
     top = tl.load(stats_ptr + (s * num_stretches + number) * 2, mask=there, other=_NEVER)
     mass = tl.load(stats_ptr + (s * num_stretches + number) * 2 + 1, mask=there, other=0.0)
-    return tl.sum(tl.where(top > _NEVER, mass * tl.exp((top - highest) / temperature), 0.0), 0)
+    return tl.sum(tl.where(top != _NEVER, mass * tl.exp((top - highest) / temperature), 0.0), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr"])
@@ -481,7 +483,7 @@ def find_limits(
     launch(
         _finish, (num,),
         records, draws, work.stats, work.kept, work.sizes, work.limits, num_stretches,
-        TILE=max(_TILE, stretches), num_warps=8, **how,
+        TILE=max(_TILE, stretches), num_warps=16, **how,
     )  # fmt: skip
 
 
@@ -509,3 +511,62 @@ def redraw(
         work.best, work.best_at, records, records, records, tokens, out_N, tokens.shape[1], num_stretches, records,
         BLOCK=triton.next_power_of_2(num_stretches), AGAIN=True, num_warps=1, **HOW,
     )  # fmt: skip
+
+
+# ---- logprobs
+
+
+@triton.jit(do_not_specialize_on_alignment=["stats_ptr", "tops_ptr"])
+def _summarize(
+    logits_ptr, stats_ptr, tops_ptr, num_tokens, num_stretches, STRETCH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Of each stretch: the maximum, the sum of exponentials relative to it, and the maxima of its blocks. NaNs propagate."""
+    begin(AHEAD)
+    s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = stretch * STRETCH + tl.arange(0, STRETCH)
+    value = tl.load(logits_ptr + s * num_tokens + token, mask=token < num_tokens, other=_NEVER)
+    top, place = tl.max(value, 0), s * num_stretches + stretch
+    tl.store(stats_ptr + place * 2, top)
+    tl.store(stats_ptr + place * 2 + 1, tl.sum(tl.where(value != _NEVER, tl.exp(value - top), 0.0), 0))
+    blocks: tl.constexpr = STRETCH // BLOCK
+    tl.store(tops_ptr + place * blocks + tl.arange(0, blocks), tl.max(tl.reshape(value, (blocks, BLOCK)), 1))
+
+
+@triton.jit(do_not_specialize_on_alignment=["stats_ptr", "ids_ptr", "chosen_ptr", "norms_ptr"])
+def _normalize(
+    logits_ptr, stats_ptr, ids_ptr, chosen_ptr, norms_ptr, num_tokens, num_stretches,
+    STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    begin(AHEAD)
+    s = tl.program_id(0).to(tl.int64)
+    highest = _highest(stats_ptr, s, num_stretches, STRETCHES)
+    norm = highest + tl.log(_total(stats_ptr, s, num_stretches, highest, 1.0, STRETCHES))
+    token = tl.maximum(tl.load(ids_ptr + s), 0)  # -1: a draw that failed
+    tl.store(norms_ptr + s, norm)
+    tl.store(chosen_ptr + s, tl.load(logits_ptr + s * num_tokens + token) - norm)
+
+
+def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs of the given tokens (NaN where the maximum of the logits is not finite), and the best logprobs with their tokens.
+    The n best are in the n blocks with the highest maxima: two small selections instead of one over all tokens."""
+    num, num_tokens = logits_NV.shape
+    num_stretches, per_stretch = triton.cdiv(num_tokens, SEARCH_STRETCH), SEARCH_STRETCH // _BLOCK
+    stats, tops = logits_NV.new_empty(num, num_stretches, 2), logits_NV.new_empty(num, num_stretches * per_stretch)
+    chosen, norms = logits_NV.new_empty(num), logits_NV.new_empty(num, 1)
+    _summarize[(num, num_stretches)](
+        logits_NV, stats, tops, num_tokens, num_stretches, STRETCH=SEARCH_STRETCH, BLOCK=_BLOCK, num_warps=8, **HOW
+    )
+    _normalize[(num,)](
+        logits_NV, stats, ids_N, chosen, norms, num_tokens, num_stretches,
+        STRETCHES=triton.next_power_of_2(num_stretches), num_warps=1, **HOW,
+    )  # fmt: skip
+    num_top, num_blocks = min(num_top, num_tokens), triton.cdiv(num_tokens, _BLOCK)
+    if not num_top:
+        return chosen, norms[:, :0], norms[:, :0].long()
+    blocks = tops[:, :num_blocks].topk(min(num_top, num_blocks), dim=-1, sorted=False).indices
+    inside = torch.arange(_BLOCK, device=logits_NV.device)
+    tokens = (blocks.unsqueeze(-1) * _BLOCK + inside).flatten(1)
+    there = tokens < num_tokens
+    tokens = tokens.clamp_(max=num_tokens - 1)
+    values, at = logits_NV.gather(1, tokens).masked_fill_(~there, float("-inf")).topk(num_top, dim=-1)
+    return chosen, values - norms, tokens.gather(1, at)

@@ -219,7 +219,7 @@ class StreamDecoder:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """The printable stand-ins that byte-level vocabularies write bytes with."""
+    """The printable characters that byte-level vocabularies write bytes as."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -275,7 +275,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the tokenizer in its fast form beside the weights.")
+        raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the fast tokenizer beside the weights.")
     backend = _read_backend(file)
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     eos = [*_eos_ids(path / "generation_config.json"), *_eos_ids(path / "config.json")]

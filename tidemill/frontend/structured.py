@@ -122,7 +122,7 @@ def _check(grammar: Grammar) -> None:
     if grammar.kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
     ):
-        raise InvalidRequest("choice must be a non-empty list of non-empty strings.", param=grammar.kind)
+        raise InvalidRequest("The choice cannot be used: it must be a non-empty list of non-empty strings.", param=grammar.kind)
 
 
 def _depth(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a user can do wrong. Each error says what was given, what is allowed and what to do about it.
+"""Errors that a user can cause. Each says what was given, what is allowed and what to do about it.
 
 An engine invariant is an `assert`; these are for everything a person outside the engine can cause.
 """
@@ -21,7 +21,7 @@ class TidemillError(Exception):
 
 
 class InvalidRequest(TidemillError):
-    """A request that cannot be served as asked."""
+    """A request that cannot be served."""
 
     kind = "invalid_request_error"
     status = 400
@@ -40,14 +40,14 @@ class RequestTooLarge(InvalidRequest):
 
 
 class QueueFull(TidemillError):
-    """More requests are waiting than may."""
+    """The queue has reached its limit."""
 
     kind = "rate_limit_error"
     status = 429
 
 
 class Draining(TidemillError):
-    """The server is about to stop and takes nothing new."""
+    """The server is stopping and accepts no new requests."""
 
     kind = "server_stopping"
     status = 503
@@ -61,7 +61,7 @@ class DeadlineExceeded(TidemillError):
 
 
 class Cancelled(TidemillError):
-    """Somebody with the right to it ended the request."""
+    """The request was cancelled by its client or an administrator."""
 
     kind = "request_cancelled"
     status = 499
@@ -75,7 +75,7 @@ class ClientTooSlow(TidemillError):
 
 
 class ModelFailed(TidemillError):
-    """The model's own numbers broke down on this request."""
+    """The model computed NaN for this request."""
 
     kind = "model_error"
 
@@ -101,7 +101,7 @@ class CheckpointError(TidemillError):
 
 
 class EngineDead(TidemillError):
-    """The engine process is gone; nothing more can be answered."""
+    """The engine process has ended; no request can be served."""
 
     kind = "engine_unavailable"
     status = 503

@@ -1,4 +1,4 @@
-"""SamplingParams: what a user may ask of decoding, validated here and nowhere else."""
+"""SamplingParams: the options of decoding, validated here and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 GREEDY_BELOW = 1e-5
 
-# From, to. Checked below, and told to clients by the server's description of its API.
+# Lowest and highest value. Checked below, and published in the server's OpenAPI description.
 INTEGERS = {
     "n": (1, MAX_N),
     "top_k": (-1, 2**31 - 1),  # -1 is the other common spelling of "all"
@@ -41,9 +41,9 @@ _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """The form an answer must have."""
+    """What the output must match."""
 
-    kind: str  # json_schema, regex, grammar (Lark or GBNF) or choice (a JSON list of texts)
+    kind: str  # json_schema, regex, grammar (Lark or GBNF) or choice (a JSON list of strings)
     text: str
 
 
@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
-    pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of going on from it
+    pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of generating
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
@@ -125,13 +125,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_plain(self) -> bool:
-        """The likeliest token or a draw from all of them."""
+        """Greedy, or sampled from the whole vocabulary without any change of logits but temperature."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
         return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Every token of it must be computed, found or not."""
+        """Every prompt token must be computed, even if its prefix is cached."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property

@@ -1,8 +1,8 @@
-"""Work on what strangers send that cannot be trusted to end, in processes of its own: chat templates, which come with a model and
-may loop or fill all memory, and forms of answers, which may take minutes to compile or overflow the compiler's stack.
+"""Worker processes for untrusted work that may not end: chat templates, which come with a model and may loop or exhaust memory,
+and grammars, which come with a request and may take minutes to compile or overflow the compiler's stack.
 
-A worker arms a timer of processor time before each task and bounds its own memory. The timer's signal ends the process, whatever
-it is doing, even if the server is gone by then. The next task finds a new one.
+A worker arms a timer of CPU time before each task and limits its own memory. The timer's signal ends the process, whatever it is
+doing, even if the server is gone by then. The next task starts a new one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tidemill.frontend.control import ControlTokens
 TEMPLATE_CPU_S = 1.0  # a conversation of 100,000 tokens takes a fiftieth of it
 GRAMMAR_CPU_S = {"llguidance": 0.5, "xgrammar": 5.0}  # a schema of 1,000 properties takes half of the first, one of five a second
 _MEMORY_BYTES = {"template": 2**29, "llguidance": 2**31, "xgrammar": 2**33}  # of addresses; a vocabulary takes some hundred MiB
-_STACK_BYTES = 2**21  # less than where forms are compiled in earnest, so that what passes here passes there
+_STACK_BYTES = 2**21  # less than the engine has, so that a grammar that compiles here compiles there
 _LENGTH = struct.Struct("<I")
 
 
 class _Pool:
-    """Workers of a kind, started when they are needed. As many threads as there are workers may ask; more wait."""
+    """Workers of one kind, started when needed. As many tasks run at once as there are workers; further ones block."""
 
     def __init__(self, num_workers: int, *start: Any) -> None:
         self._start = start
@@ -42,33 +42,33 @@ class _Pool:
         for _ in range(num_workers):
             self._idle.put(None)
 
-    def ask(self, task: Any, too_much: InvalidRequest) -> Any:
-        """What the worker makes of it, or raises; `too_much`, if it did not live to tell."""
+    def run(self, task: Any, too_much: InvalidRequest) -> Any:
+        """The worker's result, or its error; `too_much`, if it ran out of time or memory."""
         worker = self._idle.get()
         try:
-            if worker is None or worker.poll() is not None:  # somebody else may have ended it
+            if worker is None or worker.poll() is not None:  # it may have been killed from outside
                 worker = self._begin()
-            told = _exchange(worker, task)
-            if told is None:
+            reply = _exchange(worker, task)
+            if reply is None:
                 _end(worker)
                 worker = None
                 raise too_much
         finally:
             self._idle.put(worker)
-        if "error" in told:
-            raise InvalidRequest(told["error"], fix=told["fix"], param=told["param"])
-        return told["made"]
+        if "error" in reply:
+            raise InvalidRequest(reply["error"], fix=reply["fix"], param=reply["param"])
+        return reply["result"]
 
     def close(self) -> None:
         for _ in range(self._num_workers):
-            worker = self._idle.get()  # one that is at work has its time
+            worker = self._idle.get()  # a busy one ends within its time limit
             if worker is not None:
                 _end(worker)
 
     def _begin(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "tidemill.frontend.apart"]
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL  # its last words would be of no use
-        worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True)
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         if _exchange(worker, self._start) is None:
             _end(worker)
             raise TidemillError("A worker process cannot be started.")
@@ -94,12 +94,12 @@ class Renderer:
         marks: bool = False,
     ) -> str:
         why = "The model's chat template does not come to an end with these messages."
-        made: str = self._pool.ask([messages, tools, variables, marks], InvalidRequest(why, param="messages"))
-        return made
+        text: str = self._pool.run([messages, tools, variables, marks], InvalidRequest(why, param="messages"))
+        return text
 
 
 class GrammarChecker:
-    """Says whether a form can be kept to, at a bounded price."""
+    """Compiles grammars at a bounded cost, to find out whether they can be used."""
 
     def __init__(self, backend: str, tokenizer_path: Path, num_tokens: int) -> None:
         self._pool = _Pool(1, backend, str(tokenizer_path), num_tokens)
@@ -108,18 +108,18 @@ class GrammarChecker:
 
     def check(self, kind: str, text: str) -> None:
         why = f"The {kind} is too much: compiling it takes more than {self._seconds:g} s, or all memory."
-        self._pool.ask([kind, text], InvalidRequest(why, fix="Ask for a smaller form.", param=kind))
+        self._pool.run([kind, text], InvalidRequest(why, fix="Use a smaller grammar.", param=kind))
 
 
-def _exchange(worker: subprocess.Popen[bytes], asked: Any) -> dict[str, Any] | None:
-    """None: it is gone."""
+def _exchange(worker: subprocess.Popen[bytes], task: Any) -> dict[str, Any] | None:
+    """The reply; None: the worker has ended."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
-        _write(worker.stdin, asked)
-        told: dict[str, Any] | None = _read(worker.stdout)
-        return told
-    except (OSError, ValueError):  # it ended amid a word
+        _write(worker.stdin, task)
+        reply: dict[str, Any] | None = _read(worker.stdout)
+        return reply
+    except (OSError, ValueError):  # it ended amid a message
         return None
 
 
@@ -127,7 +127,7 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # there was more to say to it
+            with contextlib.suppress(OSError):  # unsent data
                 pipe.close()
     worker.wait()
 
@@ -139,7 +139,7 @@ def _write(stream: IO[bytes], value: Any) -> None:
 
 
 def _read(stream: IO[bytes]) -> Any:
-    """None: there is no more."""
+    """The next message; None: the stream has ended."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -181,23 +181,23 @@ _MAKERS: dict[str, tuple[Callable[..., Callable[..., Any]], float]] = {
 
 
 def _work() -> None:
-    """What it is for, then tasks, until there are no more."""
-    asking, telling = sys.stdin.buffer, sys.stdout.buffer
-    kind, *how = _read(asking)
-    os.nice(5)  # others first
+    """Reads what kind of worker to be, then tasks until the stream ends."""
+    tasks, replies = sys.stdin.buffer, sys.stdout.buffer
+    kind, *how = _read(tasks)
+    os.nice(5)  # below the server and the engine
     with contextlib.suppress(ValueError, OSError):  # not every system can
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES[kind], _MEMORY_BYTES[kind]))
     make, seconds = _MAKERS[kind]
     do = make(*how)
-    _write(telling, {})
-    while (task := _read(asking)) is not None:
+    _write(replies, {})
+    while (task := _read(tasks)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            told: dict[str, Any] = {"made": do(*task)}
+            reply: dict[str, Any] = {"result": do(*task)}
         except InvalidRequest as error:
-            told = {"error": error.message, "fix": error.fix, "param": error.param}
+            reply = {"error": error.message, "fix": error.fix, "param": error.param}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(telling, told)
+        _write(replies, reply)
 
 
 def main() -> None:

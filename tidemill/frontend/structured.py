@@ -1,7 +1,7 @@
-"""Answers of a given form: a JSON schema, a regular expression, a grammar, one of several texts.
+"""Structured output: text that matches a JSON schema, a regular expression, a grammar or one of several choices.
 
-A backend compiles the form and says before each token which ones may come next: llguidance, whose work is bounded in time and
-memory, or xgrammar, for those who know who asks. Compiled forms are kept, the most recent ones, and copied for each sample.
+A backend compiles the grammar and computes before each token a mask of those allowed next: llguidance, whose work is bounded in
+time and memory, or xgrammar, for trusted clients. The most recently used compiled grammars are cached and copied for each sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUM_KEPT = 32
 
 
 def check_backend(name: str) -> None:
-    """It is known and can be imported, which is done here: it may take a while."""
+    """Raise unless the backend is known and can be imported. Imports it, which may take a while."""
     if name not in BACKENDS:
         raise ConfigError(f"There is no structured_backend {name!r}.", fix=f"Choose {' or '.join(BACKENDS)}.")
     try:
@@ -36,13 +36,13 @@ def check_backend(name: str) -> None:
 
 
 class Matcher(ABC):
-    """Where one sample stands in its form."""
+    """The state of one sample in its grammar."""
 
     compiled_s = 0.0
 
     @abstractmethod
     def mask(self) -> np.ndarray:
-        """A bit for each token that may come next, in int32 words."""
+        """One bit per token of the vocabulary, set if it may come next, in int32 words."""
 
     @abstractmethod
     def take(self, token_ids: list[int]) -> None: ...
@@ -50,7 +50,7 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def is_over(self) -> bool:
-        """Nothing more can come."""
+        """No token may follow."""
 
     @property
     @abstractmethod
@@ -61,9 +61,9 @@ class Matcher(ABC):
 
 
 class Grammars(ABC):
-    """Compiles forms for one tokenizer. `num_tokens`: of the model, which may have more than the tokenizer, or fewer."""
+    """Compiles grammars for one tokenizer. `num_tokens`: of the model, which may have more than the tokenizer, or fewer."""
 
-    kept_below_s: float  # what takes longer to compile is large
+    kept_below_s: float  # grammars that take longer to compile are large, and are not cached
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -77,10 +77,10 @@ class Grammars(ABC):
 
     @abstractmethod
     def _make(self, kind: str, text: str) -> Matcher:
-        """At the beginning of the form; raises ValueError if it cannot be read."""
+        """A matcher at the start of the grammar; raises ValueError if it cannot be parsed."""
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """At the beginning; raises what is wrong with the form. Safe to call from any thread."""
+        """A matcher at the start of the grammar; raises InvalidRequest if it cannot be used. Safe to call from any thread."""
         began = time.monotonic()
         try:
             _check(grammar)
@@ -89,7 +89,7 @@ class Grammars(ABC):
             raise InvalidRequest(f"The {grammar.kind} cannot be read: {str(error)[:300]}.", param=grammar.kind) from None
         made.compiled_s = time.monotonic() - began
         trial = made.copy()
-        trial.mask()  # some forms are too much only now
+        trial.mask()  # some grammars exceed a limit only here
         if trial.error:
             raise InvalidRequest(f"The {grammar.kind} cannot be used: {trial.error.splitlines()[0][:300]}", param=grammar.kind)
         return made
@@ -98,7 +98,7 @@ class Grammars(ABC):
         return grammar in self._kept
 
     def matcher(self, grammar: Grammar, made: Matcher | None = None) -> Matcher:
-        """`made`: it has just been compiled."""
+        """A fresh copy of the cached matcher. `made`: one that has just been compiled."""
         kept = self._kept.pop(grammar, None) or made or self.compile(grammar)
         if kept.compiled_s < self.kept_below_s:
             self._kept[grammar] = kept
@@ -108,7 +108,7 @@ class Grammars(ABC):
 
 
 def _check(grammar: Grammar) -> None:
-    """What no backend should see. Raises ValueError, too."""
+    """Limits that hold for every backend. Also raises ValueError, for text that is not JSON."""
     text = grammar.text
     if len(text) > MAX_CHARS:
         raise InvalidRequest(f"The {grammar.kind} has {len(text)} characters; at most {MAX_CHARS}.", param=grammar.kind)
@@ -122,11 +122,11 @@ def _check(grammar: Grammar) -> None:
     if grammar.kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
     ):
-        raise InvalidRequest("A choice cannot be made but from a list of texts that are not empty.", param=grammar.kind)
+        raise InvalidRequest("The choice cannot be used: it must be a non-empty list of non-empty strings.", param=grammar.kind)
 
 
 def _depth(value: Any) -> int:
-    """By levels, so that depth costs no stack."""
+    """Level by level, without recursion."""
     level, depth = [value], 0
     while level:
         depth += 1

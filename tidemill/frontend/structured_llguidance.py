@@ -1,4 +1,4 @@
-"""Structured output by llguidance, with a limit for everything it does."""
+"""Structured output by llguidance, with limits on all of its work."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Backend(Grammars):
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__(tokenizer, num_tokens)
-        words = llguidance.TokenizerWrapper(_Words(tokenizer, num_tokens, self._ends))
-        self._tokenizer = llguidance.LLTokenizer(words, n_vocab=num_tokens, eos_token=self._ends or None)
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, num_tokens, self._ends))
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, n_vocab=num_tokens, eos_token=self._ends or None)
         self._begin = partial(llguidance.LLMatcher, self._tokenizer, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
 
     def _make(self, kind: Any, text: str) -> Matcher:
@@ -63,8 +63,8 @@ class Backend(Grammars):
         return LlgMatcher(self._begin(rules), self._num_tokens)
 
 
-class _Words:
-    """What llguidance asks of a tokenizer."""
+class _Vocabulary:
+    """A tokenizer with the attributes that llguidance reads."""
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int, ends: list[int]) -> None:
         self.eos_token_id = ends[0] if ends else 0

@@ -15,40 +15,40 @@ from tidemill.frontend.tokenizer import Tokenizer
 
 
 class XgrammarMatcher(Matcher):
-    def __init__(self, inner: Any, words: np.ndarray, goes_on: np.ndarray) -> None:
-        """A bit for each token that may come at all, and for each that does not end an answer."""
-        self._inner, self._words, self._goes_on = inner, words, goes_on
+    def __init__(self, inner: Any, allowed: np.ndarray, not_final: np.ndarray) -> None:
+        """Masks of the tokens that are ever allowed, and of those that do not end the output."""
+        self._inner, self._allowed, self._not_final = inner, allowed, not_final
         self._error = ""
         self._mask: np.ndarray | None = None
 
     def mask(self) -> np.ndarray:
         if self._mask is None:
             ended = self._inner.is_terminated()
-            self._mask = np.full_like(self._words, 0 if ended else -1)  # it says nothing where all may come
+            self._mask = np.full_like(self._allowed, 0 if ended else -1)  # left as it is where all tokens are allowed
             if not ended:
                 self._inner.fill_next_token_bitmask(self._mask[None])
-            self._mask &= self._words
+            self._mask &= self._allowed
         return self._mask
 
     def take(self, token_ids: list[int]) -> None:
         for token in token_ids:
             if not self._error and not self._inner.accept_token(token):
-                self._error = f"Token {token} does not belong to the form."
+                self._error = f"Token {token} does not match the grammar."
         self._mask = None
 
     @property
     def is_over(self) -> bool:
-        """Only an end may come, or nothing."""
-        return self._inner.is_terminated() or not (self.mask() & self._goes_on).any()
+        """Only an end token may follow, or none."""
+        return self._inner.is_terminated() or not (self.mask() & self._not_final).any()
 
     @property
     def error(self) -> str:
         if not self._error and not self._inner.is_terminated() and not self._inner.is_completed() and not self.mask().any():
-            return "Nothing can come next, and it is not complete."
+            return "No token is allowed next, and the output is incomplete."
         return self._error
 
     def copy(self) -> XgrammarMatcher:
-        return XgrammarMatcher(self._inner.fork(), self._words, self._goes_on)
+        return XgrammarMatcher(self._inner.fork(), self._allowed, self._not_final)
 
 
 class Backend(Grammars):
@@ -56,30 +56,30 @@ class Backend(Grammars):
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int) -> None:
         super().__init__(tokenizer, num_tokens)
-        words: list[Any] = [
+        tokens: list[Any] = [
             tokenizer.token_bytes(token) if token < tokenizer.vocab_size and token not in tokenizer.special_ids else b""
             for token in range(num_tokens)
         ]
-        info = xgrammar.TokenizerInfo(words, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=self._ends)
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # we keep them ourselves
-        self._all, self._goes_on = _bits(num_tokens, []), _bits(num_tokens, self._ends)
-        # Strings of a given length may hold control characters, it thinks; in JSON they may not.
-        self._in_json = _bits(num_tokens, [token for token, word in enumerate(words) if word and min(word) < 0x20])
+        info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=num_tokens, stop_token_ids=self._ends)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)  # Grammars caches them
+        self._all, self._not_final = _bits(num_tokens, []), _bits(num_tokens, self._ends)
+        # It lets control characters into JSON strings of a given length, where they are not allowed.
+        self._in_json = _bits(num_tokens, [i for i, token in enumerate(tokens) if token and min(token) < 0x20])
 
     def _make(self, kind: str, text: str) -> Matcher:
         try:
             compiled = self._compile(kind, text)
-        except RuntimeError as error:  # what its own exceptions are, too
+        except RuntimeError as error:  # the base of its own exceptions
             raise ValueError(re.sub(r"^\[.*?\] \S+: ", "", str(error)).splitlines()[0]) from None
-        words = self._in_json if kind == "json_schema" else self._all
-        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), words, self._goes_on)
+        allowed = self._in_json if kind == "json_schema" else self._all
+        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), allowed, self._not_final)
 
     def _compile(self, kind: str, text: str) -> Any:
         if kind == "json_schema":
             return self._compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
         if kind == "regex":
             if re.search(r"\{[^}]*\d{7,}", text):  # it would count modulo 2**32
-                raise ValueError("nothing can be repeated so often")
+                raise ValueError("a repetition count is too large")
             return self._compiler.compile_regex(text)
         if kind == "choice":
             quoted = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
@@ -90,7 +90,7 @@ class Backend(Grammars):
 
 
 def _bits(num: int, without: list[int]) -> np.ndarray:
-    """So many are set, but for these; in int32 words."""
+    """A mask of `num` set bits except `without`, in int32 words."""
     bits = np.zeros(-(-num // 32) * 32, np.uint8)
     bits[:num] = 1
     bits[without] = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,8 @@ class Tokenizer:
     @staticmethod
     def load(path: Path) -> Tokenizer:
         """From a checkpoint: a GGUF file or a Hugging Face folder."""
-        try:
+        with _typed_errors(f"The tokenizer of {path}"):
             made = _from_folder(path) if path.is_dir() else _from_gguf(path)
-        except (TidemillError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
-            why = f"{type(error).__name__}: {str(error)[:300]}"
-            raise CheckpointError(f"The tokenizer of {path} cannot be loaded: {why}.") from error
         made.path = path
         return made
 
@@ -220,7 +216,7 @@ class StreamDecoder:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """The printable stand-ins that byte-level vocabularies write bytes with."""
+    """The printable characters that byte-level vocabularies write bytes as."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -259,6 +255,16 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
 # ---- where tokenizers come from
 
 
+@contextlib.contextmanager
+def _typed_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (TidemillError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and PanicException, which is not an Exception
+        raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = GGUFFile(path).metadata
     built = build_tokenizer(metadata, str(path))
@@ -276,7 +282,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _from_folder(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the tokenizer in its fast form beside the weights.")
+        raise CheckpointError(f"{path} holds no tokenizer.json.", fix="Save the fast tokenizer beside the weights.")
     backend = _read_backend(file)
     settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").is_file() else {}
     eos = [*_eos_ids(path / "generation_config.json"), *_eos_ids(path / "config.json")]
@@ -316,7 +322,7 @@ class _File(msgspec.Struct):
 
 def _read_backend(path: Path) -> Backend:
     data = read_file(path)
-    try:
+    with _typed_errors(str(path)):
         file = msgspec.json.decode(data, type=_File)
         vocab = file.model.vocab
         ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in file.added_tokens)]
@@ -324,10 +330,6 @@ def _read_backend(path: Path) -> Backend:
         if not all(0 <= token < limit for token in ids):
             raise CheckpointError(f"{path}: token ids are from {min(ids)} to {max(ids)}; with so few tokens, 0 to {limit - 1}.")
         return Backend.from_buffer(data)
-    except (TidemillError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and PanicException, which is none
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
 
 
 def _eos_ids(path: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""CausalLM: what the runner asks of a model, and how any model is filled from a checkpoint."""
+"""CausalLM: the interface of a model to the runner, and how any model is loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder. Built without memory, then filled tensor by tensor."""
+    """A decoder. Built on the meta device, then loaded tensor by tensor."""
 
     # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
@@ -96,8 +96,8 @@ class CausalLM(nn.Module, ABC):
         device: str = "cpu",
         random: bool = False,
     ) -> CausalLM:
-        """Stream the checkpoint onto a model that has no memory yet; the peak stays near the final size. `random`: weights of
-        the right shapes instead of the checkpoint's."""
+        """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
+        of the right shapes instead of the checkpoint's."""
         num_stored = sum(config.stored.values())
         if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
             raise CheckpointError(

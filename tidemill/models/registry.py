@@ -21,7 +21,7 @@ ARCHITECTURES = {
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
     target = ARCHITECTURES.get((checkpoint.format, checkpoint.architecture))
     if target is None:
-        known = ", ".join(sorted({name for form, name in ARCHITECTURES if form == checkpoint.format}))
+        known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
         raise CheckpointError(
             f"{checkpoint.path} has the architecture {checkpoint.architecture}, which is not supported.",
             fix=f"Supported in this format: {known}.",

@@ -1,7 +1,8 @@
-"""One view of a checkpoint, whichever format it has: what it says of itself, and its tensors one by one."""
+"""One interface to checkpoints of every format: their metadata, and their tensors one by one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,7 @@ class Checkpoint(Protocol):
 
     @property
     def has_weights(self) -> bool:
-        """Else only what describes them is there."""
+        """False: only the configuration is there."""
         ...
 
     @property
@@ -146,7 +147,7 @@ class _FromSafetensors:
         view = file.get_slice(name)
         self.shape = tuple(view.get_shape())
         self.type_name = str(view.get_dtype())
-        self.num_bytes = _numel(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
+        self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
     def read_into(self, out: torch.Tensor) -> None:
         if self.type_name not in _SAFETENSORS_BYTES:
@@ -217,10 +218,3 @@ class SafetensorsCheckpoint:
                         yield _FromSafetensors(file, name, path)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for dim in shape:
-        product *= dim
-    return product

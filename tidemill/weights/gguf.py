@@ -1,6 +1,6 @@
 """GGUF files: header, metadata and tensor bytes, checked against the file's real size.
 
-The reader of the `gguf` package takes seconds on a vocabulary of 50,000 words and trusts the lengths it reads; the format is
+The reader of the `gguf` package takes seconds on a vocabulary of 50,000 tokens and trusts the lengths it reads; the format is
 small, so the header is read here and the package only dequantizes.
 """
 

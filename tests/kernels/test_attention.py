@@ -82,7 +82,7 @@ def test_keys_and_values_in_bfloat16(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_alone_equals_in_company_bit_for_bit(backend, dtype):
+def test_batch_invariance(backend, dtype):
     requests = [(300, 1), (0, 1), (17, 1), (90, 64), (0, 5), (31, 1), (32, 1)]
     scene = Scene(requests, 6, 2, 32, 16, backend, dtype)
     together = scene.run().split([new for _, new in requests])
@@ -108,7 +108,7 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch, dtype, heads, kv_heads, 
 
 
 def test_larger_tiles_for_decoding_give_the_same(monkeypatch):
-    """The fallback for machines whose small products round differently."""
+    """The fallback for machines whose small matmuls round differently."""
     from tidemill.kernels import attention
 
     scene = Scene([(300, 1), (0, 1), (90, 64)], 6, 2, 32, 16, "torch")

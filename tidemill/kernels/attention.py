@@ -4,8 +4,8 @@ The result of a query depends on its position and the tokens before it, never on
 
 - Keys are taken in blocks whose boundaries depend on the position alone (0, 64, 128, 256, 512, 1024, 1536, ...), merged in
   order by the online softmax. The first blocks are short, so that short contexts pay little.
-- Queries are taken in tiles of one token (decoding) or 32 tokens (prompts), all matrix products of a kind having one shape.
-  With a BLAS a row of such a product keeps its bits from two rows up (one row would take another routine), so a tile has at
+- Queries are taken in tiles of one token (decoding) or 32 tokens (prompts), all matmuls of a kind having one shape.
+  With a BLAS a row of such a matmul keeps its bits from two rows up (one row would take another routine), so a tile has at
   least two. That is probed once per model shape; where it does not hold, decoding takes the larger tiles, too.
 - Tiles of all requests that reach a block are computed together, longest first: work follows live tokens, nobody is padded to
   the longest request, and only the block at hand is gathered out of the cache.

@@ -1,4 +1,4 @@
-"""Linear: one matrix product, possibly of several stored matrices fused by rows (q, k, v; gate, up)."""
+"""Linear: one matmul, possibly of several stored matrices fused by rows (q, k, v; gate, up)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Linear(Layer):
 
 
 class GatedLinear(Linear):
-    """silu(gate) * up of two products of the same input."""
+    """silu(gate) * up of two matmuls of the same input."""
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)

@@ -23,15 +23,15 @@ class LinearMethod(ABC, Generic[Part]):
 
     @abstractmethod
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
-        """All of them, one below the other, in the form a kernel multiplies by."""
+        """All of them, one below the other, laid out for a kernel."""
 
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None) -> Weight:
-        """The two, in a form whose product is silu(gate) * up."""
+        """The two, laid out for a matmul that gives silu(gate) * up."""
         return _Gated(self.join([gate, up], bias))
 
 
 class _Gated(Weight):
-    """The fused product, then its gate."""
+    """The fused matmul, then its gate."""
 
     def __init__(self, both: Weight) -> None:
         self._both = both

@@ -31,6 +31,7 @@ PROMPT, ANSWER = 128, 64
 TASKS = {
     "prefill 128": ("tok/s", 128),
     "prefill 512": ("tok/s", 512),
+    "prefill 4096": ("tok/s", 4096),
     "decode, batch 1": ("tok/s", 1),
     "decode, batch 4": ("tok/s", 4),
     "decode, batch 16": ("tok/s", 16),
@@ -77,6 +78,7 @@ class LlamaCpp:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = 32 * 1024, 512, 512, 32
         params.n_threads = params.n_threads_batch = threads
+        params.kv_unified = True  # else a sequence has a share of n_ctx, less than a long prompt
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._num_tokens = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(512, 0, 1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import native
+from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, write_kv
 from tidemill.kernels.native_attention import NativeAttention
@@ -82,7 +82,7 @@ def test_keys_and_values_in_bfloat16(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_alone_equals_in_company_bit_for_bit(backend, dtype):
+def test_batch_invariance(backend, dtype):
     requests = [(300, 1), (0, 1), (17, 1), (90, 64), (0, 5), (31, 1), (32, 1)]
     scene = Scene(requests, 6, 2, 32, 16, backend, dtype)
     together = scene.run().split([new for _, new in requests])
@@ -92,8 +92,23 @@ def test_all_alone_equals_in_company_bit_for_bit(backend, dtype):
     assert torch.equal(some, torch.cat([together[3], together[0]]))
 
 
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (8, 1, 16), (5, 1, 128)])
+def test_the_size_of_a_tile_changes_no_bit(monkeypatch, dtype, heads, kv_heads, dim):
+    """From one token, whose keys are read in place, to the largest, whose register tiles have rows to spare."""
+    scene = Scene([(300, 1), (0, 70), (90, 64), (0, 5)], heads, kv_heads, dim, 16, "compiled", dtype)
+    results = []
+    for num_rows in (heads // kv_heads, 7 * heads // kv_heads, 32, 192):
+        monkeypatch.setattr(native_attention, "_MIN_TILE_ROWS", num_rows)
+        monkeypatch.setattr(native_attention, "_MAX_TILE_ROWS", num_rows)
+        results.append(scene.run())
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert torch.allclose(results[0], torch.cat(scene.expected), atol=2e-5)
+
+
 def test_larger_tiles_for_decoding_give_the_same(monkeypatch):
-    """The fallback for machines whose small products round differently."""
+    """The fallback for machines whose small matmuls round differently."""
     from tidemill.kernels import attention
 
     scene = Scene([(300, 1), (0, 1), (90, 64)], 6, 2, 32, 16, "torch")

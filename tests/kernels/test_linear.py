@@ -43,7 +43,7 @@ def test_short_weights_give_the_bits_of_float32(dtype):
     assert torch.equal(pack_linear(weight)(x), pack_linear(weight.float())(x))
 
 
-def test_the_probe_notices_a_product_that_depends_on_its_batch():
+def test_the_probe_notices_a_matmul_that_depends_on_its_batch():
     weight, x = torch.randn(64, 64), torch.randn(512, 64)
     assert is_row_invariant(BACKENDS["tiles"](weight, None), x)
     assert not is_row_invariant(lambda rows: rows @ weight.t() + 1e-6 * rows.shape[0], x)

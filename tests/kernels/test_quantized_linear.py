@@ -1,4 +1,4 @@
-"""4- and 8-bit products: right, the same bits at every number of rows, and every GGUF type unpacked as the package does it."""
+"""4- and 8-bit matmuls: right, the same bits at every number of rows, and every GGUF type unpacked as the package does it."""
 
 import gguf
 import numpy as np

@@ -29,13 +29,13 @@ KIND_OF: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "B
 
 
 class Weight(ABC):
-    """A matrix [out, in] in the form that a kernel wants, to multiply by and to look rows up in."""
+    """A matrix [out, in] laid out as its kernel reads it, to multiply by and to look rows up in."""
 
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The result in float32, whatever the type of activations; into `out`, if given."""
+        """The matmul in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))
 
     def compile(self, nums_rows: Collection[int]) -> None:
@@ -92,9 +92,9 @@ class _Blas(Weight):
         self._weight_KN, self._bias = weight_NK.t().contiguous(), bias_N
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._product(part) for part in x_TK.split(_MAX_ROWS)])
+        return torch.cat([self._matmul(part) for part in x_TK.split(_MAX_ROWS)])
 
-    def _product(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def _matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
         rows = x_TK if x_TK.shape[0] > 1 else x_TK.expand(2, -1)
         out = torch.mm(rows, self._weight_KN)[: x_TK.shape[0]]
         return out if self._bias is None else out + self._bias
@@ -104,9 +104,9 @@ class _Blas(Weight):
 
 
 class _Tiles(_Blas):
-    def _product(self, x_TK: torch.Tensor) -> torch.Tensor:
+    def _matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
         padded = F.pad(x_TK, (0, 0, 0, -x_TK.shape[0] % _TILE))
-        return torch.cat([super(_Tiles, self)._product(tile) for tile in padded.split(_TILE)])[: x_TK.shape[0]]
+        return torch.cat([super(_Tiles, self)._matmul(tile) for tile in padded.split(_TILE)])[: x_TK.shape[0]]
 
 
 BACKENDS: dict[str, type[_Blas]] = {"blas": _Blas, "tiles": _Tiles}

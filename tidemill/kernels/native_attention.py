@@ -13,7 +13,10 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.kernels.native.program import Program
 
-_MAX_TILE_ROWS = 32  # (token, query head of a KV head's group); as in attention.c
+# Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
+# keep more threads busy. Bits do not depend on it.
+_MIN_TILE_ROWS, _MAX_TILE_ROWS = 32, 192  # the latter as in attention.c
+_TASKS_PER_THREAD = 8
 
 
 class NativeAttention:
@@ -21,7 +24,7 @@ class NativeAttention:
         assert native.lib is not None
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
-        self._tile_tokens = _MAX_TILE_ROWS // (kv.num_heads // kv.num_kv_heads)
+        self._group = kv.num_heads // kv.num_kv_heads
         # Addresses of each layer's keys and values in the first page.
         self._layers = [
             (kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr()) for layer in range(kv.cache.shape[1])
@@ -31,17 +34,19 @@ class NativeAttention:
     def can_run(kv: PagedKV) -> bool:
         if kv.page_size & (kv.page_size - 1):
             return False
-        return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MAX_TILE_ROWS
+        return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MIN_TILE_ROWS
 
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
     ) -> NativeStep:
         kv = self.kv
-        num_tiles = -(-counts // self._tile_tokens)
+        balanced = int(counts.sum()) * kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
+        tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
+        num_tiles = -(-counts // tile_tokens)
         request = np.repeat(np.arange(counts.size), num_tiles)
-        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * self._tile_tokens
+        offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
         first_token = np.cumsum(counts) - counts
-        lens = np.minimum(counts[request] - offset, self._tile_tokens)
+        lens = np.minimum(counts[request] - offset, tile_tokens)
         tiles = np.stack([first_token[request] + offset, lens, starts[request] + offset, rows[request]])
         # Longest first, so that no thread starts the longest when the others are done.
         tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)

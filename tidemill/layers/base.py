@@ -10,7 +10,7 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class Layer(nn.Module):
-    """`load` takes a tensor for one named part; when the last one is there, `finish` brings the layer into its final form."""
+    """`load` takes a tensor for one named part; when the last one is there, `finish` lays the layer out for its kernel."""
 
     def __init__(self, parts: dict[str, tuple[int, ...]], optional: bool = False) -> None:
         super().__init__()

@@ -23,10 +23,10 @@ class LinearMethod(ABC, Generic[Part]):
 
     @abstractmethod
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
-        """All of them, one below the other, as a kernel multiplies by them."""
+        """All of them, one below the other, laid out for a kernel."""
 
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None) -> Weight:
-        """The two, as a weight whose matmul gives silu(gate) * up."""
+        """The two, laid out for a matmul that gives silu(gate) * up."""
         return _Gated(self.join([gate, up], bias))
 
 

@@ -12,7 +12,7 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class CudaWeight(Weight):
-    """`gated`: rows of gate and up in turn, and the result is silu(gate) * up. `fast`: sums may run in an order that depends
+    """`gated`: rows of gate and up in turn, and the matmul gives silu(gate) * up. `fast`: sums may run in an order that depends
     on the number of rows."""
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, gated: bool = False) -> None:

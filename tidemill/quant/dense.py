@@ -1,4 +1,4 @@
-"""Weights as numbers of 32 or 16 bits; multiplied and summed in float32."""
+"""Weights as numbers of 32 or 16 bits; matmuls in float32."""
 
 from __future__ import annotations
 

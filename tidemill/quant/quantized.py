@@ -1,4 +1,4 @@
-"""Weights that stay in the 4 or 8 bits they are stored in (GGUF), multiplied packed by bytes of activations."""
+"""Weights that stay in the 4 or 8 bits they are stored in (GGUF), multiplied as they are by bytes of activations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Quantized(LinearMethod[Part]):
         return codes if row_order is None else codes.take(row_order)
 
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
-        packed = [part for part in parts if isinstance(part, Codes)]
-        if len(packed) == len(parts):
-            return QuantizedPanels(packed[0] if len(packed) == 1 else concat(packed), bias)
+        codes = [part for part in parts if isinstance(part, Codes)]
+        if len(codes) == len(parts):
+            return QuantizedPanels(codes[0] if len(codes) == 1 else concat(codes), bias)
         return self._dense.join([part.dequantize() if isinstance(part, Codes) else part for part in parts], bias)

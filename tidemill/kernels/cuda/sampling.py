@@ -553,10 +553,12 @@ def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> tuple[t
     num_stretches, per_stretch = triton.cdiv(num_tokens, SEARCH_STRETCH), SEARCH_STRETCH // _BLOCK
     stats, tops = logits_NV.new_empty(num, num_stretches, 2), logits_NV.new_empty(num, num_stretches * per_stretch)
     chosen, norms = logits_NV.new_empty(num), logits_NV.new_empty(num, 1)
-    _summarize[(num, num_stretches)](
-        logits_NV, stats, tops, num_tokens, num_stretches, STRETCH=SEARCH_STRETCH, BLOCK=_BLOCK, num_warps=8, **HOW
-    )
-    _normalize[(num,)](
+    launch(
+        _summarize, (num, num_stretches),
+        logits_NV, stats, tops, num_tokens, num_stretches, STRETCH=SEARCH_STRETCH, BLOCK=_BLOCK, num_warps=8, **HOW,
+    )  # fmt: skip
+    launch(
+        _normalize, (num,),
         logits_NV, stats, ids_N, chosen, norms, num_tokens, num_stretches,
         STRETCHES=triton.next_power_of_2(num_stretches), num_warps=1, **HOW,
     )  # fmt: skip

@@ -85,8 +85,9 @@ class Library:
     def __init__(self, path: Path) -> None:
         lib = ctypes.CDLL(str(path))
         _check_build(lib, source_hash(Path(__file__).parent))
-        self.set_threads = lib.tm_set_threads  # the calling thread counts as one; returns how many there are
-        self.set_threads.argtypes = [_INT]
+        self._set_threads = lib.tm_set_threads
+        self._set_threads.argtypes = [_INT]
+        self.num_threads = 1
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
@@ -106,6 +107,11 @@ class Library:
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         self._recording: Recording | None = None
+
+    def set_threads(self, num_threads: int) -> int:
+        """The calling thread counts as one. Returns how many there are."""
+        self.num_threads = int(self._set_threads(num_threads))
+        return self.num_threads
 
     def linear(
         self, kind: int, x_TK: torch.Tensor, codes: int, scales: int | None, bias: int | None, num_out: int

@@ -3,6 +3,10 @@
 Queries are taken in tiles: some tokens of one request, times the query heads that share a KV head. Keys are taken in blocks of 32
 positions, counted from the request's first token. For every query the blocks are merged in order by the online softmax, each sum
 being one chain of operations: bits depend on the query's position and the tokens before it, not on tiles, pages or the rest of the batch. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__aarch64__)
+#pragma GCC optimize("no-schedule-insns") /* which moves loads up until the register tiles spill: a quarter slower */
+#endif
+
 #include <math.h>
 #include <stddef.h>
 
@@ -10,8 +14,10 @@ being one chain of operations: bits depend on the query's position and the token
 #include "tidemill.h"
 
 #define BLOCK 32
-#define MAX_TILE_ROWS 32
-#define TOGETHER 4 /* query rows */
+#define MAX_TILE_ROWS 192
+#define FEW 4    /* query rows up to which keys and values are read where they lie */
+#define MANY 6   /* query rows of a register tile otherwise */
+#define LOG2_E 1.44269504f
 
 typedef struct {
     const tm_step *step;
@@ -27,6 +33,9 @@ typedef struct {
     long num_rows, group, start, dim; /* start: position of the first token */
     float *queries, *sums, *top, *total;
 } tile;
+
+/* Of a thread: a block of keys and values, and a tile's queries and sums. */
+static long scratch_bytes(long dim) { return 2 * (BLOCK + MAX_TILE_ROWS + 2) * dim * (long)sizeof(float); }
 
 static void rotate(float *x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -87,10 +96,15 @@ static void find_rows(const tm_step *s, const char *cache, const int32_t *pages,
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
-static void widen(const block_rows rows, long num, long dim, float *to, block_rows wide) {
-    for (long k = 0; k < num; k++)
-        for (long i = 0; i < dim; i += 8) f32x8_store(to + k * dim + i, f32x8_load_bf16((const uint16_t *)rows[k] + i));
-    for (long k = 0; k < BLOCK; k++) wide[k] = (const char *)(to + (k < num ? k : num - 1) * dim);
+/* A block in float32, for many query rows. Keys in pairs: eight dimensions of one, then the same of the other. What is past the last
+   position is zero. */
+static void copy_keys(const block_rows rows, long num, long dim, int is_bf16, float *to) {
+    for (long k = 0; k < BLOCK; k++, to += k & 1 ? 8 : 2 * dim - 8)
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + 2 * i, k < num ? load(rows[k], i, is_bf16) : f32x8_set(0));
+}
+static void copy_values(const block_rows rows, long num, long dim, int is_bf16, float *to) {
+    for (long k = 0; k < BLOCK; k++, to += dim)
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + i, k < num ? load(rows[k], i, is_bf16) : f32x8_set(0));
 }
 
 /* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `is_bf16` are constants where
@@ -122,11 +136,11 @@ TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n
    four at a time; those past the last have probability 0. */
 TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int is_bf16, int width,
                         float *acc) {
-    f32x8 sum[TOGETHER][2];
+    f32x8 sum[FEW][2];
     for (int r = 0; r < n; r++)
         for (int w = 0; w < width; w++) sum[r][w] = f32x8_load(acc + r * dim + i + 8 * w);
     for (long k = 0; k < num_keys; k += 4) {
-        f32x4 prob[TOGETHER];
+        f32x4 prob[FEW];
         for (int r = 0; r < n; r++) prob[r] = f32x4_load(probs + r * BLOCK + k);
         MIX_KEY(0) MIX_KEY(1) MIX_KEY(2) MIX_KEY(3)
     }
@@ -174,10 +188,94 @@ static void (*const SCORES[2][3])(const float *, const block_rows, long, int, fl
 static void (*const MIXES[2][3])(const float *, const block_rows, long, long, int, float *) = {
     {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}};
 
-/* Scores to probabilities relative to the highest so far; shrink[r]: what row r's earlier blocks are to be scaled by. Row by row the
-   same as one row alone; together they do not wait for each other's sums. */
+/* Register tiles of the functions below have 6 rows, or 3; what else fits: */
+#if defined(__AVX512F__)
+#define SCORE_PAIRS 2 /* of keys */
+#define MIX_VECTORS 2 /* of 8 dimensions; of 16 where there are as many */
+#elif defined(__aarch64__)
+#define SCORE_PAIRS 1
+#define MIX_VECTORS 1
+#else
+#define SCORE_PAIRS 1
+#define MIX_VECTORS 2
+#endif
+
+/* The same sums for `n` of many rows, over a block copied by copy_keys: two keys are the halves of a vector. */
+TM_INLINE void score_copied(const float *q, const float *keys, long dim, int n, float *scores) {
+    for (long b = 0; b < BLOCK; b += 2 * SCORE_PAIRS, keys += 2 * SCORE_PAIRS * dim) {
+        f32x16 acc[MANY][SCORE_PAIRS];
+        for (int r = 0; r < n; r++)
+            for (int p = 0; p < SCORE_PAIRS; p++) acc[r][p] = f32x16_zero();
+        for (long i = 0; i < dim; i += 8) {
+            f32x16 pair[SCORE_PAIRS];
+            for (int p = 0; p < SCORE_PAIRS; p++) pair[p] = f32x16_load(keys + 2 * p * dim + 2 * i);
+            for (int r = 0; r < n; r++) {
+                f32x16 both = f32x16_twice(q + r * dim + i);
+                for (int p = 0; p < SCORE_PAIRS; p++) acc[r][p] = f32x16_fma(acc[r][p], both, pair[p]);
+            }
+        }
+        for (int r = 0; r < n; r++)
+            for (int p = 0; p < SCORE_PAIRS; p++)
+                f32x8_store_two_sums(scores + r * BLOCK + b + 2 * p, f32x8_sum2(f32x16_low(acc[r][p]), f32x16_high(acc[r][p])));
+    }
+}
+
+#define COPIED_KEY(lanes, vector, f)                                                                                    \
+    {                                                                                                                   \
+        vector value[MIX_VECTORS];                                                                                      \
+        for (int w = 0; w < width; w++) value[w] = vector##_load(values + (k + f) * dim + i + lanes * w);               \
+        for (int r = 0; r < n; r++)                                                                                     \
+            for (int w = 0; w < width; w++) sum[r][w] = vector##_fma_lane(sum[r][w], value[w], prob[r], f);             \
+    }
+/* As mix_part, over values copied by copy_values, for `width` vectors of dimensions from `i` on. */
+#define MIX_COPIED(name, lanes, vector)                                                                                 \
+    TM_INLINE void name(const float *probs, const float *values, long num_keys, long dim, long i, int n, int width, float *acc) { \
+        vector sum[MANY][MIX_VECTORS];                                                                                  \
+        for (int r = 0; r < n; r++)                                                                                     \
+            for (int w = 0; w < width; w++) sum[r][w] = vector##_load(acc + r * dim + i + lanes * w);                   \
+        for (long k = 0; k < num_keys; k += 4) {                                                                        \
+            f32x4 prob[MANY];                                                                                           \
+            for (int r = 0; r < n; r++) prob[r] = f32x4_load(probs + r * BLOCK + k);                                    \
+            COPIED_KEY(lanes, vector, 0) COPIED_KEY(lanes, vector, 1)                                                   \
+            COPIED_KEY(lanes, vector, 2) COPIED_KEY(lanes, vector, 3)                                                   \
+        }                                                                                                               \
+        for (int r = 0; r < n; r++)                                                                                     \
+            for (int w = 0; w < width; w++) vector##_store(acc + r * dim + i + lanes * w, sum[r][w]);                   \
+    }
+MIX_COPIED(mix_copied_8, 8, f32x8)
+#if defined(__AVX512F__)
+MIX_COPIED(mix_copied_16, 16, f32x16)
+#endif
+
+TM_INLINE void mix_copied(const float *probs, const float *values, long num_keys, long dim, int n, float *acc) {
+    long i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 * MIX_VECTORS <= dim; i += 16 * MIX_VECTORS) mix_copied_16(probs, values, num_keys, dim, i, n, MIX_VECTORS, acc);
+#endif
+    for (; i + 8 * MIX_VECTORS <= dim; i += 8 * MIX_VECTORS) mix_copied_8(probs, values, num_keys, dim, i, n, MIX_VECTORS, acc);
+    if (i < dim) mix_copied_8(probs, values, num_keys, dim, i, n, 1, acc);
+}
+
+#define FOR_DIM_COPIED(name, dim)                                                                            \
+    static void score_copied_##name(const float *q, const float *keys, long any, int n, float *scores) {     \
+        (void)any;                                                                                           \
+        n == MANY ? score_copied(q, keys, dim, MANY, scores) : score_copied(q, keys, dim, 3, scores);            \
+    }                                                                                                        \
+    static void mix_copied_##name(const float *probs, const float *values, long num, long any, int n, float *acc) { \
+        (void)any;                                                                                           \
+        n == MANY ? mix_copied(probs, values, num, dim, MANY, acc) : mix_copied(probs, values, num, dim, 3, acc); \
+    }
+FOR_DIM_COPIED(64, 64)
+FOR_DIM_COPIED(128, 128)
+FOR_DIM_COPIED(any_dim, any)
+static void (*const COPIED_SCORES[3])(const float *, const float *, long, int, float *) = {
+    score_copied_64, score_copied_128, score_copied_any_dim};
+static void (*const COPIED_MIXES[3])(const float *, const float *, long, long, int, float *) = {mix_copied_64, mix_copied_128, mix_copied_any_dim};
+
+/* Scores, which are logarithms to base 2, to probabilities relative to the highest so far; shrink[r]: what row r's earlier blocks are
+   to be scaled by. Row by row the same as one row alone; together they do not wait for each other's sums. */
 TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shrink) {
-    float new_top[TOGETHER], change[8] = {0};
+    float new_top[MANY], change[8] = {0};
     for (int r = 0; r < n; r++) {
         f32x8 highest = f32x8_load(scores + r * BLOCK);
         for (long k = 8; k < BLOCK; k += 8) highest = f32x8_max(highest, f32x8_load(scores + r * BLOCK + k));
@@ -186,17 +284,16 @@ TM_INLINE void soften(float *scores, int n, float *top, float *total, float *shr
         change[r] = top[r] - new_top[r];
         top[r] = new_top[r];
     }
-    f32x8_store(change, f32x8_exp(f32x8_load(change))); /* the first block's is e^-87, of nothing */
+    f32x8_store(change, f32x8_exp2_negative(f32x8_load(change))); /* the first block's is 0, of nothing */
     for (int r = 0; r < n; r++) {
         f32x8 sum = f32x8_set(0);
         for (long k = 0; k < BLOCK; k += 8) {
-            f32x8 score = f32x8_sub(f32x8_load(scores + r * BLOCK + k), f32x8_set(new_top[r]));
-            f32x8 prob = f32x8_zero_below(f32x8_exp(score), score, -80.0f); /* hidden keys are minus infinity */
-            f32x8_store(scores + r * BLOCK + k, prob);
+            f32x8 prob = f32x8_exp2_negative(f32x8_sub(f32x8_load(scores + r * BLOCK + k), f32x8_set(new_top[r])));
+            f32x8_store(scores + r * BLOCK + k, prob); /* of hidden keys, whose score is minus infinity: 0 */
             sum = f32x8_add(sum, prob);
         }
-        shrink[r] = change[r];
-        total[r] = total[r] * change[r] + f32x8_sum(sum);
+        shrink[r] = new_top[r] == new_top[r] ? change[r] : new_top[r];
+        total[r] = total[r] * shrink[r] + f32x8_sum(sum);
     }
 }
 static void soften_rows(float *scores, int n, float *top, float *total, float *shrink) {
@@ -204,28 +301,39 @@ static void soften_rows(float *scores, int n, float *top, float *total, float *s
     case 1: soften(scores, 1, top, total, shrink); break;
     case 2: soften(scores, 2, top, total, shrink); break;
     case 3: soften(scores, 3, top, total, shrink); break;
-    default: soften(scores, 4, top, total, shrink);
+    case 4: soften(scores, 4, top, total, shrink); break;
+    default: soften(scores, MANY, top, total, shrink);
     }
 }
 
-/* One block of keys and values for all rows of a tile that see it. */
-static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16) {
-    float scores[TOGETHER * BLOCK];
-    int size = t->dim == 64 ? 0 : t->dim == 128 ? 1 : 2;
-    for (long row = 0; row < t->num_rows; row += TOGETHER) {
-        int n = t->num_rows - row < TOGETHER ? t->num_rows - row : TOGETHER;
+/* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL. */
+static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16,
+                         const float *copied) {
+    float scores[MANY * BLOCK], shrink[MANY];
+    long dim = t->dim, together = copied ? MANY : FEW;
+    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2;
+    for (long row = 0; row < t->num_rows; row += together) {
+        int n = t->num_rows - row < together ? t->num_rows - row : together;
         long last = t->start + (row + n - 1) / t->group; /* position of the last row's token */
         if (last < first) continue;
-        float *acc = t->sums + row * t->dim;
-        SCORES[is_bf16][size](t->queries + row * t->dim, keys, t->dim, n, scores);
-        for (int r = 0; r < n; r++)
-            for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
-        float shrink[TOGETHER];
+        const float *q = t->queries + row * dim;
+        if (copied)
+            COPIED_SCORES[size](q, copied, dim, n, scores);
+        else
+            SCORES[is_bf16][size](q, keys, dim, n, scores);
+        if (t->start + row / t->group + 1 - first < BLOCK)
+            for (int r = 0; r < n; r++)
+                for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
         soften_rows(scores, n, t->top + row, t->total + row, shrink);
+        float *acc = t->sums + row * dim;
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
-                for (long i = 0; i < t->dim; i += 8) f32x8_store(acc + r * t->dim + i, f32x8_mul1(f32x8_load(acc + r * t->dim + i), shrink[r]));
-        MIXES[is_bf16][size](scores, values, last + 1 - first < num ? last + 1 - first : num, t->dim, n, acc);
+                for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
+        long num_keys = last + 1 - first < num ? last + 1 - first : num;
+        if (copied)
+            COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
+        else
+            MIXES[is_bf16][size](scores, values, num_keys, dim, n, acc);
     }
 }
 
@@ -235,32 +343,31 @@ static void attend_tile(void *arg, long task, int thread) {
     long dim = s->head_dim, group = s->num_heads / s->num_kv_heads;
     long at = task / s->num_kv_heads, head = task % s->num_kv_heads;
     long num_rows = s->tile_len[at] * group, end = s->tile_start[at] + s->tile_len[at];
+    long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     const int32_t *pages = s->table + s->tile_row[at] * s->table_width;
-    float *wide = tm_scratch(thread, 1, (2 * BLOCK + 2 * num_rows) * dim * (long)sizeof(float));
-    if (!wide) return; /* attention_op has made sure there is */
-    float top[MAX_TILE_ROWS], total[MAX_TILE_ROWS], *queries = wide + 2 * BLOCK * dim;
-    tile t = {num_rows, group, s->tile_start[at], dim, queries, queries + num_rows * dim, top, total};
-    for (long row = 0; row < num_rows; row++) {
-        const float *q = j->qkv + ((s->tile_token[at] + row / group) * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
+    float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
+    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
+    tile t = {padded, group, s->tile_start[at], dim, queries, queries + padded * dim, top, total};
+    for (long row = 0; row < padded; row++) {
+        long token = s->tile_token[at] + row / group;
+        const float *q = j->qkv + (token * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) {
-            f32x8_store(t.queries + row * dim + i, f32x8_mul1(f32x8_load(q + i), s->scale));
+            f32x8_store(t.queries + row * dim + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), s->scale * LOG2_E) : f32x8_set(0));
             f32x8_store(t.sums + row * dim + i, f32x8_set(0));
         }
         top[row] = -1e30f; /* lower than any score */
         total[row] = 0;
     }
     for (long first = 0; first < end; first += BLOCK) {
-        block_rows keys, values, wide_keys, wide_values;
+        block_rows keys, values;
         long num = end - first < BLOCK ? end - first : BLOCK;
         find_rows(s, j->keys, pages, head, first, num, keys);
         find_rows(s, j->values, pages, head, first, num, values);
-        if (s->is_bf16 && num_rows > TOGETHER) { /* worth widening once for many rows */
-            widen(keys, num, dim, wide, wide_keys);
-            widen(values, num, dim, wide + BLOCK * dim, wide_values);
-            attend_block(&t, first, num, wide_keys, wide_values, 0);
-        } else {
-            attend_block(&t, first, num, keys, values, (int)s->is_bf16);
+        if (num_rows > FEW) {
+            copy_keys(keys, num, dim, (int)s->is_bf16, copied);
+            copy_values(values, num, dim, (int)s->is_bf16, copied + BLOCK * dim);
         }
+        attend_block(&t, first, num, keys, values, (int)s->is_bf16, num_rows > FEW ? copied : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
         float *to = j->out + ((s->tile_token[at] + row / group) * s->num_heads + head * group + row % group) * dim;
@@ -271,7 +378,7 @@ static void attend_tile(void *arg, long task, int thread) {
 int attention_op(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps, float *out) {
     attention_job j = {step, qkv, keys, values, out, q_norm, k_norm, eps};
     for (int t = 0; t < tm_num_threads(); t++)
-        if (!tm_scratch(t, 1, (2 * BLOCK + 2 * MAX_TILE_ROWS) * step->head_dim * (long)sizeof(float))) return -1;
+        if (!tm_scratch(t, 1, scratch_bytes(step->head_dim))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
     tm_parallel(step->num_tiles * step->num_kv_heads, 1, attend_tile, &j);
     return 0;

@@ -50,6 +50,10 @@ TM_INLINE float32x4_t tm_split(float32x4_t x, float32x4_t *exponent) {
     return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
 }
 TM_INLINE f32x8 f32x8_split(f32x8 x, f32x8 *exponent) { return (f32x8){tm_split(x.a, &exponent->a), tm_split(x.b, &exponent->b)}; }
+TM_INLINE float32x4_t tm_exp2_scale(float32x4_t p, float32x4_t t) { /* p * 2^n, n in the low bits of t */
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32(vreinterpretq_s32_f32(t), 23)));
+}
+TM_INLINE f32x8 f32x8_exp2_scale(f32x8 p, f32x8 t) { return (f32x8){tm_exp2_scale(p.a, t.a), tm_exp2_scale(p.b, t.b)}; }
 TM_INLINE f32x8 f32x8_load_f16(const uint16_t *p) {
     float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
     return (f32x8){vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)};
@@ -71,6 +75,7 @@ TM_INLINE void f32x8_store_bf16(uint16_t *p, f32x8 x) {
 typedef float32x4_t f32x8_pair;
 TM_INLINE f32x8_pair f32x8_sum2(f32x8 x, f32x8 y) { return vpaddq_f32(vaddq_f32(x.a, x.b), vaddq_f32(y.a, y.b)); }
 TM_INLINE void f32x8_store_sums(float *p, f32x8_pair x, f32x8_pair y) { vst1q_f32(p, vpaddq_f32(x, y)); }
+TM_INLINE void f32x8_store_two_sums(float *p, f32x8_pair x) { vst1_f32(p, vget_low_f32(vpaddq_f32(x, x))); }
 
 /* Sums that start from 1.5 * 2^23's bits are, read as a float, 1.5 * 2^23 + sum: one subtraction instead of a conversion, which
    takes four times as long here. Good for sums below 2^22. */
@@ -142,6 +147,9 @@ TM_INLINE f32x8 f32x8_split(f32x8 x, f32x8 *exponent) {
     *exponent = _mm256_cvtepi32_ps(n);
     return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
+TM_INLINE f32x8 f32x8_exp2_scale(f32x8 p, f32x8 t) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23)));
+}
 TM_INLINE f32x8 f32x8_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 TM_INLINE f32x8 f32x8_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
@@ -156,6 +164,10 @@ TM_INLINE f32x8_pair f32x8_sum2(f32x8 x, f32x8 y) { return _mm256_hadd_ps(x, y);
 TM_INLINE void f32x8_store_sums(float *p, f32x8_pair x, f32x8_pair y) {
     __m256 sums = _mm256_hadd_ps(x, y);
     _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+TM_INLINE void f32x8_store_two_sums(float *p, f32x8_pair x) {
+    __m256 sums = _mm256_hadd_ps(x, x);
+    _mm_storel_pi((__m64 *)p, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
 TM_INLINE i32x8 i32x8_start(void) { return _mm256_setzero_si256(); }
@@ -201,6 +213,31 @@ TM_INLINE void tm_pause(void) { _mm_pause(); }
 #error "no vector instructions known here; the engine runs without this library"
 #endif
 
+/* Sixteen lanes: one register of AVX-512, else two f32x8. */
+#if defined(__AVX512F__)
+typedef __m512 f32x16;
+TM_INLINE f32x16 f32x16_load(const float *p) { return _mm512_loadu_ps(p); }
+TM_INLINE void f32x16_store(float *p, f32x16 x) { _mm512_storeu_ps(p, x); }
+TM_INLINE f32x16 f32x16_zero(void) { return _mm512_setzero_ps(); }
+TM_INLINE f32x16 f32x16_twice(const float *p) { /* eight values in both halves */
+    return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_castps_pd(_mm256_loadu_ps(p))));
+}
+TM_INLINE f32x8 f32x16_low(f32x16 x) { return _mm512_castps512_ps256(x); }
+TM_INLINE f32x8 f32x16_high(f32x16 x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
+TM_INLINE f32x16 f32x16_fma(f32x16 acc, f32x16 x, f32x16 y) { return _mm512_fmadd_ps(x, y, acc); }
+TM_INLINE f32x16 f32x16_fma_lane(f32x16 acc, f32x16 x, f32x4 y, int f) { return _mm512_fmadd_ps(x, _mm512_set1_ps(y[f]), acc); }
+#else
+typedef struct { f32x8 a, b; } f32x16;
+TM_INLINE f32x16 f32x16_load(const float *p) { return (f32x16){f32x8_load(p), f32x8_load(p + 8)}; }
+TM_INLINE void f32x16_store(float *p, f32x16 x) { f32x8_store(p, x.a); f32x8_store(p + 8, x.b); }
+TM_INLINE f32x16 f32x16_zero(void) { return (f32x16){f32x8_set(0), f32x8_set(0)}; }
+TM_INLINE f32x16 f32x16_twice(const float *p) { return (f32x16){f32x8_load(p), f32x8_load(p)}; } /* eight values in both halves */
+TM_INLINE f32x8 f32x16_low(f32x16 x) { return x.a; }
+TM_INLINE f32x8 f32x16_high(f32x16 x) { return x.b; }
+TM_INLINE f32x16 f32x16_fma(f32x16 acc, f32x16 x, f32x16 y) { return (f32x16){f32x8_fma(acc.a, x.a, y.a), f32x8_fma(acc.b, x.b, y.b)}; }
+#define f32x16_fma_lane(acc, x, y, f) ((f32x16){f32x8_fma_lane((acc).a, (x).a, y, f), f32x8_fma_lane((acc).b, (x).b, y, f)})
+#endif
+
 /* log x of a positive normal number, to about 2 units in the last place. */
 TM_INLINE f32x8 f32x8_log(f32x8 x) {
     f32x8 exponent, m = f32x8_split(x, &exponent), one = f32x8_set(1);
@@ -223,6 +260,18 @@ TM_INLINE f32x8 f32x8_exp(f32x8 x) {
     p = f32x8_fma(f32x8_set(5.0000001201e-1f), p, r);
     p = f32x8_add(f32x8_fma(r, p, f32x8_mul(r, r)), f32x8_set(1.0f));
     return f32x8_ldexp(p, f32x8_to_i32x8(n));
+}
+
+/* 2^x of x <= 0, to about 2 units in the last place; 0 below -115, of minus infinity and of a NaN. */
+TM_INLINE f32x8 f32x8_exp2_negative(f32x8 x) {
+    f32x8 t = f32x8_add(x, f32x8_set(12582912.0f)); /* 1.5 * 2^23: rounds x to an integer, in the low bits */
+    f32x8 r = f32x8_sub(x, f32x8_sub(t, f32x8_set(12582912.0f)));
+    f32x8 p = f32x8_fma(f32x8_set(9.6715128e-3f), f32x8_set(1.3264727e-3f), r);
+    p = f32x8_fma(f32x8_set(5.5507337e-2f), p, r);
+    p = f32x8_fma(f32x8_set(2.4022242e-1f), p, r);
+    p = f32x8_fma(f32x8_set(6.9314698e-1f), p, r);
+    p = f32x8_fma(f32x8_set(1.0f), p, r);
+    return f32x8_zero_below(f32x8_exp2_scale(p, t), x, -115.0f);
 }
 
 #endif

@@ -1,5 +1,5 @@
 """Every GPU kernel, and the engine on top, held against a reference on the GPU at hand, and bit for bit against itself in other
-company. Run by bench/gpu.py."""
+batches. Run by bench/gpu.py."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def check_heads() -> None:
 
 
 def check_sampling() -> None:
-    """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any company."""
+    """Restrictions as the CPU's sampler makes them; draws that follow the distribution, the same in any batch."""
     torch.manual_seed(0)
     logits = torch.randn(8, 128256, device="cuda") * 3
     for settings in (
@@ -313,23 +313,23 @@ def with_weights(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-Answers = dict[str, tuple[list[int], list[Any]]]
+Outputs = dict[str, tuple[list[int], list[Any]]]
 
 
-def ask(core: Any, requests: dict[str, Any]) -> Answers:
+def ask(core: Any, requests: dict[str, Any]) -> Outputs:
     """Tokens and logprobs of every request, submitted together."""
-    answers: Answers = {name: ([], []) for name in requests}
+    outputs: Outputs = {name: ([], []) for name in requests}
     for name, (prompt, params) in requests.items():
         core.submit(Submit(name, prompt, params))
     while core.has_work:
         output, failed = core.step()
         assert not failed
         for delta in output.deltas:
-            answers[delta.request_id][0].extend(delta.token_ids)
-            answers[delta.request_id][1].extend(delta.logprobs or [])
-            answers[delta.request_id][1].extend(delta.prompt_logprobs or [])
+            outputs[delta.request_id][0].extend(delta.token_ids)
+            outputs[delta.request_id][1].extend(delta.logprobs or [])
+            outputs[delta.request_id][1].extend(delta.prompt_logprobs or [])
     core.scheduler.check_integrity()
-    return answers
+    return outputs
 
 
 def without_graphs(core: EngineCore) -> EngineCore:
@@ -487,24 +487,24 @@ def check_odd_requests() -> None:
         crowded.submit(Submit(name, *one, eos_token_ids=[1]))
     crowded.submit(Submit("bad", [7, *prompt], greedy))
     crowded.submit(Submit("seen", prompt, SamplingParams(max_tokens=1, pooling="mean")))
-    answers: dict[str, list[int]] = {name: [] for name in asked}
-    told, seen = [], None
+    outputs: dict[str, list[int]] = {name: [] for name in asked}
+    errors, seen = [], None
     while crowded.has_work:
         output, failed = crowded.step()
-        told += [(refused.request_id, refused.error) for refused in failed]
+        errors += [(refused.request_id, refused.error) for refused in failed]
         for delta in output.deltas:
             if delta.request_id == "seen":
                 seen = delta.embedding
             else:
-                answers[delta.request_id] += delta.token_ids
+                outputs[delta.request_id] += delta.token_ids
     crowded.scheduler.check_integrity()
-    assert told == [("bad", "ModelFailed")], told
+    assert errors == [("bad", "ModelFailed")], errors
     assert not crowded.runner.cache.isnan().any(), "pages of the broken one are cleared"
-    assert answers["plain"] == lone["plain"][0]
-    assert answers["typical"] == lone["typical"][0]
+    assert outputs["plain"] == lone["plain"][0]
+    assert outputs["typical"] == lone["typical"][0]
     words = Tokenizer.load(folder)
-    assert words.decode(answers["choice"]) in ("ebb", "flow"), words.decode(answers["choice"])
-    assert re.fullmatch("[0-9]{9}", words.decode(answers["regex"])), words.decode(answers["regex"])
+    assert words.decode(outputs["choice"]) in ("ebb", "flow"), words.decode(outputs["choice"])
+    assert re.fullmatch("[0-9]{9}", words.decode(outputs["regex"])), words.decode(outputs["regex"])
     with torch.inference_mode():
         hidden = reference.model(torch.tensor([prompt], device="cuda")).last_hidden_state[0].double().mean(0).cpu()
     likeness = F.cosine_similarity(hidden, torch.tensor(seen, dtype=torch.double), dim=0).item()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 49_000
-PROMPT, ANSWER = 128, 64
+PROMPT, OUTPUT = 128, 64
 TASKS = {
     "prefill 128": ("tok/s", 128),
     "prefill 512": ("tok/s", 512),
@@ -39,7 +39,7 @@ TASKS = {
 }
 
 
-# ---- the engines: each answers `generate(prompts, lengths)`, greedy, no early end, and reuses nothing from earlier prompts
+# ---- the engines: each has `generate(prompts, lengths)`, greedy, no early end, and reuses nothing from earlier prompts
 
 
 class Tidemill:
@@ -229,15 +229,15 @@ def measure(engine: Any, task: str, seed: int) -> float:
     if task.startswith("decode"):
         prompts = random_prompts(rng, [PROMPT] * size)
         first = timed(engine, prompts, [1] * size)
-        return size * ANSWER / (timed(engine, prompts, [1 + ANSWER] * size) - first)
+        return size * OUTPUT / (timed(engine, prompts, [1 + OUTPUT] * size) - first)
     lengths = [rng.randrange(16, 257) for _ in range(size)]
     return timed(engine, random_prompts(rng, lengths), [rng.randrange(8, 129) for _ in range(size)])
 
 
 def worker(name: str, gguf: str, folder: str, threads: int) -> None:
-    """Answers tasks from standard input, one line of JSON each."""
+    """Runs tasks from standard input, one line of JSON each, and writes a line of results for each."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print must not mix with the answers
+    os.dup2(2, 1)  # what engines print must not mix with the results
 
     def say(**message: Any) -> None:
         print(json.dumps(message), file=out, flush=True)
@@ -274,10 +274,10 @@ class Peer:
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"task": task, "seed": seed}) + "\n")
         self._process.stdin.flush()
-        answer = self._read()
-        if "error" in answer:
-            print(f"{self.name}, {task}: {answer['error']} (log: {self._log.name})", file=sys.stderr)
-        return answer.get("value")
+        result = self._read()
+        if "error" in result:
+            print(f"{self.name}, {task}: {result['error']} (log: {self._log.name})", file=sys.stderr)
+        return result.get("value")
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout

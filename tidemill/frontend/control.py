@@ -1,8 +1,8 @@
-"""Control tokens inside people's text.
+"""Control tokens in message content.
 
 A chat template writes control tokens (`<|im_start|>`) around messages, and prompts are tokenized as one text. So a control token
 typed in a message could end it and begin another one. To keep the two apart, a mark is put inside each control token in what
-people wrote before it is rendered: `<` mark `|im_end|>`. The mark survives trimming, JSON and printing by a template. Then the
+a client sent before it is rendered: `<` mark `|im_end|>`. The mark survives trimming, JSON and printing by a template. Then the
 tokenizer finds only the template's own control tokens whole, and drops the marks.
 """
 

@@ -151,7 +151,7 @@ class Tokenizer:
         return backend
 
     def _try_marks(self, template: Template) -> bool:
-        """Whether control tokens in content can be told from the template's own; what cannot is logged."""
+        """Whether control tokens in content can be distinguished from the template's own; what cannot is logged."""
         control = template.control
         unsafe = [
             text
@@ -163,7 +163,7 @@ class Tokenizer:
             _log.warning("Control tokens of this tokenizer that a message may contain: %s.", ", ".join(map(repr, unsafe[:8])))
         if _marks_survive(template, {"bos_token": self._bos_text, "eos_token": self._eos_text}):
             return True
-        _log.warning("The model's chat template rewrites content: control tokens in messages cannot be told from its own.")
+        _log.warning("The model's chat template rewrites content: control tokens in messages are not distinguished from its own.")
         return False
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class Report(Protocol):
-    """What a step tells besides its tokens: computed on the device, copied and read later."""
+    """What a step yields besides its tokens: computed on the device, copied and read later."""
 
     def to_host(self) -> Report: ...
     def read(self, result: StepResult) -> None: ...

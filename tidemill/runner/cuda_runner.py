@@ -212,9 +212,9 @@ class CudaRunner:
                 pinned = self._tokens[self._turn][: len(rows)]
                 pinned.copy_(tokens[: len(rows)], non_blocking=True)
                 tokens.record_stream(self._copies)
-            told = [report.to_host() for report in reports]
+            copies = [report.to_host() for report in reports]
             ready.record()
-        return Launched(rows, pinned, told, ready)
+        return Launched(rows, pinned, copies, ready)
 
     def _replay(self, graph: Graph, work: Work) -> tuple[int, int]:
         """Returns where in the words the tokens stand that yield logits."""

@@ -1,7 +1,7 @@
 """OpenAI's Batches API: a file of requests, executed in the background, across restarts of the server.
 
 A batch is a sequence of small steps (`Batches._steps`). Each begins with what is stored and ends by storing its result, so
-resuming after a restart, or after the disk was full, is the same as beginning.
+resuming after a restart, or after the disk was full, is the same as starting.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Batches:
     async def create(self, tenant: str, body: BatchRequest) -> dict[str, Any]:
         if self._service.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
-        if body.endpoint not in self._service.whole_answers:
-            known = ", ".join(self._service.whole_answers)
+        if body.endpoint not in self._service.whole_responses:
+            known = ", ".join(self._service.whole_responses)
             raise InvalidRequest(f"The endpoint is {body.endpoint[:100]!r}.", fix=f"It may be {known}.", param="endpoint")
         window_s, storage = body.window_s(), self._storage
         if body.output_expires_after is not None:
@@ -263,10 +263,10 @@ class Batches:
 
     async def _respond(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """As the route would: a mistake in the line is its response; a fault of the server is not."""
-        model, answer = self._service.whole_answers[endpoint]
+        model, respond = self._service.whole_responses[endpoint]
         while True:
             try:
-                return 200, await answer(parse(model, body), caller)
+                return 200, await respond(parse(model, body), caller)
             except QueueFull:
                 caller.call.error, caller.call.num_prompt = "", 0
                 await asyncio.sleep(_QUEUE_AGAIN_S)

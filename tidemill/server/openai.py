@@ -176,7 +176,7 @@ def make_router(service: Service) -> APIRouter:
             raise RequestUnknown(f"There is no request {request_id[:100]!r} in progress.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
-    service.whole_answers |= {
+    service.whole_responses |= {
         "/v1/completions": (CompletionRequest, partial(_respond_whole, service, _prepare_completion)),
         "/v1/chat/completions": (ChatRequest, partial(_respond_whole, service, _prepare_chat)),
         "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),

@@ -257,7 +257,7 @@ def make_router(service: Service) -> APIRouter:
             store.put(caller.tenant, items, body | {"status": "cancelled"})
         return store.get(caller.tenant, response_id)[1]
 
-    service.whole_answers["/v1/responses"] = (ResponseRequest, whole)
+    service.whole_responses["/v1/responses"] = (ResponseRequest, whole)
     return router
 
 

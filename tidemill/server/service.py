@@ -26,7 +26,7 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
-WholeAnswer = Callable[[Any, Caller], Awaitable[bytes]]
+WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
@@ -60,7 +60,7 @@ class Service:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
         # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
-        self.whole_answers: dict[str, tuple[type[BaseModel], WholeAnswer]] = {}
+        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
         # By tenant and the client's id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 

@@ -21,13 +21,13 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
-def _nibbles(packed: np.ndarray) -> np.ndarray:
+def _nibbles(data: np.ndarray) -> np.ndarray:
     """The low halves of all bytes, then the high halves."""
-    return np.concatenate([packed & 15, packed >> 4], axis=1)
+    return np.concatenate([data & 15, data >> 4], axis=1)
 
 
-def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+def _fifth_bits(data: np.ndarray) -> np.ndarray:
+    return np.unpackbits(data, axis=1, bitorder="little") << 4
 
 
 def _q4_0(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -59,9 +59,9 @@ def _k_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (d * scales).astype(np.float16), (-d_min * offsets).astype(np.float16)
 
 
-def _k_nibbles(packed: np.ndarray) -> np.ndarray:
+def _k_nibbles(data: np.ndarray) -> np.ndarray:
     """32 bytes at a time: 32 low halves, then 32 high halves."""
-    parts = packed.reshape(-1, 4, 1, 32)
+    parts = data.reshape(-1, 4, 1, 32)
     return np.concatenate([parts & 15, parts >> 4], axis=2).reshape(-1, 256)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention over the paged cache: any number of query tokens per request, grouped query heads packed into one tile.
+"""Causal attention over the paged cache: any number of query tokens per request, grouped query heads in one tile.
 
 The order of summation depends on a query's position alone. Keys are taken in blocks of 64 from position 0 on; blocks within
 a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order:

@@ -1,9 +1,9 @@
 """y = x Wᵀ + b in bf16 with float32 sums: one pass over K in order, no split, so that a row's bits depend on the row alone.
 
 Which tile is fastest changes nothing in the result, so it is chosen freely by the number of rows and the shape: from a table of
-measured choices for known GPUs, else by a rule. Nor does it matter who multiplies: the vendor's library gives the same bits
-wherever it makes one pass over K. With many rows it is faster; so it is taken for a number of rows and a shape if it is told
-not to split K and a trial shows that it gives our bits.
+measured choices for known GPUs, else by a rule. Nor does it matter what multiplies: the vendor's library gives the same bits
+wherever it makes one pass over K. With many rows it is faster; so it is used for a number of rows and a shape, set
+not to split K, if a trial shows that it gives our bits.
 
 A gated weight holds the rows of gate and up in turn, so that a tile has both of a pair side by side and gives silu(gate) * up.
 """

@@ -6,11 +6,12 @@ kernel takes the best of all stretches and writes the token where the next step 
 
 `redraw` draws again for sequences with more than a temperature. Restrictions (top-k, top-p, min-p, typical-p) become one
 interval of logits per sequence, which `_pick` applies while it reads; logits are never written. The interval is found in four
-kernels, each of which reads the logits at most once:
+kernels:
 
   _survey   maximum and sum of exponentials of each stretch
-  _narrow   how many tokens (top-k) or how much probability (top-p) lie above 16 thresholds below the maximum
-  _collect  copies the logits above the lowest threshold that can matter: usually a few hundred
+  _narrow   how many tokens (top-k) or how much probability (top-p) lie above 16 thresholds; twice, within a bracket a
+            sixteenth as wide
+  _collect  copies the logits that can decide: those in the bracket, with top-k or typical-p also those above
   _finish   exact search in that copy: 8 thresholds a pass, 11 passes for all 32 bits of a float
 
 Cost at 64 sequences x 151,936 tokens on an H200: the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Four passes (the three
@@ -41,6 +42,7 @@ _TILE = 2048  # candidates a program of _finish looks at together
 _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-2139095041)  # place of -inf in the order of floats
 _THRESHOLDS = tl.constexpr(16)
+_ROUNDS = 2
 
 # A sequence to be drawn again, as int32 words (floats by their bits).
 RECORD = np.dtype(
@@ -206,10 +208,44 @@ def _in_order(place):
 
 
 @triton.jit
-def _threshold(highest, temperature, top_k, number):
-    """Thresholds below the maximum, of logits for top-k and of log-probabilities for top-p: 0.75, 1.75, 3, 4.5 ... 37.5, 42."""
+def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
+    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket, the
+    last one being its lower end."""
     n = (number + 1).to(tl.float32)
-    return highest - n * (n + 5.0) * 0.125 * tl.where(top_k > 0, 1.0, temperature)
+    if ROUND == 0:
+        return highest - n * (n + 5.0) * 0.125 * unit
+    upper = tl.minimum(high, highest)
+    return tl.where(n < 16, upper - (upper - low) * (n * 0.0625), low)
+
+
+@triton.jit
+def _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.constexpr):
+    """How many tokens (top-k), else how much of the mass relative to the maximum (top-p)."""
+    top_k = tl.load(record_ptr + _TOP_K)
+    needed = top_k.to(tl.float32)
+    if top_k <= 0:
+        needed = _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * _float(record_ptr + _TOP_P)
+    return needed
+
+
+@triton.jit
+def _bracket(above_ptr, bracket_ptr, s, num_stretches, highest, unit, needed, ROUND: tl.constexpr, STRETCHES: tl.constexpr):
+    """After so many rounds: the limit is at least `low` and below `high`; and what lies at or above `high`."""
+    low, high, above = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32), tl.full((), 0.0, tl.float32)
+    if ROUND > 0:
+        if ROUND > 1:
+            low, high, above = tl.load(bracket_ptr), tl.load(bracket_ptr + 1), tl.load(bracket_ptr + 2)
+        if (ROUND == 1) | (low > _NEVER):  # else it is lower than 42 units below the maximum, and stays unknown
+            stretch, number = tl.arange(0, STRETCHES), tl.arange(0, _THRESHOLDS)
+            place = (s * num_stretches + stretch)[:, None] * _THRESHOLDS + number[None, :]
+            each = above + tl.sum(tl.load(above_ptr + place, mask=(stretch < num_stretches)[:, None], other=0.0), 0)
+            reached = tl.sum((each < needed).to(tl.int32), 0)  # the first threshold that reaches it
+            before = tl.sum(tl.where(number == reached - 1, each, 0.0), 0)
+            new_low = tl.where(reached < _THRESHOLDS, _threshold(reached, low, high, highest, unit, ROUND - 1), low)
+            high = tl.where(reached > 0, _threshold(reached - 1, low, high, highest, unit, ROUND - 1), high)
+            above = tl.where(reached > 0, before, above)
+            low = new_low
+    return low, high, above
 
 
 @triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr"])
@@ -249,63 +285,80 @@ def _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.cons
     return tl.sum(tl.where(top != _NEVER, mass * tl.exp((top - highest) / temperature), 0.0), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr", "brackets_ptr"])
 def _narrow(
-    logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, num_tokens, num_stretches,
-    STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
+    logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, num_tokens, num_stretches, part,
+    ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of each stretch: number (top-k) or probability mass (top-p) of the tokens above each threshold."""
+    """Of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper end of the
+    bracket. `part`: words of the results of one round."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    record_ptr = records_ptr + s * _WORDS
+    record_ptr, bracket_ptr = records_ptr + s * _WORDS, brackets_ptr + s * 3
     temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
     if (temperature > 0) & ((top_k > 0) | (_float(record_ptr + _TOP_P) < 1)):
-        highest = _highest(stats_ptr, s, num_stretches, STRETCHES)
-        token = stretch * STRETCH + tl.arange(0, STRETCH)
-        value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
-        value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
-        weight = tl.full((STRETCH,), 1.0, tl.float32)
-        if top_k <= 0:
-            weight = tl.exp((value - highest) / temperature)
-        for number in tl.static_range(_THRESHOLDS):
-            threshold = _threshold(highest, temperature, top_k, tl.full((), number, tl.int32))
-            above = tl.sum(tl.where((value >= threshold) & (value > _NEVER), weight, 0.0), 0)
-            tl.store(above_ptr + (s * num_stretches + stretch) * _THRESHOLDS + number, above)
+        highest, unit = _highest(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
+        low, high = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32)
+        if ROUND > 0:
+            needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+            before_ptr = above_ptr + (ROUND - 1) * part
+            low, high, above = _bracket(before_ptr, bracket_ptr, s, num_stretches, highest, unit, needed, ROUND, STRETCHES)
+            if stretch == 0:
+                tl.store(bracket_ptr, low)
+                tl.store(bracket_ptr + 1, high)
+                tl.store(bracket_ptr + 2, above)
+        if (ROUND == 0) | (low > _NEVER):
+            token = stretch * STRETCH + tl.arange(0, STRETCH)
+            value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
+            value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
+            weight = tl.full((STRETCH,), 1.0, tl.float32)
+            if top_k <= 0:
+                weight = tl.exp((value - highest) / temperature)
+            weight = tl.where((value > _NEVER) & (value < high), weight, 0.0)
+            result_ptr = above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS
+            for number in tl.static_range(_THRESHOLDS):
+                threshold = _threshold(tl.full((), number, tl.int32), low, high, highest, unit, ROUND)
+                tl.store(result_ptr + number, tl.sum(tl.where(value >= threshold, weight, 0.0), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr", "sizes_ptr", "limits_ptr"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "draws_ptr", "records_ptr", "stats_ptr", "above_ptr", "brackets_ptr", "sizes_ptr", "limits_ptr"
+    ]
+)  # fmt: skip
 def _collect(
-    logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, kept_ptr, sizes_ptr, limits_ptr,
-    num_tokens, num_stretches, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
+    logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, kept_ptr, sizes_ptr, limits_ptr,
+    num_tokens, num_stretches, part, ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Copies the logits that decide the restrictions: those above the first threshold that top-k or top-p reaches. Also writes
-    that bound as the sequence's lower limit."""
+    """Copies the logits that decide the restrictions: of top-p alone those within the bracket, else all above its lower end. Also
+    writes that end and the mass of what lies above the bracket and was not copied."""
     begin(AHEAD)
     s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     record_ptr = records_ptr + s * _WORDS
     temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
-    top_p = _float(record_ptr + _TOP_P)
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (_float(record_ptr + _TYPICAL_P) < 1)):
-        highest = _highest(stats_ptr, s, num_stretches, STRETCHES)
-        bound = highest + temperature * _float(record_ptr + _LOG_MIN_P)
+    top_p, typical_p = _float(record_ptr + _TOP_P), _float(record_ptr + _TYPICAL_P)
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (typical_p < 1)):
+        highest, unit = _highest(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
+        low, high, above = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32), tl.full((), 0.0, tl.float32)
         if (top_k > 0) | (top_p < 1):
-            number, column = tl.arange(0, STRETCHES), tl.arange(0, _THRESHOLDS)
-            place = (s * num_stretches + number)[:, None] * _THRESHOLDS + column[None, :]
-            above = tl.sum(tl.load(above_ptr + place, mask=(number < num_stretches)[:, None], other=0.0), 0)
-            needed = top_k.to(tl.float32)
-            if top_k <= 0:
-                needed = _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * top_p
-            number = tl.sum((above < needed).to(tl.int32), 0)
-            bound = tl.where(number < _THRESHOLDS, _threshold(highest, temperature, top_k, number), _NEVER)
+            needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+            low, high, above = _bracket(
+                above_ptr + (ROUND - 1) * part, brackets_ptr + s * 3, s, num_stretches, highest, unit, needed, ROUND, STRETCHES
+            )
+        else:
+            low = highest + temperature * _float(record_ptr + _LOG_MIN_P)
+        if (top_k > 0) | (typical_p < 1):  # what follows looks at all that is left
+            high, above = -_NEVER, 0.0
         token = stretch * STRETCH + tl.arange(0, STRETCH)
         value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
         value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
-        stays = (value >= bound) & (value > _NEVER)
+        stays = (value >= low) & (value < high) & (value > _NEVER)
         place = tl.cumsum(stays.to(tl.int32), 0)
         tl.store(kept_ptr + (s * num_stretches + stretch) * STRETCH + place - 1, value, mask=stays)
         tl.store(sizes_ptr + s * num_stretches + stretch, tl.sum(stays.to(tl.int32), 0))
         if stretch == 0:
-            tl.store(limits_ptr + s * 2, bound)
+            tl.store(limits_ptr + s * 2, low)
+            tl.store(limits_ptr + s * 2 + 1, above)
 
 
 @triton.jit
@@ -415,8 +468,9 @@ def _finish(
                 total, _ = _moments(kept_ptr, size, most, highest, temperature, _in_order(base), STRETCH, STRETCHES, TILE)
             else:
                 total = _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+            needed = total * top_p - tl.load(limits_ptr + 1)
             base = _search(
-                kept_ptr, size, most, highest, temperature, base, last, total * top_p, _NEVER, 0.0,
+                kept_ptr, size, most, highest, temperature, base, last, needed, _NEVER, 0.0,
                 False, False, STRETCH, STRETCHES, TILE,
             )  # fmt: skip
         low = tl.maximum(_in_order(base), highest + temperature * _float(record_ptr + _LOG_MIN_P))
@@ -433,7 +487,8 @@ class Workspace:
     best: torch.Tensor
     best_at: torch.Tensor
     stats: torch.Tensor  # of a stretch: maximum, sum of exponentials
-    above: torch.Tensor  # of a stretch: number or mass above each threshold
+    above: torch.Tensor  # of a round and a stretch: number or mass between each threshold and the bracket's upper end
+    brackets: torch.Tensor  # within which a limit lies, and what lies above
     kept: torch.Tensor  # of a stretch: the logits that decide
     sizes: torch.Tensor  # and how many they are
     limits: torch.Tensor  # the lowest and the highest logit that stays
@@ -447,7 +502,8 @@ class Workspace:
 
         num_picks = triton.cdiv(num_tokens, PICK_STRETCH)
         return cls(
-            make(num_picks), make(num_picks, dtype=torch.int32), make(num_stretches, 2), make(num_stretches, _THRESHOLDS.value),
+            make(num_picks), make(num_picks, dtype=torch.int32), make(num_stretches, 2),
+            make(_ROUNDS * num_stretches, _THRESHOLDS.value), make(3),
             make(num_stretches, SEARCH_STRETCH), make(num_stretches, dtype=torch.int32), make(2),
         )  # fmt: skip
 
@@ -465,20 +521,22 @@ def find_limits(
     top-p; `search`: or typical-p."""
     num, num_tokens = records.shape[0], logits_NV.shape[1]
     num_stretches = triton.cdiv(num_tokens, SEARCH_STRETCH)
-    stretches = triton.next_power_of_2(num_stretches)
+    stretches, part = triton.next_power_of_2(num_stretches), work.above.numel() // _ROUNDS
     grid, how = (num, num_stretches), {"STRETCH": SEARCH_STRETCH, **HOW}
     launch(_survey, grid, logits_NV, adjusted_AV, records, draws, work.stats, num_tokens, num_stretches, num_warps=8, **how)
     how["STRETCHES"] = stretches
     if thresholds:
-        launch(
-            _narrow, grid,
-            logits_NV, adjusted_AV, records, draws, work.stats, work.above, num_tokens, num_stretches, num_warps=8, **how,
-        )  # fmt: skip
+        for number in range(_ROUNDS):
+            launch(
+                _narrow, grid,
+                logits_NV, adjusted_AV, records, draws, work.stats, work.above, work.brackets, num_tokens, num_stretches, part,
+                ROUND=number, num_warps=8, **how,
+            )  # fmt: skip
     if search:
         launch(
             _collect, grid,
-            logits_NV, adjusted_AV, records, draws, work.stats, work.above, work.kept, work.sizes, work.limits, num_tokens,
-            num_stretches, num_warps=8, **how,
+            logits_NV, adjusted_AV, records, draws, work.stats, work.above, work.brackets, work.kept, work.sizes, work.limits,
+            num_tokens, num_stretches, part, ROUND=_ROUNDS, num_warps=8, **how,
         )  # fmt: skip
     launch(
         _finish, (num,),

@@ -265,7 +265,7 @@ function requestRow(request, [num, own] = [0, 0]) {
   );
 }
 
-/** A short form of an id (tenant/name/part). The part's number is shown only if it is not the first. */
+/** An id (tenant/name/part), shortened. The part's number is shown only if it is not the first. */
 function short(id) {
   const [, name, part] = id.split("/");
   return (name ?? id).replace(/^([a-z]+-\w{6})\w*/, "$1") + (part && part !== "0" ? `/${part}` : "");

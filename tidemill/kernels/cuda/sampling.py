@@ -209,8 +209,8 @@ def _in_order(place):
 
 @triton.jit
 def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
-    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket, the
-    last one being its lower end."""
+    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket, down
+    to its lower end."""
     n = (number + 1).to(tl.float32)
     if ROUND == 0:
         return highest - n * (n + 5.0) * 0.125 * unit

@@ -73,7 +73,7 @@ async def service(roomy_folder):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service, tmp_path_factory):
     storage, access = Storage(tmp_path_factory.mktemp("data"), 2**20), Access()
-    yield create_app(service, access, storage, Batches(service, storage, access.knows, None), None)
+    yield create_app(service, access, storage, Batches(service, storage, access.caller_of, None), None)
     storage.close()
 
 

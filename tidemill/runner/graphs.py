@@ -18,10 +18,12 @@ _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 @torch.inference_mode()
 def record_forward(model: CausalLM, attention: NativeAttention) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
-    many: then the model does something in between that was not noted, and must run op by op. Writes to pages not in use yet."""
+    many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them."""
     try:
         return _record(model, attention)
     finally:
+        used = attention.kv.table[0].unique()
+        attention.kv.cache[used] = 0  # what a broken embedding left there must not reach a sequence
         attention.kv.table[0] = 0
 
 
@@ -32,11 +34,16 @@ def _record(model: CausalLM, attention: NativeAttention) -> Program | None:
         given = embedded.clone()
         result = model(given, step)
     program = recording.compile(given, result)
-    if program is None or not torch.equal(step.replay(program, embedded), result):
+    if program is None or not _same_bits(step.replay(program, embedded), result):
         return None
     step, embedded = _sequence(model, attention, max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2))
     result = model(embedded.clone(), step)
-    return program if torch.equal(step.replay(program, embedded), result) else None
+    return program if _same_bits(step.replay(program, embedded), result) else None
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN included."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> tuple[NativeStep, torch.Tensor]:

@@ -14,10 +14,9 @@ kernels:
   _collect  copies the logits that can decide: those in the bracket, with top-k or typical-p also those above
   _finish   exact search in that copy: 8 thresholds a pass, 11 passes for all 32 bits of a float
 
-Cost at 64 sequences x 151,936 tokens on an H200: the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Four passes (the three
-above and _pick) are 37 us of memory traffic; _narrow does 16 compare-and-add for each value, 310 M lane operations, 10 us at
-30 T/s. _finish reads a few KB in 11 passes of about 1 us for each of top-k, top-p and typical-p. Expected: 60 to 80 us for top-k
-with top-p. A flat distribution, of which many thousand tokens are copied, costs more in _finish (one program a sequence).
+At 64 sequences x 151,936 tokens on an H200 the logits are 38.9 MB, 9 us a pass at 4.25 TB/s. Measured in microseconds, top-k 50
+with top-p 0.9: _survey 11, _narrow 69 (16 compare-and-add for each value), _collect 23, _finish 24, then _pick 51. Top-p alone
+on a flat distribution takes 94 in _finish (one program a sequence). Typical-p alone looks at every token there: 1,550.
 
 All sums run in an order that depends on the vocabulary alone, so a sequence's tokens do not depend on the batch. Of equal logits
 all stay or all go. Arguments that vary after start are not specialized (integers that are multiples of 16, pointers into the
@@ -43,6 +42,7 @@ _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-2139095041)  # place of -inf in the order of floats
 _THRESHOLDS = tl.constexpr(16)
 _ROUNDS = 2
+_LANES = 1024  # of a stretch at a time
 
 # A sequence to be drawn again, as int32 words (floats by their bits).
 RECORD = np.dtype(
@@ -209,8 +209,8 @@ def _in_order(place):
 
 @triton.jit
 def _threshold(number, low, high, highest, unit, ROUND: tl.constexpr):
-    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket, down
-    to its lower end."""
+    """Sixteen of them, falling. First 0.75, 1.75, 3, 4.5 ... 37.5, 42 units below the maximum; then evenly within the bracket,
+    down to its lower end."""
     n = (number + 1).to(tl.float32)
     if ROUND == 0:
         return highest - n * (n + 5.0) * 0.125 * unit
@@ -288,7 +288,7 @@ def _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.cons
 @triton.jit(do_not_specialize_on_alignment=["draws_ptr", "records_ptr", "stats_ptr", "above_ptr", "brackets_ptr"])
 def _narrow(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, num_tokens, num_stretches, part,
-    ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
+    ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Of each stretch: number (top-k) or probability mass (top-p) of the tokens between each threshold and the upper end of the
     bracket. `part`: words of the results of one round."""
@@ -308,17 +308,19 @@ def _narrow(
                 tl.store(bracket_ptr + 1, high)
                 tl.store(bracket_ptr + 2, above)
         if (ROUND == 0) | (low > _NEVER):
-            token = stretch * STRETCH + tl.arange(0, STRETCH)
+            number = tl.arange(0, _THRESHOLDS)
+            threshold = _threshold(number, low, high, highest, unit, ROUND)
             value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
-            value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
-            weight = tl.full((STRETCH,), 1.0, tl.float32)
-            if top_k <= 0:
-                weight = tl.exp((value - highest) / temperature)
-            weight = tl.where((value > _NEVER) & (value < high), weight, 0.0)
-            result_ptr = above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS
-            for number in tl.static_range(_THRESHOLDS):
-                threshold = _threshold(tl.full((), number, tl.int32), low, high, highest, unit, ROUND)
-                tl.store(result_ptr + number, tl.sum(tl.where(value >= threshold, weight, 0.0), 0))
+            above = tl.zeros((_THRESHOLDS, LANES), tl.float32)
+            for first in range(0, STRETCH, LANES):
+                token = stretch * STRETCH + first + tl.arange(0, LANES)
+                value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
+                weight = tl.full((LANES,), 1.0, tl.float32)
+                if top_k <= 0:
+                    weight = tl.exp((value - highest) / temperature)
+                weight = tl.where((value > _NEVER) & (value < high), weight, 0.0)
+                above += tl.where(value[None, :] >= threshold[:, None], weight[None, :], 0.0)
+            tl.store(above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS + number, tl.sum(above, 1))
 
 
 @triton.jit(
@@ -328,7 +330,8 @@ def _narrow(
 )  # fmt: skip
 def _collect(
     logits_ptr, adjusted_ptr, records_ptr, draws_ptr, stats_ptr, above_ptr, brackets_ptr, kept_ptr, sizes_ptr, limits_ptr,
-    num_tokens, num_stretches, part, ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
+    num_tokens, num_stretches, part,
+    ROUND: tl.constexpr, STRETCH: tl.constexpr, STRETCHES: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Copies the logits that decide the restrictions: of top-p alone those within the bracket, else all above its lower end. Also
     writes that end and the mass of what lies above the bracket and was not copied."""
@@ -349,13 +352,18 @@ def _collect(
             low = highest + temperature * _float(record_ptr + _LOG_MIN_P)
         if (top_k > 0) | (typical_p < 1):  # what follows looks at all that is left
             high, above = -_NEVER, 0.0
-        token = stretch * STRETCH + tl.arange(0, STRETCH)
         value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
-        value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
-        stays = (value >= low) & (value < high) & (value > _NEVER)
-        place = tl.cumsum(stays.to(tl.int32), 0)
-        tl.store(kept_ptr + (s * num_stretches + stretch) * STRETCH + place - 1, value, mask=stays)
-        tl.store(sizes_ptr + s * num_stretches + stretch, tl.sum(stays.to(tl.int32), 0))
+        target_ptr = kept_ptr + (s * num_stretches + stretch) * STRETCH
+        size = tl.full((), 0, tl.int32)
+        for first in range(0, STRETCH, LANES):
+            token = stretch * STRETCH + first + tl.arange(0, LANES)
+            value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
+            stays = (value >= low) & (value < high) & (value > _NEVER)
+            num = tl.sum(stays.to(tl.int32), 0)
+            if num > 0:
+                tl.store(target_ptr + size + tl.cumsum(stays.to(tl.int32), 0) - 1, value, mask=stays)
+                size += num
+        tl.store(sizes_ptr + s * num_stretches + stretch, size)
         if stretch == 0:
             tl.store(limits_ptr + s * 2, low)
             tl.store(limits_ptr + s * 2 + 1, above)
@@ -530,13 +538,13 @@ def find_limits(
             launch(
                 _narrow, grid,
                 logits_NV, adjusted_AV, records, draws, work.stats, work.above, work.brackets, num_tokens, num_stretches, part,
-                ROUND=number, num_warps=8, **how,
+                ROUND=number, LANES=min(_LANES, SEARCH_STRETCH), num_warps=8, **how,
             )  # fmt: skip
     if search:
         launch(
             _collect, grid,
             logits_NV, adjusted_AV, records, draws, work.stats, work.above, work.brackets, work.kept, work.sizes, work.limits,
-            num_tokens, num_stretches, part, ROUND=_ROUNDS, num_warps=8, **how,
+            num_tokens, num_stretches, part, ROUND=_ROUNDS, LANES=min(_LANES, SEARCH_STRETCH), num_warps=8, **how,
         )  # fmt: skip
     launch(
         _finish, (num,),

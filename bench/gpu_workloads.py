@@ -45,4 +45,6 @@ def workloads(vocabulary: int) -> dict[str, list[Request]]:
     shared = ids(4096)
     made["shared_prefix"] = [(shared + ids(64), 64) for _ in range(256)]
     made["long_ctx_b8"] = [(ids(16384), 256) for _ in range(8)]
+    made["prompt_32k"] = [(ids(32000), 1)]
+    made["prompts_2k_6k"] = [(ids(draw.randint(2000, 6000)), 1) for _ in range(128)]
     return made

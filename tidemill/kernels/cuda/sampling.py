@@ -311,7 +311,7 @@ def _narrow(
             number = tl.arange(0, _THRESHOLDS)
             threshold = _threshold(number, low, high, highest, unit, ROUND)
             value_ptr = _logits_of(logits_ptr, adjusted_ptr, record_ptr, num_tokens)
-            above = tl.zeros((_THRESHOLDS, LANES), tl.float32)
+            sums = tl.zeros((_THRESHOLDS, LANES), tl.float32)
             for first in range(0, STRETCH, LANES):
                 token = stretch * STRETCH + first + tl.arange(0, LANES)
                 value = tl.load(value_ptr + token, mask=token < num_tokens, other=_NEVER)
@@ -319,8 +319,8 @@ def _narrow(
                 if top_k <= 0:
                     weight = tl.exp((value - highest) / temperature)
                 weight = tl.where((value > _NEVER) & (value < high), weight, 0.0)
-                above += tl.where(value[None, :] >= threshold[:, None], weight[None, :], 0.0)
-            tl.store(above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS + number, tl.sum(above, 1))
+                sums += tl.where(value[None, :] >= threshold[:, None], weight[None, :], 0.0)
+            tl.store(above_ptr + ROUND * part + (s * num_stretches + stretch) * _THRESHOLDS + number, tl.sum(sums, 1))
 
 
 @triton.jit(

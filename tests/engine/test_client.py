@@ -217,7 +217,7 @@ def test_an_id_that_is_used_again_gets_nothing_of_what_was_under_way(tiny_folder
         expected = await collect(client, "expected", prompt=[5, 6, 7], temperature=0)
         deltas = client.submit(request("same", 400, [GATED, 2]))
         await anext(deltas)
-        await until(lambda: len(client._pending["same"].outputs[0]) == 18)  # the engine waits inside of the next step
+        await until(lambda: len(client._pending["same"].outputs[0]) == 19)  # the engine waits inside of the next step
         await deltas.aclose()
         going = asyncio.create_task(collect(client, "same", prompt=[5, 6, 7], temperature=0))
         await until(lambda: "same" in client._pending)

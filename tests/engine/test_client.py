@@ -17,7 +17,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
 from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead
-from tidemill.events import Aborted, EngineRestarted, Finished, Submitted
+from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack, Submitted
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import Submit
@@ -209,6 +209,14 @@ def test_a_reader_that_stops_has_a_bounded_backlog(tiny_folder, monkeypatch):
         assert len((await collect(client, "next", length=400, n=4, logprobs=5))[3]) == 400  # as much, but read
 
     monkeypatch.setattr(inbox_module, "MAX_CELLS", 1000)
+    run(test, tiny_folder)
+
+
+def test_slower_kernels_are_an_event_of_the_start(tiny_folder, fragile):
+    async def test(client, seen):
+        await until(lambda: any(isinstance(event, KernelsFellBack) for event in seen))
+
+    fragile.take_kernels_away()
     run(test, tiny_folder)
 
 

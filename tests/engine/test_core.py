@@ -99,6 +99,83 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
     core.scheduler.check_integrity()
 
 
+class Ahead:
+    """The core's runner, one step ahead as on a GPU. Reading the result of a step with this prompt token fails."""
+
+    steps_ahead, fallback = 1, ""
+
+    def __init__(self, runner, poison):
+        self._runner, self._poison, self._rows = runner, poison, set()
+
+    def launch(self, plan):
+        for new in plan.new_rows:
+            (self._rows.add if new.token_ids[0] == self._poison else self._rows.discard)(new.row)
+        return plan, self._runner.launch(plan)
+
+    def collect(self, launched):
+        plan, result = launched
+        if any(item.row in self._rows for item in plan.items):
+            raise RuntimeError("poison")
+        return result
+
+
+def test_a_result_that_cannot_be_read_fails_the_request_it_belongs_to(core, capsys):
+    core.runner = Ahead(core.runner, poison=5)
+    core.submit(Submit("good", [1, 2, 3], greedy(50)))
+    core.step()
+    core.submit(Submit("poison", [5, 2, 3], greedy(1)))
+    failed = []
+    while "poison" in core._live:
+        failed += core.step()[1]
+    assert "poison" in {refused.request_id for refused in failed}
+    core.submit(Submit("next", [1, 2, 4], greedy(3)))
+    while core.has_work:
+        assert not core.step()[1]
+    core.scheduler.check_integrity()
+    capsys.readouterr()
+
+
+def test_a_runner_that_only_fails_ends_the_engine(core, monkeypatch, capsys):
+    """What fails every step (a GPU after an illegal access) is replaced with its process."""
+    real, calls = core.runner.launch, iter("fff" + "." + "fff")
+
+    def launch(plan):
+        if next(calls) == "f":
+            raise RuntimeError("broken")
+        return real(plan)
+
+    monkeypatch.setattr(core.runner, "launch", launch)
+    seen = []
+    for i in range(7):
+        core.submit(Submit(f"r{i}", [1, 2, 3], greedy(1)))
+        try:
+            core.step()
+            seen.append(i)
+        except RuntimeError:
+            pass
+        while core.has_work:
+            core.step()
+    assert seen == [0, 1, 3, 4, 5]
+    capsys.readouterr()
+
+
+def test_pages_to_be_cleared_are_cleared_though_a_step_fails(core, monkeypatch, capsys):
+    request = Submit("one", [1, 2, 3], greedy(9))
+    core.submit(request)
+    core.step()
+    (live,) = core.scheduler.running
+    pages = list(core.scheduler.kv.table(live.seq))
+    core.scheduler.discard(live, "logits are not numbers")
+    core._forget(live.seq)
+    core.submit(Submit("two", [4, 5, 6], greedy(2)))
+    with monkeypatch.context() as patch:
+        patch.setattr(core.runner, "launch", lambda plan: 1 / 0)
+        assert core.step()[1]
+    core.submit(Submit("three", [7, 8, 9], greedy(2)))
+    assert set(pages) <= set(core.scheduler.plan().page_zeroes)
+    capsys.readouterr()
+
+
 def test_ctrl_c_in_a_step_does_not_poison_the_prefix_cache(core):
     """The interrupted step had announced pages that it never computed."""
     prompt = list(range(2, 60))

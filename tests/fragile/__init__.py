@@ -30,3 +30,7 @@ class Fragile:
     def set_available_bytes(self, num_bytes: int) -> None:
         """Of memory, for engines that start from now on."""
         (self._folder / "available").write_text(str(num_bytes))
+
+    def take_kernels_away(self) -> None:
+        """From engines that start from now on."""
+        (self._folder / "no-kernels").touch()

@@ -95,6 +95,7 @@ def on_gpu(folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
     monkeypatch.setattr(cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
     for module, name, value in (
         (config, "GPU_PAGE", 16),
@@ -132,6 +133,7 @@ def ids(num, seed):
     return [draw.randrange(2, 64) for _ in range(num)]
 
 
+COMPILE = cuda_runner.CudaRunner._compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
@@ -172,6 +174,13 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     assert_same(run(core, REQUESTS), expected)
     again = {name: REQUESTS[name] for name in ("one", "asks")}
     assert_same(run(core, again), {name: expected[name] for name in again})  # from the prefix cache
+
+
+def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):
+    """Every kernel is compiled and run before the graphs are captured, as at a real start."""
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
+    core = on_gpu(max_requests=1, token_budget=16)
+    assert_same(run(core, {"long": REQUESTS["long"]}), {"long": expected["long"]})
 
 
 def test_prefill_first_with_a_prompt_beyond_the_budget(expected, on_gpu):

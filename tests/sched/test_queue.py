@@ -182,3 +182,68 @@ def test_samples_that_wait_for_their_prompt_do_not_stand_in_others_way():
     while scheduler.has_work:
         ended += step(scheduler, clock)
     assert sorted(ended) == ["other", "r:0", "r:1", "r:2"]
+
+
+def test_what_is_preempted_for_a_priority_does_not_go_before_it():
+    """Requests that waited long before they started (nothing more urgent waited then) are not preempted: back in the queue they
+    would be level with the urgent one, and take the place that was made for it."""
+    scheduler, clock, buffer = make(rows=4, num_pages=32)
+    first = [add(scheduler, f"first{i}", tenant="t", max_tokens=60) for i in range(4)]
+    step(scheduler, clock)
+    for i in range(4):
+        add(scheduler, f"low{i}", 5, "t", max_tokens=60, num_prompt=16)
+    clock.advance(AGEING_S + 2)
+    for request in first:
+        scheduler.abort(request, "gone")
+    for _ in range(6):
+        step(scheduler, clock)
+    assert [request.request_id for request in scheduler.running] == [f"low{i}" for i in range(4)]
+    add(scheduler, "urgent", 0, "t", num_prompt=100)
+    buffer.take()
+    for _ in range(3):
+        step(scheduler, clock)
+    assert len(scheduler.running) == 4
+    assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
+
+
+def test_a_preempted_request_keeps_its_place_by_age():
+    scheduler, clock, _ = make()
+    add(scheduler, "first", tenant="t", max_tokens=60)
+    step(scheduler, clock)
+    old = add(scheduler, "old", 5, "t", max_tokens=60)
+    clock.advance(AGEING_S - 1)
+    scheduler.abort(scheduler.running[0], "gone")
+    step(scheduler, clock)
+    add(scheduler, "young", 5, "t")
+    clock.advance(0.5)
+    add(scheduler, "urgent", 0, "t")
+    step(scheduler, clock)
+    assert [request.request_id for request in scheduler.running] == ["urgent"]
+    assert [request.request_id for request in old.account.by_age] == ["old", "young"]
+
+
+def test_a_tenant_with_all_slots_makes_way_for_another():
+    """At equal priority: its latest requests beyond half of the slots wait, and go on once the others have ended."""
+    scheduler, clock, buffer = make(rows=4)
+    for i in range(4):
+        add(scheduler, f"many{i}", tenant="many", max_tokens=40)
+    for _ in range(4):
+        step(scheduler, clock)
+    for i in range(3):
+        add(scheduler, f"few{i}", tenant="few", max_tokens=4)
+    ended = []
+    while len(ended) < 7:
+        ended += step(scheduler, clock)
+    assert set(ended[:3]) == {"few0", "few1", "few2"}
+    preempted = [event.request_id for event in buffer.take() if isinstance(event, events.Preempted)]
+    assert set(preempted) == {"many3", "many2"}, "no more than is beyond its part"
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_another_tenants_long_one():
+    scheduler, clock, _ = make(rows=4)
+    add(scheduler, "long", tenant="one", num_prompt=160)
+    step(scheduler, clock)
+    add(scheduler, "short", tenant="two", num_prompt=5, max_tokens=1)
+    add(scheduler, "own", tenant="one", num_prompt=5, max_tokens=1)
+    plan = scheduler.plan()
+    assert {item.seq: item.count for item in plan.items} == {0: 11, 1: 5}  # of a budget of 16

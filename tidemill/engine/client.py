@@ -364,7 +364,8 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
-            self._last_step_s, self._stalled_s = time.monotonic(), 0.0
+            if any(isinstance(event, events.StepDone) for event in message.events):
+                self._last_step_s, self._stalled_s = time.monotonic(), 0.0
             for delta in message.deltas:
                 self._take_delta(delta)
             if message.events:

@@ -33,6 +33,8 @@ from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Finish, Pages, Refused, StepOutput, Submit, Timings
 
+_MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
+
 
 class EngineCore:
     def __init__(self, model: CausalLM, config: EngineConfig, clock: Clock | None = None) -> None:
@@ -55,6 +57,7 @@ class EngineCore:
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
         )
+        self._num_failed_steps = 0  # in a row
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -208,14 +211,17 @@ class EngineCore:
                 self._in_flight.append((plan, self.runner.launch(plan), started))
             if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
                 return StepOutput([], self._events.take()), failed
-            done, launched, started = self._in_flight.popleft()
+            done, launched, started = self._in_flight[0]
             result = self.runner.collect(launched)
+            self._in_flight.popleft()
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
-            if not isinstance(error, Exception):
+            self._num_failed_steps += 1
+            if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             traceback.print_exc()
             return StepOutput([], self._events.take()), failed
+        self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
         progress = self.scheduler.commit(done, result.tokens)
         if self.structured:
@@ -274,15 +280,17 @@ class EngineCore:
         return refusal(live.request_id, error)
 
     def _fail_step(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
-        """The step raised: its requests fail (all of them, if it was not even planned). The others start over, since they may
-        share pages that the step had announced and never computed."""
-        plans = [launched for launched, _, _ in self._in_flight] + ([] if plan is None else [plan])
+        """The step raised: its requests fail, and those of steps launched after it (all of them, if it was not even planned). The
+        others start over, since they may share pages that the step had announced and never computed."""
+        plans = [launched for launched, _, _ in self._in_flight]
+        if plan is not None and plan not in plans:  # it was not launched
+            plans.append(plan)
         self._in_flight.clear()
         seqs = list(self._live_of) if plan is None else [item.seq for each in plans for item in each.items]
         name = type(error).__name__
         failure = TidemillError(f"The engine failed while computing this request ({name}).")
         failed = [self._fail_request(seq, failure, f"step failed: {name}") for seq in seqs if seq in self._live_of]
-        self.scheduler.drop_computed("a step failed")
+        self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
         return failed
 
     def _forget(self, seq: int) -> None:

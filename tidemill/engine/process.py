@@ -75,12 +75,15 @@ class EngineProcess:
         assert isinstance(start, Start)
         try:
             core = EngineCore.load(start.options, self._report)
+            of_start = core.take_events()
             step_s = _measure_step(core)
         except TidemillError as error:
             self.send(refusal(None, error))
             return
         core.before_admitted_run = self._announce
         self.send(Ready(core.model_config, core.config, step_s))
+        if of_start:
+            self.send(StepOutput([], of_start))
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:

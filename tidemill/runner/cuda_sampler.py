@@ -131,7 +131,8 @@ class CudaSampler:
 
     def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:
         which, num_top = self._ints(entries), [self._params(row).logprobs or 0 for row in rows]
-        return LogprobsReport(rows, num_top, score(logits_SV.index_select(0, which), tokens_S[which], max(num_top)))
+        most = MAX_LOGPROBS if any(num_top) else 0  # as many for all: which of equal values are the best may depend on it
+        return LogprobsReport(rows, num_top, score(logits_SV.index_select(0, which), tokens_S[which], most))
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]

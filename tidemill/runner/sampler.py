@@ -18,7 +18,7 @@ import torch
 from tidemill.kernels.argmax import argmax
 from tidemill.kernels.noise import gumbel_argmax
 from tidemill.runner.state import RowState
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.wire import TokenLogprobs
 
 _NEVER = float("-inf")
@@ -103,7 +103,8 @@ class Sampler:
         if raw is None:
             return Sampled(tokens)
         num_top, chosen = [asked.params[i].logprobs or 0 for i in wanted], tokens[wanted]
-        entries = score(raw, chosen, max(num_top)).entries(chosen.tolist(), num_top)
+        # Of as many for every sequence: which of equal values are among the best may depend on how many are asked for.
+        entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(chosen.tolist(), num_top)
         return Sampled(tokens, {rows[i]: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
 
     def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:

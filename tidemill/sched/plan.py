@@ -41,7 +41,7 @@ class StepItem(msgspec.Struct, frozen=True, gc=False):
     epoch: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepPlan:
     step: int
     items: list[StepItem] = field(default_factory=list)

@@ -3,14 +3,13 @@
 Lower priority values go first. Ageing bounds how long they can hold others back: the oldest request of a tenant, once it has
 waited `AGEING_S`, is level with the highest priority that waits. Among tenants on one level, the one with the fewest computed
 tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
-A request that started before higher priorities in this way is not preempted for them afterwards.
+A request that has waited that long is not preempted for higher priorities afterwards.
 The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,12 +27,12 @@ class Tenant:
     num_requests: int = 0  # queued or running
     num_waiting: int = 0  # queued, those included that wait for the prompt of their first sample
     ready: list[Request] = field(default_factory=list)  # by place
-    by_age: OrderedDict[int, Request] = field(default_factory=OrderedDict)  # the same, longest in the queue first
+    by_age: list[Request] = field(default_factory=list)  # the same, longest in the queue first
     oldest_is_next: bool = False
 
     def candidate(self, best: int, now: float) -> Request | None:
         """The next request if this tenant's turn comes. `best`: the highest priority that waits, of any tenant."""
-        head, oldest = self.ready[0], next(iter(self.by_age.values()))
+        head, oldest = self.ready[0], self.by_age[0]
         is_aged = oldest.is_aged or now - oldest.queued_s >= AGEING_S
         if head.priority > best and not is_aged:
             return None
@@ -85,17 +84,17 @@ class _Class:
         tenant = request.account
         request.queued_s = now - request.waited_s
         insort(tenant.ready, request, key=_place)
-        tenant.by_age[request.seq] = request
-        if request.is_aged or request.waited_s >= AGEING_S:
-            tenant.by_age.move_to_end(request.seq, last=False)
+        insort(tenant.by_age, request, key=_age)
         self._ready[request.tenant] = tenant
 
     def remove(self, request: Request) -> None:
         tenant = request.account
         self.num_waiting -= 1
         tenant.num_waiting -= 1
-        if tenant.by_age.pop(request.seq, None) is not None:
-            del tenant.ready[bisect_left(tenant.ready, request.place, key=_place)]
+        at = bisect_left(tenant.ready, request.place, key=_place)
+        if at < len(tenant.ready) and tenant.ready[at] is request:
+            del tenant.ready[at]
+            del tenant.by_age[bisect_left(tenant.by_age, _age(request), key=_age)]
             if not tenant.ready:
                 del self._ready[request.tenant]
 
@@ -122,7 +121,7 @@ class _Class:
         for tenant in self.tenants.values():
             assert tenant.num_requests >= tenant.num_waiting >= len(tenant.ready)
             assert tenant.ready == sorted(tenant.ready, key=_place)
-            assert {request.seq for request in tenant.ready} == set(tenant.by_age)
+            assert tenant.by_age == sorted(tenant.ready, key=_age)
             assert all(request.parent is None for request in tenant.ready)
 
 
@@ -146,6 +145,10 @@ class WaitingQueue:
         if tenant is None:
             return kind.num_waiting
         return kind.tenants[tenant].num_waiting if tenant in kind.tenants else 0
+
+    def num_tenants(self, in_background: bool) -> int:
+        """With requests, queued or running."""
+        return len(self._classes[in_background].tenants)
 
     def join(self, request: Request) -> None:
         """A new request, to be counted for its tenant until it leaves."""
@@ -176,9 +179,9 @@ class WaitingQueue:
         tenant = request.account
         tenant.oldest_is_next = request is tenant.ready[0]
         by_age = request.priority > self._classes[request.in_background].best
-        request.waited_s = now - request.queued_s
-        request.is_aged |= by_age
         self.remove(request)
+        request.waited_s = now - request.queued_s
+        request.is_aged |= by_age or request.waited_s >= AGEING_S  # once back in the queue it would be before them again
         return by_age
 
     def check_integrity(self) -> None:
@@ -189,3 +192,7 @@ class WaitingQueue:
 
 def _place(request: Request) -> tuple[int, int]:
     return request.place
+
+
+def _age(request: Request) -> tuple[bool, float, int]:
+    return not request.is_aged, request.queued_s, request.seq

@@ -7,7 +7,8 @@ Chunked prefill, prefix hits, preemption and (later) speculative tokens are all 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -296,10 +297,23 @@ class Scheduler:
             if state.num_left <= 0:
                 return
             if started.num_needed > 1 and started.in_background is in_background:
+                kept = self._kept_for_others(started, state)
+                state.num_left -= kept
                 count = self.policy.chunk(started.num_needed, state)
+                state.num_left += kept
                 if count == 0:
                     return
                 self._schedule(started, count, plan, state)
+
+    def _kept_for_others(self, started: Request, state: StepState) -> int:
+        """What a prompt that takes several steps leaves of each: a short prompt of another tenant need not wait for its end."""
+        if started.num_needed < state.num_left or not self._free_rows:
+            return 0
+        other = self.waiting.first(self._clock.now())
+        if other is None or other.account is started.account or other.in_background is not started.in_background:
+            return 0
+        num = self._num_to_compute(other)
+        return num if 2 * num <= state.num_left else 0
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
@@ -414,11 +428,14 @@ class Scheduler:
     # ---- making room
 
     def _make_way(self, state: StepState) -> None:
-        """A waiting request of strictly higher priority may preempt running ones of lower priority."""
+        """A waiting request may preempt running ones of strictly lower priority, or of a tenant with more than its part of the
+        slots."""
         request = self.waiting.first(self._clock.now()) if self.policy.may_admit(state) else None
         if request is None:
             return
-        lower = [running for running in self.running if running.yields_to(request)]
+        lower, reason = [running for running in self.running if running.yields_to(request)], f"has priority {request.priority}"
+        if not lower:
+            lower, reason = self._beyond_their_part(request), "is of a tenant with fewer slots"
         if not lower:
             return
         num_others = len(self.running) - len(lower)
@@ -428,7 +445,19 @@ class Scheduler:
         while lower and not (
             self._free_rows and self._pages_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
         ):
-            self._preempt(lower.pop(), f"{request.request_id} has priority {request.priority}")
+            self._preempt(lower.pop(), f"{request.request_id} {reason}")
+
+    def _beyond_their_part(self, request: Request) -> list[Request]:
+        """Of the tenant that runs most, the requests beyond its part of the slots (the same for all tenants with requests), if
+        the request's tenant has not got its own."""
+        if self._free_rows:
+            return []
+        part = self.num_rows // self.waiting.num_tenants(request.in_background)
+        num_running = Counter(running.account for running in self.running if running.in_background is request.in_background)
+        most = max(num_running, key=lambda account: num_running[account], default=request.account)
+        if num_running[request.account] >= part or num_running[most] <= part:
+            return []
+        return [running for running in self.running if running.account is most][part:]
 
     def _pages_to_start(self, request: Request) -> int:
         """Free pages that admission would take now."""
@@ -472,8 +501,10 @@ class Scheduler:
         self._unsent.forget(request.row)
         request.row = -1
 
-    def drop_computed(self, reason: str) -> None:
-        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache."""
+    def drop_computed(self, reason: str, page_zeroes: Iterable[int] = ()) -> None:
+        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `page_zeroes`: pages
+        that plans were to clear and that may not have been."""
+        self._unsent.page_zeroes += page_zeroes
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self._preempt(request, reason)

@@ -200,7 +200,8 @@ class Storage:
 
     def _typed(self, error: Exception) -> TidemillError:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if isinstance(error, _Damage) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        lost = str(error).startswith("no such table")  # of a database that was overwritten while in use
+        if isinstance(error, _Damage) or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or lost:
             try:
                 return self._set_aside(str(error))
             except OSError as failed:

@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Invariance without compiled kernels takes minutes: of the ways of sampling one is always tested, all by `make test-slow`."""
+    """Invariance without compiled kernels takes minutes: one way of sampling is always tested, all by `make test-slow`."""
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
             item.add_marker(pytest.mark.slow)

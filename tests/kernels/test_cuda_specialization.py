@@ -85,7 +85,7 @@ set_params(state, REQUESTS, 0)
 rows = list(range(REQUESTS))
 state.masks = {4: np.zeros(94, np.int32)}
 sampler.redraw(rows, rows, [17] * REQUESTS, logits, tokens)
-assert sampler.logprobs(rows, rows, logits, tokens).scores.values.shape == (REQUESTS, 3)
+assert sampler.logprobs(rows, rows, logits, tokens).scores.values.shape == (REQUESTS, 20)
 state.num_prompt[2] = 90
 item = StepItem(seq=1, epoch=0, row=2, start=10, count=75, samples=False)
 report = base.look_at_prompt(Model(), state, item, torch.zeros(75, 16, device="meta"), cuda_sampler.score, logits)

@@ -450,9 +450,10 @@ class Scheduler:
     def _beyond_their_part(self, request: Request) -> list[Request]:
         """Of the tenant that runs most, the requests beyond its part of the slots (the same for all tenants with requests), if
         the request's tenant has not got its own."""
-        if self._free_rows:
+        num_tenants = self.waiting.num_tenants(request.in_background)
+        if self._free_rows or num_tenants < 2:
             return []
-        part = self.num_rows // self.waiting.num_tenants(request.in_background)
+        part = self.num_rows // num_tenants
         num_running = Counter(running.account for running in self.running if running.in_background is request.in_background)
         most = max(num_running, key=lambda account: num_running[account], default=request.account)
         if num_running[request.account] >= part or num_running[most] <= part:

@@ -247,3 +247,16 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_another_tenants_long_one():
     add(scheduler, "own", tenant="one", num_prompt=5, max_tokens=1)
     plan = scheduler.plan()
     assert {item.seq: item.count for item in plan.items} == {0: 11, 1: 5}  # of a budget of 16
+
+
+def test_more_tenants_than_slots():
+    scheduler, clock, _ = make(rows=2)
+    for i in range(2):
+        add(scheduler, f"many{i}", tenant="many", max_tokens=40)
+    step(scheduler, clock)
+    for i in range(3):
+        add(scheduler, f"tenant{i}", tenant=f"tenant{i}", max_tokens=2)
+    ended = []
+    while len(ended) < 5:
+        ended += step(scheduler, clock)
+    assert set(ended[:3]) == {"tenant0", "tenant1", "tenant2"}

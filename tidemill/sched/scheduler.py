@@ -453,7 +453,7 @@ class Scheduler:
         num_tenants = self.waiting.num_tenants(request.in_background)
         if self._free_rows or num_tenants < 2:
             return []
-        part = self.num_rows // num_tenants
+        part = max(1, self.num_rows // num_tenants)
         num_running = Counter(running.account for running in self.running if running.in_background is request.in_background)
         most = max(num_running, key=lambda account: num_running[account], default=request.account)
         if num_running[request.account] >= part or num_running[most] <= part:

@@ -366,30 +366,21 @@ def _memory(
     device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int, token_budget: int,
     model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
+    on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    page_bytes = model.kv_bytes_per_token(kv_dtype) * page_size
-    if device != "cuda":
-        return _Memory(
-            available_bytes=machine.available_bytes,
-            weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
-            activation_bytes=activations,
-            page_bytes=page_bytes,
-            page_size=page_size,
-            max_pages=None,
-            gpu="",
-        )
-    # Partial results of attention: one for every 512 tokens of context.
-    activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
-    # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
-    rows_per_page = 2 * model.num_layers * model.num_kv_heads * page_size
+    if on_gpu:
+        # Partial results of attention: one for every 512 tokens of context.
+        activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+        # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
+        max_pages = (_MAX_COPY_ROWS - 1) // (2 * model.num_layers * model.num_kv_heads * page_size) - 1
     return _Memory(
-        available_bytes=machine.gpu_free_bytes,
+        available_bytes=machine.gpu_free_bytes if on_gpu else machine.available_bytes,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=page_bytes,
+        page_bytes=model.kv_bytes_per_token(kv_dtype) * page_size,
         page_size=page_size,
-        max_pages=(_MAX_COPY_ROWS - 1) // rows_per_page - 1,
-        gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}",
+        max_pages=max_pages,
+        gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}" if on_gpu else "",
     )
 
 

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
+import os
 import tempfile
 import time
 from collections import defaultdict
@@ -26,6 +28,7 @@ from bench.gpu_checks import TILES, Scene, has_flash
 from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.link import EngineLink
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, matmul
 from tidemill.kernels.cuda.tuning import time_us
@@ -263,6 +266,32 @@ def run_workload(core: Any, requests: list[Any]) -> tuple[float, float, float]:
     return elapsed, first, elapsed - first
 
 
+def time_starts(model: str) -> list[dict[str, Any]]:
+    """Of an engine process whose kernels were never compiled, and of the next one: seconds until it loads, and from there until
+    it is ready."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    lines = []
+    for name in ("fresh", "warm"):
+        times: list[float] = []
+
+        async def start(times: list[float] = times) -> None:
+            link = EngineLink()
+            options = EngineOptions(model=str(folder), load_format="dummy", max_context=34816)
+            await link.start(options, lambda _: times.append(time.perf_counter()))
+            times.append(time.perf_counter())
+            await link.close()
+
+        begin = time.perf_counter()
+        asyncio.run(start())
+        imported, ready = times[0] - begin, times[-1] - times[0]
+        lines.append({"model": model, "start": name, "imported_s": imported, "ready_s": ready})
+        print(f"{model} {name} start: loading after {imported:.1f} s, ready after another {ready:.1f} s", flush=True)
+    del os.environ["TRITON_CACHE_DIR"]
+    return lines
+
+
 def time_workloads(model: str, mode: str, only: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Workloads and timelines. `mode`: invariant or fast."""
     folder = Path(tempfile.mkdtemp())
@@ -323,7 +352,9 @@ def main() -> None:
     if not arguments.skip_kernels:
         result |= {"attention": time_attention(), "gemm": time_gemm(arguments.search)}
         result["tiles"] = to_table(result["gemm"])
-    for model in filter(None, arguments.models.split(",")):
+    models = list(filter(None, arguments.models.split(",")))
+    result["starts"] = [line for model in models for line in time_starts(model)]
+    for model in models:
         for mode in arguments.modes.split(","):
             lines, timelines = time_workloads(model, mode, arguments.workloads)
             result["workloads"] += lines

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-if "tidemill.engine.process" in sys.orig_argv:
+if "tidemill.engine" in sys.orig_argv:
     from dataclasses import replace
 
     from tests.fragile import DEADLY, GATED

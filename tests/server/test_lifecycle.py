@@ -82,7 +82,7 @@ def engines(folder: Path) -> list[str]:
             words = Path(path).read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"tidemill.engine.process" in words and str(folder) in words[-2].decode():
+        if b"tidemill.engine" in words and str(folder) in words[-2].decode():
             found.append(words[-2].decode())
     return found
 

@@ -27,7 +27,7 @@ _AT_ONCE = 16  # messages
 class EngineLink:
     """Started once, closed once."""
 
-    module = "tidemill.engine.process"  # what the process runs
+    module = "tidemill.engine"  # what the process runs
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from tidemill.engine.core import EngineCore, refusal
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
+from tidemill.kernels.cuda import compile_server
 from tidemill.sampling import SamplingParams
 from tidemill.wire import (
     Abort,
@@ -80,6 +80,8 @@ class EngineProcess:
         except TidemillError as error:
             self.send(refusal(None, error))
             return
+        finally:
+            compile_server.stop()  # unless it has ended: on a CPU nobody asked it
         core.before_admitted_run = self._announce
         self.send(Ready(core.model_config, core.config, step_s))
         if of_start:
@@ -169,7 +171,6 @@ def _measure_step(core: EngineCore) -> float:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     process = EngineProcess(sys.argv[1])
     try:
         process.run()
@@ -178,7 +179,3 @@ def main() -> None:
         raise
     finally:
         process.close()
-
-
-if __name__ == "__main__":
-    main()

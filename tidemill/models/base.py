@@ -75,9 +75,7 @@ class CausalLM(nn.Module, ABC):
             linear.weight.prepare(nums_rows)
 
     def _linears(self) -> Iterator[Linear]:
-        return (
-            module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head)
-        )
+        return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head))
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...

@@ -21,8 +21,9 @@ from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
+from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
-from tidemill.kernels.cuda.launch import compile_in_parallel, compile_only
+from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PagedKV, copy_pages
@@ -131,22 +132,21 @@ class CudaRunner:
         gc.freeze()  # what is there now stays: the collector need not walk it again
 
     def _compile(self) -> None:
-        """Every kernel that a step may use, in parallel; meanwhile the library's matmuls are tried. Then each kernel runs once,
-        which loads it."""
+        """Every kernel that a step may use, in parallel processes. Then the library's matmuls are tried, and each kernel runs
+        once, which loads it."""
         nums_rows = {*self._decode_sizes, *self._mixed_sizes}
         steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in (True, False)]
         steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in (True, False)]
-        with compile_in_parallel():
-            with compile_only(), self.model.one_layer_of_each_kind():
-                for step in steps:
-                    step.run()
-                self.sampler.warm_up(self.model, self._hidden, self._logits)
-                self.model.compile(nums_rows)
-            self.model.prepare(nums_rows)
+        with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
+            for step in steps:
+                step.run()
             self.sampler.warm_up(self.model, self._hidden, self._logits)
-            with self.model.one_layer_of_each_kind():
-                for step in steps:
-                    step.run()
+            self.model.compile(nums_rows)
+        self.model.prepare(nums_rows)
+        self.sampler.warm_up(self.model, self._hidden, self._logits)
+        with self.model.one_layer_of_each_kind():
+            for step in steps:
+                step.run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -29,12 +29,13 @@ def look_up(
     rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, pages: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens' ids (int32) and their slots in the cache."""
-    ids, slots = torch.empty_like(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
+    made = torch.zeros_like if is_compiling() else torch.empty_like  # embeddings are looked up by these ids then too
+    ids, slots = made(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
     num = rows_T.numel()
-    # Always run: a step that only compiles still looks its embeddings up by these ids.
-    _look_up[(triton.cdiv(num, 256),)](
-        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW
-    )
+    launch(
+        _look_up, (triton.cdiv(num, 256),),
+        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW,
+    )  # fmt: skip
     return ids, slots
 
 
@@ -144,7 +145,8 @@ def enter_heads(
     _, _, _, num_kv_heads, page_size, dim = cache.shape
     q_norm, k_norm, eps = qk_norm or (cos, cos, 0.0)
     heads = 16
-    _enter_heads[(qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
+    launch(
+        _enter_heads, (qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads)),
         qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads,
         num_warps=4, **HOW,

@@ -6,9 +6,8 @@ ordinary launches (all earlier kernels are done) holds from there on; and before
 (Letting the next kernel in any earlier, when all programs of this one have begun, made a decode step slower: those that wait
 take room from those that work.)
 
-Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; inside
-`compile_in_parallel()` each compilation goes to a thread. Triton's compiler releases the interpreter lock for most of its work,
-and its assembler is a process of its own: eight kernels take 0.6 s instead of 2.6 s.
+Compilation: a step run inside `compile_only()` compiles its kernels for the arguments at hand and runs none of them; with
+`compile_server.compile_elsewhere()` other processes do that, in parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
@@ -55,15 +53,3 @@ def compile_only() -> Iterator[None]:
         yield
     finally:
         _is_compiling = False
-
-
-@contextlib.contextmanager
-def compile_in_parallel() -> Iterator[None]:
-    """At its end everything is compiled. Without Triton's support for it, one after the other."""
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:
-        yield
-        return
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, AsyncCompileMode(pool):
-        yield

@@ -37,6 +37,14 @@ assert not hits, "compiled here"
 assert compile_server._server is None, "still running"
 needs()
 print(hits)
+
+sent = len(hits)
+compile_server._server = type("Server", (), {"kill": lambda _: None, "communicate": lambda _: None})()  # not asked: no stdin
+for kernel in (elementwise._add_rms_norm, sampling._summarize, sampling._normalize):
+    kernel.device_caches.clear()
+with compile_server.compile_elsewhere():
+    needs()
+assert hits[sent:] == [True] * 3, "known to be in the cache"
 """
 
 
@@ -46,4 +54,5 @@ def test_compiled_elsewhere_and_found_here(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _NEEDS_THREE_KERNELS], env=environment, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[True, True, True]", done.stdout + done.stderr

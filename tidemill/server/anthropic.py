@@ -9,14 +9,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 from starlette.responses import Response
 
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import CallStart, OutputParser, Piece, TextPiece, call_grammar
 from tidemill.sampling import SamplingParams
-from tidemill.server.body import body_of, schema_of
+from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.openai_types import MAX_MESSAGES
@@ -25,42 +25,28 @@ from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
-_STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-class CacheControl(BaseModel):
+class CacheControl(Body):
     """Accepted, without effect: every prefix is cached."""
-
-    model_config = _STRICT
 
     type: Literal["ephemeral"]
     ttl: str | None = None
 
 
-class _Block(BaseModel):
-    """Clients send back the blocks they received, with fields of their own that are null."""
-
-    model_config = _STRICT
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-
-class TextBlock(_Block):
+class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
 
 
-class ThinkingBlock(_Block):
+class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(_Block):
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
     name: str = Field(min_length=1, max_length=256)
@@ -68,7 +54,7 @@ class ToolUseBlock(_Block):
     cache_control: CacheControl | None = None
 
 
-class ToolResultBlock(_Block):
+class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
     content: str | list[TextBlock] | None = None
@@ -79,16 +65,12 @@ class ToolResultBlock(_Block):
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class Message(BaseModel):
-    model_config = _STRICT
-
+class Message(Body):
     role: Literal["user", "assistant"]
     content: str | list[Block]
 
 
-class Tool(BaseModel):
-    model_config = _STRICT
-
+class Tool(Body):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -96,24 +78,18 @@ class Tool(BaseModel):
     cache_control: CacheControl | None = None
 
 
-class ToolChoice(BaseModel):
-    model_config = _STRICT
-
+class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Metadata(BaseModel):
-    model_config = _STRICT
-
+class Metadata(Body):
     user_id: str | None = Field(default=None, max_length=1024)
 
 
-class Prompt(BaseModel):
+class Prompt(Body):
     """What the prompt is made of."""
-
-    model_config = _STRICT
 
     model: str
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)

@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from tidemill.errors import Draining, EngineDead, InvalidRequest, QueueFull, TidemillError
 from tidemill.server import batch_lines
-from tidemill.server.body import body_of, parse, schema_of
+from tidemill.server.body import Body, body_of, parse, schema_of
 from tidemill.server.call import Call, RequestLog, new_id
 from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
@@ -38,22 +38,17 @@ _NOT_EXECUTED = {
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
-_STRICT = ConfigDict(extra="forbid", strict=True)
 _log = logging.getLogger("tidemill.server")
 _Short = Annotated[str, StringConstraints(max_length=64)]
 _Long = Annotated[str, StringConstraints(max_length=512)]
 
 
-class ExpiresAfter(BaseModel):
-    model_config = _STRICT
-
+class ExpiresAfter(Body):
     anchor: Literal["created_at"]
     seconds: int
 
 
-class BatchRequest(BaseModel):
-    model_config = _STRICT
-
+class BatchRequest(Body):
     input_file_id: str = Field(max_length=128)
     endpoint: str = Field(max_length=128)
     completion_window: str = Field(max_length=16)

@@ -1,18 +1,23 @@
-"""Request bodies: JSON of bounded size, validated by a model; errors name the parameter."""
+"""Request bodies: JSON of bounded size, validated by a model; errors name the parameter.
+
+Three rules for every API: null means absent; a standard field that cannot change the output is accepted and named in the response
+header x-tidemill-ignored; a field that would change the output and is not supported is refused by name.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from starlette.requests import ClientDisconnect
 
 from tidemill.errors import InvalidRequest, RequestTooLarge
 from tidemill.sampling import ABOVE, INTEGERS, REALS
+from tidemill.server.call import Call
 from tidemill.server.sse import ClientGone
 
 M = TypeVar("M", bound=BaseModel)
@@ -40,6 +45,23 @@ class TooSlow(InvalidRequest):
     status = 408
 
 
+class Body(BaseModel):
+    """An object of a request's body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    without_effect: ClassVar[frozenset[str]] = frozenset()  # fields that are accepted and dropped
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_what_counts(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, dict):
+            return given
+        ignored = [name for name in given.keys() & cls.without_effect if given[name] is not None]
+        if info.context is not None:
+            info.context.ignored.update(ignored)
+        return {name: value for name, value in given.items() if value is not None and name not in cls.without_effect}
+
+
 def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
     """A dependency that reads the body as `model`."""
 
@@ -53,16 +75,18 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding != "identity":
             raise NotJSON(f"The content encoding {coding[:100]!r} is not supported.", fix="Send the body uncompressed.")
-        return parse(model, b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)]))
+        body = b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
+        return parse(model, body, request.scope["state"]["call"])
 
     return read
 
 
-def parse(model: type[M], body: bytes) -> M:
+def parse(model: type[M], body: bytes, call: Call | None = None) -> M:
+    """What is ignored is noted in the call."""
     if body.count(b"{") + body.count(b"[") + body.count(b":") > MAX_PARTS or body.count(b",") > MAX_ITEMS:
         raise RequestTooLarge(f"The body has more than {MAX_PARTS} objects, lists and members, or more than {MAX_ITEMS} items.")
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context=call)
     except ValidationError as error:
         raise _explain(error) from None
 

@@ -56,6 +56,7 @@ class Call:
     error: str = ""  # its type
     status: int = 0
     is_named: bool = False  # by the client
+    ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
     def fields(self) -> dict[str, Any]:
         """Of the log line; empty ones are left out."""
@@ -168,6 +169,8 @@ class Called:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+                if call.ignored:
+                    message["headers"].append((b"x-tidemill-ignored", ", ".join(sorted(call.ignored)).encode()))
             return send(message)
 
         try:

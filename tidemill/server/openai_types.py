@@ -5,11 +5,12 @@ from __future__ import annotations
 from json import dumps
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.tools import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 
@@ -20,16 +21,12 @@ _TEXTS = {"type": "array", "items": {"type": "string"}}
 PromptField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]})]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(Body):
     include_usage: bool | None = False
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Body):
     """Exactly one of these."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -47,18 +44,14 @@ class StructuredOutputs(BaseModel):
         return Grammar("json_schema" if kind == "json_" else kind, text)
 
 
-class JSONSchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class JSONSchemaFormat(Body):
     name: str = Field(default="response", max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
 
@@ -72,10 +65,8 @@ class ResponseFormat(BaseModel):
         return Grammar("json_schema", dumps(self.json_schema.schema_))
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(Body):
     """The parameters that completions and chat share."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     stream: bool | None = False
@@ -188,24 +179,18 @@ def _is_ids(value: Any) -> bool:
     return not value or (min(value) >= -(2**63) and max(value) < 2**63)
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class CalledFunction(Body):
     name: str = Field(min_length=1, max_length=256)
     arguments: str
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class ToolCall(Body):
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Message(Body):
     role: str = Field(min_length=1, max_length=64)
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -215,39 +200,29 @@ class Message(BaseModel):
     refusal: None = None
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Function(Body):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Tool(Body):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class NamedTool(Body):
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
-class ChatMessages(BaseModel):
+class ChatMessages(Body):
     """What the prompt is made of."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -310,9 +285,7 @@ class ChatRequest(SamplingRequest, ChatMessages):
         return grammar
 
 
-class EmbeddingRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class EmbeddingRequest(Body):
     model: str | None = None
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
@@ -325,17 +298,13 @@ class EmbeddingRequest(BaseModel):
         return one_kind(given)
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int] = Field(max_length=2**20)

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tools import CallArguments, CallStart, OutputParser, Piece, TextPiece, call_grammar
 from tidemill.sampling import Grammar, SamplingParams
-from tidemill.server.body import body_of, schema_of
+from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import new_id
 from tidemill.server.guard import Caller
 from tidemill.server.openai_types import MAX_MESSAGES
@@ -27,14 +27,11 @@ from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
-_STRICT = ConfigDict(extra="forbid", strict=True)
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant
 MAX_STORED_OF_ALL, MAX_STORED_BYTES_OF_ALL = 4 * MAX_STORED, 4 * MAX_STORED_BYTES
 
 
-class TextFormat(BaseModel):
-    model_config = _STRICT
-
+class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -42,15 +39,11 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextSettings(BaseModel):
-    model_config = _STRICT
-
+class TextSettings(Body):
     format: TextFormat | None = None
 
 
-class FunctionTool(BaseModel):
-    model_config = _STRICT
-
+class FunctionTool(Body):
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -58,16 +51,12 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class NamedTool(BaseModel):
-    model_config = _STRICT
-
+class NamedTool(Body):
     type: Literal["function"]
     name: str
 
 
-class ResponseRequest(BaseModel):
-    model_config = _STRICT
-
+class ResponseRequest(Body):
     model: str
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None

@@ -12,6 +12,7 @@ neither.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ def stop() -> None:
 @contextlib.contextmanager
 def compile_elsewhere() -> Iterator[None]:
     """Inside, kernels that are not compiled yet go to the server and do not run. At its end all are in Triton's cache."""
-    from triton import knobs
+    from triton import __version__, knobs
     from triton.runtime import driver
 
     start()
@@ -57,7 +58,10 @@ def compile_elsewhere() -> Iterator[None]:
     target = vars(driver.active.get_current_target())
 
     def ask(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        job = json.dumps([fn.module, fn.name, compile["specialization_data"], target])
+        source = [__version__, fn.jit_function.cache_key]
+        job = json.dumps([fn.module, fn.name, compile["specialization_data"], target, source])
+        if _mark(job).exists():
+            return False  # it is in the cache
         if job not in asked:
             asked.add(job)
             assert server.stdin is not None
@@ -71,9 +75,17 @@ def compile_elsewhere() -> Iterator[None]:
         yield
     finally:
         knobs.runtime.jit_cache_hook = before
-    with contextlib.suppress(OSError):
-        server.communicate()
+    if asked:
+        with contextlib.suppress(OSError):
+            server.communicate()
     stop()
+
+
+def _mark(job: str) -> Path:
+    """A file that is there once the job is done. Should Triton's cache lose the kernel, it is compiled where it is needed."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir, "compiled-ahead", hashlib.sha256(job.encode()).hexdigest())
 
 
 def _fix_keys() -> None:
@@ -108,7 +120,7 @@ def compile_one(job: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    module, name, specialization, target = json.loads(job)
+    module, name, specialization, target, _ = json.loads(job)
     driver.set_active(_NoDriver(GPUTarget(**target)))
     kernel = getattr(import_module(module), name).preload(specialization)
     if _GPU.exists():
@@ -116,6 +128,9 @@ def compile_one(job: str) -> None:
 
         with contextlib.suppress(AttributeError):  # Triton 3.7 has one launcher for all
             CudaLauncher(kernel.src, kernel.metadata)  # a small C module for each signature, kept in the cache too
+    mark = _mark(job)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def _serve() -> None:
@@ -126,7 +141,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _fix_keys()  # and every kernel is imported, before the workers are forked
     with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("fork")) as pool:
-        jobs = {pool.submit(compile_one, job): job for job in sys.stdin}
+        jobs = {pool.submit(compile_one, job): job for job in map(str.strip, sys.stdin)}
         for done, job in jobs.items():
             if error := done.exception():
                 name = json.loads(job)[1]

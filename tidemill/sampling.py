@@ -52,9 +52,9 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
-    Logits are changed in this order: allowed tokens, logit bias, bad words and min_tokens mask, repetition / presence / frequency penalties,
-    temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the model's own, before
-    any of it.
+    Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
+    frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
+    model's own, before any of it.
     """
 
     n: int = 1
@@ -115,7 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
-        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS or not all(_is_int(t) and 0 <= t < 2**31 for t in self.allowed_token_ids):
+        allowed = self.allowed_token_ids
+        if len(allowed) > MAX_ALLOWED_TOKENS or not all(_is_int(t) and 0 <= t < 2**31 for t in allowed):
             what = f"allowed_token_ids must be at most {MAX_ALLOWED_TOKENS} non-negative token ids."
             raise InvalidRequest(what, param="allowed_token_ids")
         _check_bad_words(self)

@@ -110,7 +110,8 @@ class CudaSampler:
         hidden_TH.zero_()
         everything = SamplingParams(
             top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
-            stop_token_ids=(0,), allowed_token_ids=(0, 1), bad_word_ids=((0,), (0, 1)), logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS, pooling="mean",
+            stop_token_ids=(0,), allowed_token_ids=(0, 1), bad_word_ids=((0,), (0, 1)), logprobs=MAX_LOGPROBS,
+            prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
         before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):

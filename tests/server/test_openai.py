@@ -555,6 +555,6 @@ def test_embeddings_equal_transformers(client, tiny_folder, pooling):
     first, again = (client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling}) for _ in range(2))
     assert again.data[1].embedding == first.data[1].embedding  # from the cache or not
     assert len(client.embeddings.create(model="tiny", input="a text").data) == 1
-    for wrong in ({"input": []}, {"input": "x", "dimensions": 0}, {"input": "x", "dimensions": 10**6}, {"input": "x", "encoding_format": "hex"}):
+    for wrong in ({"input": []}, {"input": "x", "dimensions": 10**6}, {"input": "x", "encoding_format": "hex"}):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", **wrong)

@@ -242,8 +242,9 @@ async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequ
     writer = job.writer
     async with aclosing(_outputs(service, job)) as outputs:
         async for number, delta, text in outputs:
-            writer.take_ids(number, delta.token_ids[: text.num_tokens])
-            writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
+            if text.num_tokens or text.finish_reason:
+                writer.take_ids(number, delta.token_ids[: text.num_tokens])
+                writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
     return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.prompt_ids())
 
 

@@ -364,7 +364,14 @@ class Function(Body):
 
 
 class CustomFormat(Body):
-    type: Literal["text"]  # a grammar is not supported
+    type: Literal["text", "grammar"]
+    grammar: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> CustomFormat:
+        if self.type != "text":
+            raise ValueError("a grammar as the format of a custom tool is not supported")
+        return self
 
 
 class Custom(Body):

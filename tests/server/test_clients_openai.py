@@ -241,6 +241,8 @@ def test_allowed_tokens_and_bad_words(client):
     allowed = sorted(set(free.token_ids))[:3]
     some = client.completions.create(**settings, extra_body=extra | {"allowed_token_ids": allowed}).choices[0]
     assert set(some.token_ids) <= set(allowed)
+    with pytest.raises(openai.BadRequestError, match="No token is left"):
+        client.completions.create(**settings, extra_body={"allowed_token_ids": [1], "min_tokens": 3})
     word = next(free.text[i : i + 2] for i in range(30) if free.text[i : i + 2].isascii())
 
     def without(_: int = 0) -> str:

@@ -45,7 +45,8 @@ def narrow(roomy_folder, tmp_path_factory):
     settings["chat_template"] = "effort={{ reasoning_effort }} " + settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     patch = "from tidemill.server import sse\nsse.KEEP_ALIVE_S = 0.1"
-    running = Server(folder, "--served-name", "org/tiny", "--max-requests", "1", patch=patch).wait()
+    options = ("--served-name", "org/tiny", "--max-requests", "1", "--trust-request-chat-template")
+    running = Server(folder, *options, patch=patch).wait()
     yield running
     assert running.stop() == 0
 
@@ -93,6 +94,22 @@ def test_the_effort_of_reasoning_reaches_a_template_that_knows_it(narrow):
     assert "x-tidemill-ignored" not in reply.headers
     render = f"{narrow.url}/v1/chat/completions/render"
     assert "effort=high" in httpx.post(render, json={"messages": MESSAGES, "reasoning_effort": "high"}).json()["prompt"]
+
+
+def test_a_template_of_the_request(narrow):
+    def render(template):
+        body = {"messages": MESSAGES, "chat_template": template}
+        return httpx.post(f"{narrow.url}/v1/chat/completions/render", json=body).json()
+
+    made = render("said: {{ messages[0].content }}")
+    assert made["prompt"] == "said: Hello there"
+    reply = client_of(narrow).chat.completions.create(
+        model="org/tiny", messages=MESSAGES, max_tokens=2, extra_body={"chat_template": "said: {{ messages[0].content }}"}
+    )
+    assert reply.usage.prompt_tokens == len(made["prompt_token_ids"])
+    assert render("{% if %}")["error"]["param"] == "chat_template"
+    assert render("{% for i in range(10**9) %}{% endfor %}")["error"]["type"] == "invalid_request_error"
+    assert "effort=" in httpx.post(f"{narrow.url}/v1/chat/completions/render", json={"messages": MESSAGES}).json()["prompt"]
 
 
 # ---- tools

@@ -25,6 +25,7 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
         title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
     )
     errors.install(app)
+    service.allows_templates = access.request_templates
     app.include_router(openai.make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))

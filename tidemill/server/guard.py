@@ -64,9 +64,17 @@ class Access:
     admin_keys: Mapping[bytes, int] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()  # names besides localhost and addresses
     origins: frozenset[str] = frozenset()  # of web pages besides the server's own
+    request_templates: bool = False  # a request may bring a chat template
 
     @staticmethod
-    def of(keys: list[str], key_file: str | None, admin_keys: list[str], hosts: list[str], origins: list[str]) -> Access:
+    def of(
+        keys: list[str],
+        key_file: str | None,
+        admin_keys: list[str],
+        hosts: list[str],
+        origins: list[str],
+        request_templates: bool = False,
+    ) -> Access:
         """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally ` priority=N`."""
         given = list(keys)
         if key_file is not None:
@@ -79,6 +87,7 @@ class Access:
             admin_keys=_parse_keys(admin_keys),
             hosts=frozenset(host.lower() for host in hosts),
             origins=frozenset(origin.rstrip("/").lower() for origin in origins),
+            request_templates=request_templates,
         )
 
     def caller_of(self, tenant: str) -> Caller | None:

@@ -301,7 +301,7 @@ def _truncated(service: Service, prompts: list[list[int]], num: int | None, max_
 def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None:
     """A template that does not know the effort of reasoning does without; documents would be lost."""
     template = service.tokenizer.chat_template
-    source = "" if template is None else template.source
+    source = body.chat_template or ("" if template is None else template.source)
     if body.documents is not None and "documents" not in source:
         raise InvalidRequest(
             "The model's chat template does not know documents.", fix="Send them in messages.", param="documents"

@@ -444,6 +444,7 @@ class ChatMessages(Body):
     function_call: Literal["auto", "none"] | NamedFunction | None = None  # what tool_choice was before
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     documents: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    chat_template: str | None = Field(default=None, max_length=2**16)  # if the server allows it
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -499,6 +500,7 @@ class ChatMessages(Body):
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
             "variables": self.variables() or None,
+            "template": self.chat_template,
         }
 
 

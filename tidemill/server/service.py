@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -26,6 +26,7 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
+T = TypeVar("T")
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
@@ -51,6 +52,7 @@ class Service:
         self.live = live
         self.created_s = int(time.time())
         self.is_draining = False
+        self.allows_templates = False  # of requests
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
@@ -95,12 +97,29 @@ class Service:
         return work() if len(token_ids) < _LONG_TEXT else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-        work = partial(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
-        work = partial(self.tokenizer.render_chat, messages, **how)
+        work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
+        """`template`: of the request. It gets a worker process of its own."""
+        if template is None:
+            return work(self.tokenizer, *given, **how)
+        if not self.allows_templates:
+            fix = "Leave it out, or serve with --trust-request-chat-template."
+            raise InvalidRequest("The parameter 'chat_template' is not supported here.", fix=fix, param="chat_template")
+        renderer = Renderer(template, self.tokenizer.control_texts())
+        try:
+            return work(self.tokenizer.with_template(renderer), *given, **how)
+        except InvalidRequest:
+            raise
+        except TidemillError:  # the worker ended while it compiled the template
+            raise InvalidRequest("The request's chat template cannot be compiled.", param="chat_template") from None
+        finally:
+            renderer.close()
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):

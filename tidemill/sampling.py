@@ -15,6 +15,8 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
 GREEDY_BELOW = 1e-5
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
@@ -50,9 +52,9 @@ class Grammar(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
-    Logits are changed in this order: logit bias and min_tokens mask, repetition / presence / frequency penalties,
-    temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the model's own, before
-    any of it.
+    Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
+    frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
+    model's own, before any of it.
     """
 
     n: int = 1
@@ -65,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
     max_tokens: int | None = 256  # None: up to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -80,7 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        for field in ("stop", "stop_token_ids"):
+        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids"):
             value: Any = getattr(self, field)
             if value is None or isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value or ())
@@ -111,6 +115,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
+        allowed = self.allowed_token_ids
+        if len(allowed) > MAX_ALLOWED_TOKENS or not all(_is_int(t) and 0 <= t < 2**31 for t in allowed):
+            what = f"allowed_token_ids must be at most {MAX_ALLOWED_TOKENS} non-negative token ids."
+            raise InvalidRequest(what, param="allowed_token_ids")
+        _check_bad_words(self)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -127,7 +136,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_plain(self) -> bool:
         """Greedy, or sampled from the whole vocabulary without any change of logits but temperature."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
-        return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
+        is_masked = self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens or self.grammar
+        return not (is_restricted or self.has_penalties or is_masked)
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -149,7 +159,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids named here must exist in the model."""
-        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_word_ids": tuple(token for word in self.bad_word_ids for token in word),
+        }
+        for field, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
@@ -159,6 +175,14 @@ def sample_seed(seed: int, index: int) -> int:
     """Seed of one of n samples. The first keeps the request's seed, so n=1 and the first of n agree."""
     mixed = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
     return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    words = params.bad_word_ids
+    is_valid = all(isinstance(word, tuple | list) and 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words)
+    if len(words) > MAX_BAD_WORDS or not is_valid or not all(_is_int(t) and 0 <= t < 2**31 for word in words for t in word):
+        what = f"bad_word_ids must be at most {MAX_BAD_WORDS} lists of 1 to {MAX_BAD_WORD_TOKENS} token ids."
+        raise InvalidRequest(what, param="bad_word_ids")
 
 
 def _is_int(value: Any) -> bool:

@@ -24,15 +24,15 @@ from tidemill.server.protocol import BoundedProtocol
 
 
 class Server:
-    def __init__(self, model: Path, *options: str) -> None:
+    def __init__(self, model: Path, *options: str, patch: str = "") -> None:
+        """`patch`: Python that is run in the server first."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
             sys.executable,
-            "-m",
-            "tidemill",
+            *(("-c", f"{patch}\nfrom tidemill.cli.main import main\nmain()") if patch else ("-m", "tidemill")),
             "serve",
             str(model),
             "--port",

@@ -184,6 +184,7 @@ OPTIONS = (
     Option("allowed-host", "text", ACCESS, "A host name besides localhost and addresses that requests may be addressed to.",
            is_list=True),
     Option("allowed-origin", "text", ACCESS, "The origin of a web page that may send requests, like https://a.b.", is_list=True),
+    Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 
     Option("data-dir", "text", STORAGE, "Folder of files and batches.", automatic="~/.local/share/tidemill"),
     Option("data-quota", "size", STORAGE, "Most bytes that files and batches may take.", "10GB"),

@@ -44,6 +44,7 @@ def serve(
         list(settings["admin-key"]),
         list(settings["allowed-host"]),
         list(settings["allowed-origin"]),
+        settings["trust-request-chat-template"],
     )
     access.check_host_is_safe(settings["host"])
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])

@@ -71,6 +71,7 @@ class _Pending:
     has_token: bool = False  # from it
     num_deaths: int = 0  # of engines that may have died of it
     is_known: bool = False  # an engine has reported it as submitted
+    tells_accepted: bool = False  # its reader wants to know
 
     @property
     def is_over(self) -> bool:
@@ -158,14 +159,17 @@ class EngineClient:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    async def submit(self, request: Submit, timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last."""
+    async def submit(
+        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last. `tells_accepted`: the first delta
+        is empty if it takes longer to compute a token than to accept the request."""
         if request.request_id in self._pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
-        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)])
+        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         self._pending[request.request_id] = pending
         num_left = request.params.n
         alarm = None
@@ -410,6 +414,8 @@ class EngineClient:
                 if isinstance(event, events.Submitted):
                     self._reported.add(event.request_id)
                 if pending is not None and pending.is_submitted:
+                    if pending.tells_accepted and not pending.is_known and not pending.has_token:
+                        pending.inbox.put(Delta(pending.request.request_id, 0, []))
                     pending.is_known = True
                     pending.is_admitted |= isinstance(event, events.Admitted)
         if self._on_events:

@@ -23,7 +23,7 @@ from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
-from tidemill.sampling import Grammar
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
@@ -264,8 +264,7 @@ class EngineCore:
         failed = []
         for item in plan.items if min(result.tokens.values(), default=0) < 0 else ():
             if item.seq in self._live_of and result.tokens.get(item.row, 0) < 0:
-                words = "The model's logits are not numbers on this request."
-                error = ModelFailed(words, fix="Change the prompt or the parameters.")
+                error = _nothing_to_draw(next(iter(self._live_of[item.seq].requests.values())).params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
 
@@ -303,3 +302,12 @@ class EngineCore:
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:
     return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
+
+
+def _nothing_to_draw(params: SamplingParams) -> TidemillError:
+    fix = "Change the prompt or the parameters."
+    if params.allowed_token_ids or params.bad_word_ids:
+        name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
+        what = "No token is left that may be generated: the parameters exclude all, or the model's logits are not numbers."
+        return InvalidRequest(what, fix=fix, param=name)
+    return ModelFailed("The model's logits are not numbers on this request.", fix=fix)

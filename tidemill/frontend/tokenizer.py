@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -58,7 +59,7 @@ class Tokenizer:
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
-                self.chat_template = ChatTemplate(chat_template, self._control_texts())
+                self.chat_template = ChatTemplate(chat_template, self.control_texts())
             except CheckpointError as error:  # completions work all the same
                 self._no_chat = str(error)
 
@@ -90,6 +91,12 @@ class Tokenizer:
         """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
         self.chat_template = template
         self._marks = self._try_marks(template)
+
+    def with_template(self, template: Template) -> Tokenizer:
+        """The same tokenizer, with another chat template."""
+        made = copy.copy(self)
+        made.use_template(template)
+        return made
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
         """`how`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
@@ -137,7 +144,7 @@ class Tokenizer:
 
     # ---- control tokens in content
 
-    def _control_texts(self) -> list[str]:
+    def control_texts(self) -> list[str]:
         """Of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they came."""
         return [text for token in sorted(self.special_ids) if (text := self._backend.id_to_token(token))]
 
@@ -155,7 +162,7 @@ class Tokenizer:
         control = template.control
         unsafe = [
             text
-            for text in self._control_texts()
+            for text in self.control_texts()
             if text not in control.texts
             or self.special_ids.intersection(self.encode(control.mark(f"x{text}y"), add_special=False, marked=True))
         ]

@@ -24,8 +24,8 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
     app = FastAPI(
         title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
     )
-    app.add_middleware(Guard, access=access)
     errors.install(app)
+    service.allows_templates = access.request_templates
     app.include_router(openai.make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))
@@ -48,6 +48,10 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
             return JSONResponse({"status": error.message}, 503)
         return JSONResponse({"status": "ready"})
 
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -58,4 +62,4 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
         watcher = service.live.watch(lambda: service.is_draining, None if caller.is_admin else caller.tenant)
         return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
-    return Called(app, log)
+    return Called(Guard(app, access), log)

@@ -237,7 +237,7 @@ class Batches:
     async def _execute_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
+            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant)
             known = self._caller_of(tenant)
             assert known is not None, "batches are begun for accepted keys only"
             caller = replace(known, in_background=True, call=call)

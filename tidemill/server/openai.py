@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
@@ -36,6 +37,8 @@ from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, Timings
+
+_EMBEDDED_AT_ONCE = 64  # texts of one request
 
 _json = msgspec.json.Encoder().encode
 
@@ -94,6 +97,7 @@ class _Job:
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
+    has_begun: bool = False  # a chunk was made
 
     @property
     def num_choices(self) -> int:
@@ -102,14 +106,17 @@ class _Job:
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         request_id = self.caller.call.request_id
         body = {"id": request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
-        if usage:
+        if usage or self.asked.wants_usage_always:
             body["usage"] = self.usage.body()
         if is_last and self.asked.timings:
             body["timings"] = self.clock.body(self.usage.num_output)
         return body
 
     def chunk(self, choice: dict[str, Any], is_last: bool = False) -> bytes:
-        return _json(self.body(self.writer.chunk_name, [choice], False, is_last))
+        body = self.body(self.writer.chunk_name, [choice], False, is_last)
+        if not self.has_begun:
+            body, self.has_begun = body | self.writer.prompt_ids(), True
+        return _json(body)
 
 
 def make_router(service: Service) -> APIRouter:
@@ -147,24 +154,22 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("Give either prompt or messages.", param="prompt")
-        if body.messages is not None:
-            ids = await service.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
-        else:
-            ids = await service.encode(body.prompt or "", body.add_special_tokens)
-        return _json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+            raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
+        return _json_response(await _tokenized(service, body))
 
     @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
         service.check_model(body.model)
-        return _json_response({"prompt": await service.decode(body.tokens)})
+        text = await service.decode(body.tokens)
+        return _json_response({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """Where its time went, for each of its prompts and samples."""
+        """Where its time went, for each of its prompts and samples; of a label, for the latest requests with it."""
         caller = request.state.caller
-        stories = service.explainer.find(request_id, None if caller.is_admin else caller.tenant)
+        tenant = None if caller.is_admin else caller.tenant
+        stories = [story for one in service.ids_of(request_id, tenant) for story in service.explainer.find(one, tenant)]
         if not stories:
             raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
         return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
@@ -217,9 +222,19 @@ async def _respond(service: Service, request: Request, body: SamplingRequest, pr
         return Response(whole, media_type="application/json")
     job = await _prepare(service, prepare, body, caller)
     outputs = _outputs(service, job)
-    # The first output is awaited before the headers are sent, so that a refused request gets its status code.
-    first = await until_disconnect(request, anext(outputs))
+    first = await until_disconnect(request, _until_accepted(job, outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
+
+
+async def _until_accepted(job: _Job, outputs: AsyncGenerator[_Output, None]) -> list[_Output]:
+    """The outputs until the engine has accepted every prompt: a request that is refused gets a status code, one that waits gets
+    its headers."""
+    got: list[_Output] = []
+    accepted: set[int] = set()
+    while len(accepted) < len(job.prompts):
+        got.append(await anext(outputs))
+        accepted.add(got[-1][0] // job.params.n)
+    return got
 
 
 async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
@@ -227,14 +242,16 @@ async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequ
     writer = job.writer
     async with aclosing(_outputs(service, job)) as outputs:
         async for number, delta, text in outputs:
-            writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
-    return _json(job.body(writer.object_name, writer.choices(), True, True))
+            if text.num_tokens or text.finish_reason:
+                writer.take_ids(number, delta.token_ids[: text.num_tokens])
+                writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
+    return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.prompt_ids())
 
 
 async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
     service.check_model(body.model)
-    if body.request_id is not None:
-        caller.rename(body.request_id)
+    if body.request_id is not None and body.request_id not in caller.call.labels:
+        caller.call.labels.append(body.request_id)
     job = await prepare(service, body, caller)
     job.params = job.writer.bounded(service.max_context, bool(body.stream))
     await service.check_grammar(job.params)
@@ -242,8 +259,9 @@ async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, c
 
 
 async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
-    params = body.params()
-    prompts = await _prompts(service, body.prompt)
+    params = await _params(service, body)
+    prompts = await _prompts(service, body.prompt, body.add_special_tokens)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
@@ -251,10 +269,46 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
 
 
 async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
-    params = body.params()
+    params = await _params(service, body)
+    _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
     writer = ChatWriter(service.tokenizer, prompts, params, body)
     return _Job(service.model_name, prompts, params, body, writer, caller)
+
+
+async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
+    params = body.params()
+    if not body.bad_words:
+        return params
+    # A word has other tokens after a space.
+    words = [await service.encode(text, add_special=False) for word in body.bad_words for text in (word, f" {word}")]
+    if max(map(len, words)) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(f"A bad word may have {MAX_BAD_WORD_TOKENS} tokens.", fix="Give shorter words.", param="bad_words")
+    return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
+
+
+def _truncated(service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None = 1) -> list[list[int]]:
+    """The last `num` tokens of each; -1: as many as leave room for the output."""
+    if num is None:
+        return prompts
+    if num == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
+    num = num if num > 0 else max(service.max_context - (max_tokens or 1), 1)
+    return [prompt[-num:] for prompt in prompts]
+
+
+def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None:
+    """A template that does not know the effort of reasoning does without; documents would be lost."""
+    template = service.tokenizer.chat_template
+    source = body.chat_template or ("" if template is None else template.source)
+    if body.documents is not None and "documents" not in source:
+        raise InvalidRequest(
+            "The model's chat template does not know documents.", fix="Send them in messages.", param="documents"
+        )
+    known = "reasoning_effort" in source or (body.reasoning_effort == "none" and "enable_thinking" in source)
+    if body.reasoning_effort is not None and not known:
+        caller.call.ignored.add("reasoning_effort")
 
 
 async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]:
@@ -268,7 +322,8 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]
     async with aclosing(_merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
-            job.clock.first_s = job.clock.first_s or time.monotonic()
+            if text.num_tokens:
+                job.clock.first_s = job.clock.first_s or time.monotonic()
             job.clock.engine = delta.timings or job.clock.engine
             if delta.prompt_logprobs:
                 await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
@@ -277,13 +332,14 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]
             yield i * job.params.n + delta.index, delta, text
 
 
-async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
+async def _stream(job: _Job, first: list[_Output], rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
     try:
         for number in range(job.num_choices):
             if (opening := job.writer.first_chunk(number)) is not None:
                 yield job.chunk(opening)
-        for chunk in _chunks(job, first):
-            yield chunk
+        for output in first:
+            for chunk in _chunks(job, output):
+                yield chunk
         async for output in rest:
             for chunk in _chunks(job, output):
                 yield chunk
@@ -297,6 +353,7 @@ async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]
 
 def _chunks(job: _Job, output: _Output) -> list[bytes]:
     number, delta, text = output
+    job.writer.take_ids(number, delta.token_ids[: text.num_tokens])
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
@@ -346,28 +403,76 @@ async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tup
 async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
     service.check_model(body.model)
     prompts = await _prompts(service, body.input)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens)
+    size = service.ready.model.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
     vectors = [msgspec.Raw(b"[]")] * len(prompts)
-    streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
+    left = iter(enumerate(prompts))
+    streams = [_embedded(service, caller, left, params) for _ in range(min(_EMBEDDED_AT_ONCE, len(prompts)))]
     async with aclosing(_merge(streams)) as merged:
-        async for i, (delta, _) in merged:  # encoded as they arrive, not all at the end
-            vectors[i] = msgspec.Raw(_encoded_vector(delta.embedding or [], body.encoding_format == "base64"))
+        async for _, (i, vector) in merged:  # encoded as they arrive, not all at the end
+            vectors[i] = msgspec.Raw(_encoded_vector(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     num_tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return _json({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
 
+async def _embedded(
+    service: Service, caller: Caller, left: Iterator[tuple[int, list[int]]], params: SamplingParams
+) -> AsyncGenerator[tuple[int, list[float]], None]:
+    """Of one prompt after another, while there are any left: all at once would take everybody's places in the queue."""
+    for i, prompt in left:
+        async with aclosing(service.stream(caller, prompt, params, i)) as outputs:
+            async for delta, _ in outputs:
+                if delta.embedding is not None:
+                    yield i, delta.embedding
+
+
+def _shortened(vector: list[float], num: int | None) -> list[float]:
+    """The first dimensions, of length 1 again."""
+    if num is None or num == len(vector):
+        return vector
+    norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0
+    return [value / norm for value in vector[:num]]
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    if body.messages is not None:
+        chat = body.chat()
+        ids = await service.encode_chat(chat.conversation(), **chat.how())
+    else:
+        text = body.prompt if body.prompt is not None else body.content or ""
+        given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        ids = await service.encode(text, body.prompt is not None if given is None else given)
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+    if body.return_token_strs:
+        made["token_strs"] = [service.tokenizer.token_text(token) for token in ids]
+    if body.with_pieces:
+        made["tokens"] = [{"id": token, "piece": _piece(service.tokenizer.token_bytes(token))} for token in ids]
+    return made
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text; its bytes if they are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
 def _encoded_vector(vector: list[float], as_base64: bool) -> bytes:
     return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector)
 
 
-async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
+async def _prompts(service: Service, prompt: Any, add_special: bool = True) -> list[list[int]]:
     """Of any of the four kinds that the request model accepts."""
     if isinstance(prompt, str):
-        return [await service.encode(prompt)]
+        return [await service.encode(prompt, add_special)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
     if isinstance(prompt[0], int):
         return [prompt]
-    return [await service.encode(one) if isinstance(one, str) else one for one in prompt]
+    return [await service.encode(one, add_special) if isinstance(one, str) else one for one in prompt]

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -26,9 +26,11 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
+T = TypeVar("T")
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
+_NUM_LABELS, _IDS_PER_LABEL = 2000, 16
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
@@ -50,6 +52,7 @@ class Service:
         self.live = live
         self.created_s = int(time.time())
         self.is_draining = False
+        self.allows_templates = False  # of requests
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
@@ -61,8 +64,10 @@ class Service:
             tokenizer.use_template(self._renderer)
         # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
         self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
-        # By tenant and the client's id: the call, and its requests in the engine.
+        # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
+        self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
+        self._proof: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> Ready:
@@ -92,12 +97,29 @@ class Service:
         return work() if len(token_ids) < _LONG_TEXT else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-        work = partial(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
-        work = partial(self.tokenizer.render_chat, messages, **how)
+        work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
+        """`template`: of the request. It gets a worker process of its own."""
+        if template is None:
+            return work(self.tokenizer, *given, **how)
+        if not self.allows_templates:
+            fix = "Leave it out, or serve with --trust-request-chat-template."
+            raise InvalidRequest("The parameter 'chat_template' is not supported here.", fix=fix, param="chat_template")
+        renderer = Renderer(template, self.tokenizer.control_texts())
+        try:
+            return work(self.tokenizer.with_template(renderer), *given, **how)
+        except InvalidRequest:
+            raise
+        except TidemillError:  # the worker ended while it compiled the template
+            raise InvalidRequest("The request's chat template cannot be compiled.", param="chat_template") from None
+        finally:
+            renderer.close()
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
@@ -133,18 +155,40 @@ class Service:
             raise EngineDead("The engine is restarting.")
         if self.client.last_step_s < within_s:
             return
+        if self._proof is None or self._proof.done():  # one for all who ask
+            self._proof = asyncio.create_task(self._prove(within_s))
+        await asyncio.shield(self._proof)
+
+    async def _prove(self, within_s: float) -> None:
         token = min(self.tokenizer.eos_token_ids, default=0)
         probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=-(2**31))
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return
 
-    def cancel(self, request_id: str, tenant: str | None) -> int:
-        """Ends a request by its id; returns how many of its requests in the engine there were. `tenant`: only if it is theirs."""
+    def ids_of(self, name: str, tenant: str | None) -> list[str]:
+        """The ids of the calls that this id or label stands for. `tenant`: only of theirs."""
+        if tenant is not None:
+            return [name, *self._labelled.get((tenant, name), ())]
+        return [name, *(one for (_, label), ids in self._labelled.items() if label == name for one in ids)]
+
+    def _label(self, call: Call, tenant: str) -> None:
+        for label in call.labels:
+            ids = self._labelled.setdefault((tenant, label), [])
+            self._labelled.move_to_end((tenant, label))
+            if call.request_id not in ids:
+                ids.append(call.request_id)
+                del ids[:-_IDS_PER_LABEL]
+        while len(self._labelled) > _NUM_LABELS:
+            self._labelled.popitem(last=False)
+
+    def cancel(self, name: str, tenant: str | None) -> int:
+        """Ends a request by its id, or all of a label; returns how many requests in the engine there were. `tenant`: only if it
+        is theirs."""
         found = [
             parts
-            for (theirs, name), (_, parts) in self.in_progress.items()
-            if name == request_id and (tenant is None or tenant == theirs)
+            for (theirs, request_id), (call, parts) in self.in_progress.items()
+            if name in (request_id, *call.labels) and (tenant is None or tenant == theirs)
         ]
         why = Cancelled("The request was cancelled.")
         return sum(self.client.cancel(part, why) for parts in found for part in parts)
@@ -159,8 +203,8 @@ class Service:
         salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """The text of each sample as it is generated, in bounded pieces. Leaving early ends the request in the engine.
-        `part`: which of the call's prompts this is."""
+        """The text of each sample as it is generated, in bounded pieces. The first is empty if the request is accepted before
+        there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
@@ -173,16 +217,13 @@ class Service:
         request_id = engine_id(tenant, call.request_id, part)
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
         name = (tenant, call.request_id)
-        other, parts = self.in_progress.setdefault(name, (call, set()))
-        if other is not call:
-            raise RequestIdInUse(
-                f"A request {call.request_id!r} is in progress.", fix="Give each request an id of its own.", param="request_id"
-            )
+        _, parts = self.in_progress.setdefault(name, (call, set()))
         parts.add(request_id)
+        self._label(call, tenant)
         call.model = self.model_name
         call.num_prompt += len(prompt_ids)
         try:
-            async with aclosing(self.client.submit(request, timeout_s)) as deltas:
+            async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
                 async for joined in deltas:
                     for delta in in_pieces(joined):
                         if delta.index in ended:
@@ -213,7 +254,7 @@ class Service:
 def _record(call: Call, delta: Delta, text: TextDelta) -> None:
     """What the request log reports."""
     call.num_output += text.num_tokens
-    if not call.first_s:
+    if text.num_tokens and not call.first_s:
         call.first_s = time.monotonic()
     if text.finish_reason:
         call.finish_reason = text.finish_reason
@@ -228,7 +269,3 @@ class ModelUnknown(InvalidRequest):
 
     status = 404
     code = "model_not_found"
-
-
-class RequestIdInUse(InvalidRequest):
-    status = 409

@@ -265,7 +265,7 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]
         service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(_merge(streams)) as merged:
+    async with aclosing(merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
             job.clock.first_s = job.clock.first_s or time.monotonic()
@@ -304,7 +304,7 @@ def _chunks(job: _Job, output: _Output) -> list[bytes]:
     return [job.chunk(choice, choice["finish_reason"] is not None) for choice in choices]
 
 
-async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
+async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
     """Several streams as one, in order of arrival. When it ends, for whatever reason, they are all closed. The queue is bounded:
     what a slow reader has not taken stays in the streams."""
     if len(streams) == 1:
@@ -349,7 +349,7 @@ async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) 
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
     vectors = [msgspec.Raw(b"[]")] * len(prompts)
     streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
-    async with aclosing(_merge(streams)) as merged:
+    async with aclosing(merge(streams)) as merged:
         async for i, (delta, _) in merged:  # encoded as they arrive, not all at the end
             vectors[i] = msgspec.Raw(_encoded_vector(delta.embedding or [], body.encoding_format == "base64"))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]

@@ -99,7 +99,7 @@ def infill_prompt(
     tokens = infill_tokens(tokenizer)
     if tokens is None:
         raise InvalidRequest(
-            "This model does not support fill in the middle: its tokenizer has no tokens for prefix and suffix.",
+            "suffix is not supported by this model: its tokenizer has no tokens for fill in the middle.",
             fix="Serve a code model that has them (Qwen2.5-Coder, StarCoder2, DeepSeek-Coder, Code Llama), or leave suffix out.",
             param="suffix",
         )

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
@@ -243,11 +244,28 @@ async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, c
 
 async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
     params = body.params()
-    prompts = await _prompts(service, body.prompt)
+    if body.suffix:
+        prompts, params = await _filled_in(service, body, params)
+    else:
+        prompts = await _prompts(service, body.prompt)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
     return _Job(service.model_name, prompts, params, body, writer, caller)
+
+
+async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
+    """Prompts for what comes between prompt and suffix."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("With suffix, the prompt must be a text.", param="prompt")
+    if body.echo:
+        raise InvalidRequest("There can be no echo with suffix.", fix="Give one.", param="echo")
+    how: Any = {"max_tokens": service.max_context}
+    prompts = [await asyncio.to_thread(infill_prompt, service.tokenizer, text, body.suffix or "", **how) for text in texts]
+    tokens = infill_tokens(service.tokenizer)
+    ends = tokens.ends if tokens else ()
+    return prompts, msgspec.structs.replace(params, stop_token_ids=params.stop_token_ids + ends)
 
 
 async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:

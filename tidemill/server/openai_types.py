@@ -139,6 +139,7 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    suffix: str | None = None  # the output comes before it
 
     def params(self) -> SamplingParams:
         """Of the samples that are generated: best_of, of which n are returned."""

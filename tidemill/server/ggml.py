@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ def completion_params(
     service: Service, prompts: list[list[int]], values: dict[str, Any], max_tokens: int | None, is_streamed: bool
 ) -> SamplingParams:
     """Of a completion that is asked for with these values of the OpenAI API. `max_tokens` None: up to the end of the context."""
-    asked = parse(CompletionRequest, msgspec.json.encode({"prompt": "", **values}))
+    asked = parse(CompletionRequest, json.dumps({"prompt": "", **values}).encode())
     params = msgspec.structs.replace(asked.params(), max_tokens=max_tokens)
     return CompletionWriter(service.tokenizer, prompts, params, asked).bounded(service.max_context, is_streamed)
 
@@ -131,8 +132,9 @@ class Progress:
     stop: str | int | None = None  # the string or token that ended it
 
     def take(self, delta: Delta, text: TextDelta) -> None:
-        self.last_s = time.monotonic()
-        self.first_s = self.first_s or self.last_s
+        if text.num_tokens:
+            self.last_s = time.monotonic()
+            self.first_s = self.first_s or self.last_s
         self.num_output += text.num_tokens
         self.num_cached = max(self.num_cached, delta.num_cached)
         self.timings = delta.timings or self.timings

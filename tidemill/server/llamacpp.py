@@ -35,6 +35,7 @@ from tidemill.wire import Delta
 _MOST_BIASED = 100.0  # a bias that forbids a token, or forces it
 _MAX_BIASED_CHARS = 256  # of a text whose tokens get a bias
 _MAX_FIELDS = 64
+_MAX_TEXTS = 1024  # between token ids: each is tokenized by itself
 
 _json = msgspec.json.Encoder().encode
 
@@ -51,11 +52,13 @@ Mixed = str | list[int | str]  # a prompt of text, token ids or both
 def prompts_of(given: Any) -> list[Mixed]:
     """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is several."""
     if isinstance(given, str) or _is_mixed(given):
-        return [given]
+        given = [given]
     if not isinstance(given, list) or not all(isinstance(one, str) or _is_mixed(one) for one in given):
         raise ValueError("it must be a text, a list of token ids and texts, or a list of prompts")
     if len(given) > MAX_CHOICES:
         raise ValueError(f"{len(given)} prompts in one request; at most {MAX_CHOICES}")
+    if sum(list(map(type, one)).count(str) for one in given if isinstance(one, list)) > _MAX_TEXTS:
+        raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
     return given
 
 
@@ -84,7 +87,7 @@ class CompletionOptions(ggml.Options):
     json_schema: dict[str, Any] | bool | None = None
     ignore_eos: bool = False
     logit_bias: (
-        dict[str, float | bool] | Annotated[list[tuple[int | str, float | bool]], Field(max_length=MAX_LOGIT_BIASES)] | None
+        Annotated[dict[str, float | bool] | list[tuple[int | str, float | bool]], Field(max_length=MAX_LOGIT_BIASES)] | None
     ) = None
     return_tokens: bool = False
     timings_per_token: bool = False
@@ -178,8 +181,6 @@ async def _ids(service: Service, prompt: Mixed) -> list[int]:
         return await service.encode(prompt)
     if not any(isinstance(part, str) for part in prompt):
         return [part for part in prompt if isinstance(part, int)]
-    if len(prompt) > service.max_context:
-        raise InvalidRequest(f"The prompt has {len(prompt)} parts, more than fit the context.", fix="Shorten it.", param="prompt")
     made: list[int] = []
     for i, part in enumerate(prompt):
         made += [part] if isinstance(part, int) else await service.encode(part, add_special=i == 0)
@@ -201,6 +202,10 @@ class _Sequence:
         self.progress = Progress(len(self.prompt))
 
 
+_New = tuple[str, list[int], list[bytes]]  # content, token ids, and log-probabilities as JSON without brackets
+_Output = tuple[int, _New, bool]  # of the prompt of that number, and whether it is the last
+
+
 class _Job:
     def __init__(self, service: Service, prompts: list[list[int]], body: CompletionOptions, values: dict[str, Any]) -> None:
         self.service, self.body = service, body
@@ -208,19 +213,13 @@ class _Job:
         self._says_nothing = body.limit == 0  # only the prompt is computed, and cached
         self.params = ggml.completion_params(service, prompts, values, 1 if self._says_nothing else body.limit, body.stream)
 
-    async def chunks(self, caller: Caller) -> AsyncGenerator[tuple[_Sequence, dict[str, Any]], None]:
-        """As they are streamed; the last of each sequence has `stop`."""
-        streams = [self.service.stream(caller, sequence.prompt, self.params, i) for i, sequence in enumerate(self.sequences)]
+    async def outputs(self, caller: Caller) -> AsyncGenerator[_Output, None]:
+        streams = [self.service.stream(caller, one.prompt, self.params, i) for i, one in enumerate(self.sequences)]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
-                sequence = self.sequences[i]
-                content, tokens, probs = self._take(sequence, delta, text)
-                if content or tokens:
-                    yield sequence, self._chunk(i, content, tokens, probs)
-                if text.finish_reason:
-                    yield sequence, self.last(i, "", [], [])
+                yield i, self._take(self.sequences[i], delta, text), text.finish_reason is not None
 
-    def _take(self, sequence: _Sequence, delta: Delta, text: TextDelta) -> tuple[str, list[int], list[bytes]]:
+    def _take(self, sequence: _Sequence, delta: Delta, text: TextDelta) -> _New:
         progress = sequence.progress
         progress.take(delta, text)
         if self._says_nothing:
@@ -231,7 +230,8 @@ class _Job:
         probs = [_json(ggml.logprobs(self.service.tokenizer, entries))[1:-1]] if entries else []
         return text.text, delta.token_ids[: text.num_tokens], probs
 
-    def _chunk(self, index: int, content: str, tokens: list[int], probs: list[bytes]) -> dict[str, Any]:
+    def chunk(self, index: int, new: _New) -> dict[str, Any]:
+        content, tokens, probs = new
         progress = self.sequences[index].progress
         made: dict[str, Any] = {
             "index": index,
@@ -248,15 +248,15 @@ class _Job:
             made["timings"] = timings(progress)
         return made
 
-    def last(self, index: int, content: str, tokens: list[int], probs: list[bytes]) -> dict[str, Any]:
+    async def last(self, index: int, new: _New) -> dict[str, Any]:
         sequence = self.sequences[index]
         progress = sequence.progress
         is_word = isinstance(progress.stop, str)
-        made = self._chunk(index, content, tokens, probs) | {
+        made = self.chunk(index, new) | {
             "stop": True,
             "model": self.service.model_name,
             "generation_settings": settings(self.params, self.body),
-            "prompt": self.service.tokenizer.decode(sequence.prompt, skip_special=False),
+            "prompt": await self.service.decode(sequence.prompt),
             "has_new_line": sequence.has_new_line,
             "truncated": False,
             "stop_type": "limit" if progress.reason == "length" else "word" if is_word else "eos",
@@ -384,36 +384,42 @@ class NoSlot(TidemillError):
 
 async def _respond(request: Request, job: _Job, is_list: bool) -> Response:
     await job.service.check_grammar(job.params)
-    chunks = job.chunks(request.state.caller)
+    outputs = job.outputs(request.state.caller)
     if not job.body.stream:
-        made = await until_disconnect(request, _whole(job, chunks))
+        made = await until_disconnect(request, _whole(job, outputs))
         return Response(_json(made if is_list else made[0]), media_type="application/json")
-    first = await until_disconnect(request, anext(chunks))
-    return EventStream(_stream(first[1], chunks), also_close=chunks, is_framed=True)
+    first = await until_disconnect(request, anext(outputs))
+    return EventStream(_stream(job, first, outputs), also_close=outputs, is_framed=True)
 
 
-async def _whole(job: _Job, chunks: AsyncGenerator[tuple[_Sequence, dict[str, Any]], None]) -> list[dict[str, Any]]:
-    async with aclosing(chunks):
-        async for sequence, chunk in chunks:
-            if chunk.get("stop") is False:
-                sequence.texts.append(chunk["content"])
-                sequence.tokens += chunk["tokens"] if job.body.return_tokens else []
-                sequence.probs += [bytes(chunk["completion_probabilities"])[1:-1]] if "completion_probabilities" in chunk else []
-    return [job.last(i, "".join(one.texts), one.tokens, one.probs) for i, one in enumerate(job.sequences)]
+async def _whole(job: _Job, outputs: AsyncGenerator[_Output, None]) -> list[dict[str, Any]]:
+    async with aclosing(outputs):
+        async for i, (content, tokens, probs), _ in outputs:
+            sequence = job.sequences[i]
+            sequence.texts.append(content)
+            sequence.tokens += tokens if job.body.return_tokens else []
+            sequence.probs += probs
+    return [await job.last(i, ("".join(one.texts), one.tokens, one.probs)) for i, one in enumerate(job.sequences)]
 
 
-async def _stream(
-    first: dict[str, Any], rest: AsyncGenerator[tuple[_Sequence, dict[str, Any]], None]
-) -> AsyncGenerator[bytes, None]:
+async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
     """Without [DONE]: the last chunk has `stop`."""
     try:
-        yield _event(first)
-        async for _, chunk in rest:
-            yield _event(chunk)
+        for event in await _events(job, first):
+            yield event
+        async for output in rest:
+            for event in await _events(job, output):
+                yield event
     except TidemillError as error:
         yield _event(error_body(error))
     finally:
         await rest.aclose()
+
+
+async def _events(job: _Job, output: _Output) -> list[bytes]:
+    i, new, is_last = output
+    made = [_event(job.chunk(i, new))] if new[0] or new[1] else []
+    return [*made, _event(await job.last(i, ("", [], [])))] if is_last else made
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
@@ -432,7 +438,7 @@ class _Vectors(msgspec.Struct):
 async def _embedding(service: Service, given: list[Mixed], caller: Caller) -> bytes:
     prompts = [await _ids(service, prompt) for prompt in given]
     model, respond = service.whole_responses["/v1/embeddings"]
-    made = msgspec.json.decode(await respond(parse(model, _json({"input": prompts})), caller), type=_Vectors)
+    made = msgspec.json.decode(await respond(parse(model, dumps({"input": prompts}).encode()), caller), type=_Vectors)
     return _json([{"index": one.index, "embedding": [one.embedding]} for one in made.data])
 
 

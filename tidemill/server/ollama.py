@@ -64,15 +64,13 @@ class _Job:
         self.progress = Progress(len(self.prompt))
 
     async def pieces(self, caller: Caller) -> AsyncGenerator[dict[str, Any], None]:
-        """New parts of the message: content, thinking, tool_calls and logprobs. The last may be empty."""
+        """New parts of the message: content, thinking, tool_calls and logprobs. They may be empty."""
         async with aclosing(self.service.stream(caller, self.prompt, self.params)) as outputs:
             async for delta, text in outputs:
                 self.progress.take(delta, text)
                 if self.keeps_context:
                     self.output_ids += delta.token_ids[: text.num_tokens]
-                piece = self._read(text, (delta.logprobs or [])[: text.num_tokens])
-                if piece or text.finish_reason:
-                    yield piece
+                yield self._read(text, (delta.logprobs or [])[: text.num_tokens])
 
     def _read(self, text: TextDelta, entries: list[TokenLogprobs]) -> dict[str, Any]:
         is_last = text.finish_reason is not None
@@ -101,11 +99,7 @@ class _Job:
         if self.call is None:
             return
         call, self.call = self.call, None
-        try:
-            arguments = json.loads(call["arguments"] or "{}")
-        except ValueError:
-            arguments = None
-        if isinstance(arguments, dict):
+        if (arguments := _object(call["arguments"] or "{}")) is not None:
             function = {"index": call["index"], "name": call["name"], "arguments": arguments}
             piece.setdefault("tool_calls", []).append({"id": call["id"], "function": function})
         else:
@@ -122,6 +116,15 @@ class _Job:
             "eval_duration": _ns(progress.decode_s),
         }
         return made | ({"context": self.prompt + self.output_ids} if self.keeps_context else {})
+
+
+def _object(text: str) -> msgspec.Raw | None:
+    """A JSON object on one line, with numbers of any size; None: it is none."""
+    try:
+        value = json.loads(text)
+        return msgspec.Raw(json.dumps(value, allow_nan=False).encode()) if isinstance(value, dict) else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _ns(seconds: float) -> int:
@@ -173,7 +176,7 @@ async def _job_of(
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if variables := _thinking(service, body):
         values["chat_template_kwargs"] = variables
-    asked = parse(ChatRequest, _json(values))
+    asked = parse(ChatRequest, json.dumps(values).encode())
     prompt = await service.encode_chat(asked.conversation(), **asked.how())
     writer = ChatWriter(service.tokenizer, [prompt], asked.params(), asked)
     params = writer.bounded(service.max_context, body.stream)
@@ -202,6 +205,9 @@ def _can_think(service: Service) -> bool:
 
 class _Lines(EventStream):
     media_type = "application/x-ndjson"
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Nothing: JSON lines have no comments."""
 
 
 def make_router(service: Service) -> APIRouter:
@@ -396,7 +402,9 @@ async def _embeddings(
         return [], 0
     prompts = [await _cut(service, text) if truncate else await service.encode(text) for text in texts]
     model, respond = service.whole_responses["/v1/embeddings"]
-    made = msgspec.json.decode(await respond(parse(model, _json({"input": prompts, **more})), caller), type=_Vectors)
+    made = msgspec.json.decode(
+        await respond(parse(model, json.dumps({"input": prompts, **more}).encode()), caller), type=_Vectors
+    )
     return [one.embedding for one in made.data], made.usage.prompt_tokens
 
 
@@ -431,15 +439,20 @@ def _since(service: Service) -> str:
 
 
 def _details(service: Service) -> dict[str, Any]:
-    model, path = service.ready.model, service.tokenizer.path
+    model, path, family = service.ready.model, service.tokenizer.path, _family(service)
     return {
         "parent_model": "",
         "format": "gguf" if path is not None and path.is_file() else "safetensors",
-        "family": model.architecture,
-        "families": [model.architecture],
+        "family": family,
+        "families": [family],
         "parameter_size": _size(model.num_parameters),
         "quantization_level": max(model.stored, key=lambda kind: model.stored[kind], default="unknown"),
     }
+
+
+def _family(service: Service) -> str:
+    """As GGUF files name it: llama, not LlamaForCausalLM."""
+    return service.ready.model.architecture.removesuffix("ForCausalLM").lower()
 
 
 def _size(num: int) -> str:
@@ -451,7 +464,7 @@ def _size(num: int) -> str:
 
 def _shown(service: Service) -> dict[str, Any]:
     tokenizer, model = service.tokenizer, service.ready.model
-    kind = model.architecture
+    kind = _family(service)
     ends = [text for token in tokenizer.eos_token_ids if (text := tokenizer.token_text(token))]
     capabilities = ["completion"]
     if tokenizer.chat_template is not None:

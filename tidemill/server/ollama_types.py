@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from tidemill.server.body import Body
 from tidemill.server.openai_types import MAX_MESSAGES
 
 _MAX_CONTEXT_IDS = 2**20
+_MAX_INPUTS = 2048
 
 
 class Options(ggml.Options):
@@ -96,7 +97,7 @@ class Generate(Asked):
     suffix: str = ""
     system: str = ""
     template: str = ""
-    context: list[int] | None = Field(default=None, max_length=_MAX_CONTEXT_IDS)
+    context: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(default=None, max_length=_MAX_CONTEXT_IDS)
     raw: bool = False
     images: list[Any] | None = None
 
@@ -113,7 +114,7 @@ class Generate(Asked):
 
 
 class Embed(ModelBody):
-    input: str | list[str]
+    input: str | Annotated[list[str], Field(max_length=_MAX_INPUTS)]
     truncate: bool = True
     dimensions: int | None = None
     options: Options = Field(default_factory=Options)
@@ -144,7 +145,7 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         if message.tool_calls:
-            calls = []
+            calls, waiting = [], []  # results come right after their calls
             for call in message.tool_calls:
                 num_calls += 1
                 call_id = call.id or f"call{num_calls:05d}"  # nine characters, as some templates demand

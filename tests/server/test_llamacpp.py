@@ -91,9 +91,9 @@ def test_how_it_ends(roomy, scripted):
 
 def test_sampling_under_its_names(roomy):
     same = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "presence_penalty": 0.4}
-    expected = openai_text(roomy, "The tide", **same, repetition_penalty=1.2)
-    assert ask(roomy, "/completion", prompt="The tide", n_predict=12, repeat_penalty=1.2, **same)["content"] == expected
-    assert openai_text(roomy, "The tide", **same) != expected
+    expected = openai_text(roomy, "The tide", **same, repetition_penalty=9.0, max_tokens=24)
+    assert ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=9.0, **same)["content"] == expected
+    assert openai_text(roomy, "The tide", **same, max_tokens=24) != expected
 
 
 def test_logit_bias_in_both_shapes(roomy):
@@ -130,6 +130,10 @@ BAD = [
     ({"logit_bias": [["x" * 1000, 1]]}, "logit_bias"),
     ({"logit_bias": {"x" * 250 + "y": 1e9}}, "logit_bias"),
     ({"grammar": "root ::= [a]", "json_schema": {}}, "grammar"),
+    ({"seed": 2**70}, "seed"),
+    ({"n_predict": 10**30}, "n_predict"),
+    ({"logit_bias": [[10**30, 1]]}, "logit_bias"),
+    ({"logit_bias": {f"x{i}": 1 for i in range(2000)}}, "logit_bias"),
     ({"temprature": 1}, "temprature"),
     ({"prompt": [[1, "a"], 5]}, "prompt"),
     ({"prompt": [{"prompt_string": "x"}]}, "prompt"),

@@ -105,6 +105,8 @@ BAD = [
     ({"options": {"repeat_penalty": 1.3, "repeat_last_n": 64}}, "repeat_last_n"),
     ({"options": {"tempature": 1}}, "tempature"),
     ({"options": {"top_p": 7}}, "top_p"),
+    ({"options": {"seed": 2**70}}, "seed"),
+    ({"options": {"num_predict": 10**30}}, "max_tokens"),
     ({"format": "yaml"}, "format"),
     ({"format": {"type": "no such type"}}, "json_schema"),
     ({"think": True}, "does not support thinking"),
@@ -229,6 +231,10 @@ def test_generate_raw(roomy, client):
     assert made.context is None
     with pytest.raises(ollama.ResponseError, match="raw"):
         client.generate("tiny", "x", raw=True, system="y")
+    with pytest.raises(ollama.ResponseError, match="context"):
+        client.generate("tiny", "x", context=[2**70])
+    with pytest.raises(ollama.ResponseError, match="319"):
+        client.generate("tiny", "x", context=[5000])
     with pytest.raises(ollama.ResponseError, match="template"):
         client.generate("tiny", "x", template="{{ .Prompt }}")
 
@@ -267,6 +273,8 @@ def test_embeddings(roomy, client):
     assert list(client.embed("tiny", "two").embeddings[0]) == ours
     assert list(client.embeddings("tiny", "two").embedding) == ours
     assert client.embed("tiny", "").embeddings == []
+    with pytest.raises(ollama.ResponseError, match="input"):
+        client.embed("tiny", ["x"] * 100_000)
     long = "tide " * 20_000
     assert client.embed("tiny", long).prompt_eval_count == 4095
     with pytest.raises(ollama.ResponseError, match="context"):

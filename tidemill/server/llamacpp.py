@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, Strict, WithJsonSchema, field_validator
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
@@ -70,6 +70,9 @@ def _is_mixed(value: Any) -> bool:
     return min(ids) >= -(2**63) and max(ids) < 2**63
 
 
+Bias = Annotated[tuple[int | str, float | bool], Strict(False)]  # from a list
+
+
 class CompletionOptions(ggml.Options):
     """What completion and infill share."""
 
@@ -79,16 +82,14 @@ class CompletionOptions(ggml.Options):
     }  # fmt: skip
 
     model: str | None = None
-    n_predict: int | None = Field(default=None, ge=-2)
-    max_tokens: int | None = Field(default=None, ge=-1)
+    n_predict: int | None = Field(default=None, ge=-2, lt=2**31)
+    max_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     stream: bool = False
     n_probs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | None = None
     ignore_eos: bool = False
-    logit_bias: (
-        Annotated[dict[str, float | bool] | list[tuple[int | str, float | bool]], Field(max_length=MAX_LOGIT_BIASES)] | None
-    ) = None
+    logit_bias: Annotated[dict[str, float | bool] | list[Bias], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[str] | None = Field(default=None, max_length=_MAX_FIELDS)

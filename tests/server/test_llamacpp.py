@@ -91,8 +91,8 @@ def test_how_it_ends(roomy, scripted):
 
 def test_sampling_under_its_names(roomy):
     same = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "presence_penalty": 0.4}
-    expected = openai_text(roomy, "The tide", **same, repetition_penalty=9.0, max_tokens=24)
-    assert ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=9.0, **same)["content"] == expected
+    expected = openai_text(roomy, "The tide", **same, repetition_penalty=0.05, max_tokens=24)
+    assert ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=0.05, **same)["content"] == expected
     assert openai_text(roomy, "The tide", **same, max_tokens=24) != expected
 
 

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tests.helpers import byte_tokenizer, make_llama
+from tests.server.scripted import make_scripted
 from tidemill.server.protocol import BoundedProtocol
 
 
@@ -112,6 +113,16 @@ def roomy_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def roomy(roomy_folder):
     running = Server(roomy_folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory):
+    """A model that thinks and fills in the middle, always the same."""
+    path = tmp_path_factory.mktemp("scripted")
+    make_scripted(path)
+    running = Server(path).wait()
     yield running
     assert running.stop() == 0
 

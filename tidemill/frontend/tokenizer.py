@@ -173,6 +173,11 @@ class Tokenizer:
         _log.warning("The model's chat template rewrites content: control tokens in messages are not distinguished from its own.")
         return False
 
+    def token_id(self, token: str) -> int | None:
+        """Of a token by its name in the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
 

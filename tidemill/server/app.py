@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, openai, page, responses
+from tidemill.server import anthropic, batches, errors, files, llamacpp, ollama, openai, page, responses
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.service import Service
@@ -29,6 +29,8 @@ def create_app(service: Service, access: Access, storage: Storage, runner: batch
     app.include_router(openai.make_router(service))
     app.include_router(responses.make_router(service))
     app.include_router(anthropic.make_router(service))
+    app.include_router(llamacpp.make_router(service))
+    app.include_router(ollama.make_router(service))
     app.include_router(page.make_router())
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))

@@ -38,6 +38,8 @@ _TRY_AGAIN = (408, 409, 429)
 
 def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """An error as the clients of that path's API expect it."""
+    if path.startswith("/api/"):  # Ollama's
+        return {"error": body["error"]["message"]}
     return {"type": "error"} | body if path.startswith("/v1/messages") else body
 
 

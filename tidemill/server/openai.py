@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.body import body_of, schema_of
@@ -260,12 +261,29 @@ async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, c
 
 async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
     params = await _params(service, body)
-    prompts = await _prompts(service, body.prompt, body.add_special_tokens)
+    if body.suffix:
+        prompts, params = await _filled_in(service, body, params)
+    else:
+        prompts = await _prompts(service, body.prompt, body.add_special_tokens)
     prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
     return _Job(service.model_name, prompts, params, body, writer, caller)
+
+
+async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
+    """Prompts for what comes between prompt and suffix."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("With suffix, the prompt must be a text.", param="prompt")
+    if body.echo:
+        raise InvalidRequest("There can be no echo with suffix.", fix="Give one.", param="echo")
+    how: Any = {"max_tokens": service.max_context}
+    prompts = [await asyncio.to_thread(infill_prompt, service.tokenizer, text, body.suffix or "", **how) for text in texts]
+    tokens = infill_tokens(service.tokenizer)
+    ends = tokens.ends if tokens else ()
+    return prompts, msgspec.structs.replace(params, stop_token_ids=params.stop_token_ids + ends)
 
 
 async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
@@ -319,7 +337,7 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]
         service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(_merge(streams)) as merged:
+    async with aclosing(merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
             if text.num_tokens:
@@ -361,7 +379,7 @@ def _chunks(job: _Job, output: _Output) -> list[bytes]:
     return [job.chunk(choice, choice["finish_reason"] is not None) for choice in choices]
 
 
-async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
+async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
     """Several streams as one, in order of arrival. When it ends, for whatever reason, they are all closed. The queue is bounded:
     what a slow reader has not taken stays in the streams."""
     if len(streams) == 1:
@@ -411,7 +429,7 @@ async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) 
     vectors = [msgspec.Raw(b"[]")] * len(prompts)
     left = iter(enumerate(prompts))
     streams = [_embedded(service, caller, left, params) for _ in range(min(_EMBEDDED_AT_ONCE, len(prompts)))]
-    async with aclosing(_merge(streams)) as merged:
+    async with aclosing(merge(streams)) as merged:
         async for _, (i, vector) in merged:  # encoded as they arrive, not all at the end
             vectors[i] = msgspec.Raw(_encoded_vector(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]

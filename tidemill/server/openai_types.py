@@ -236,6 +236,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     add_special_tokens: bool = True
+    suffix: str | None = None  # the output comes before it
 
     def params(self) -> SamplingParams:
         """Of the samples that are generated: best_of, of which n are returned."""

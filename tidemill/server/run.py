@@ -20,6 +20,7 @@ from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
+from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
@@ -106,7 +107,9 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer, live)
+        chosen = options.sampling_defaults, options.default_max_tokens
+        defaults = sampling_defaults(path, ready.model.num_parameters, *chosen)
+        service = Service(client, tokenizer, name, metrics, explainer, live, defaults)
         batches = Batches(service, data, access.caller_of, log)
         server = _http_server(create_app(service, access, data, batches, log))
         serving = asyncio.create_task(server.serve(sockets=[listening]))

@@ -17,6 +17,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
@@ -41,6 +42,7 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
+        defaults: SamplingDefaults,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -48,6 +50,7 @@ class Service:
         self.metrics = metrics
         self.explainer = explainer
         self.live = live
+        self.defaults = defaults
         self.created_s = int(time.time())
         self.is_draining = False
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
@@ -165,6 +168,7 @@ class Service:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
+        params = self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn

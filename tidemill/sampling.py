@@ -42,8 +42,8 @@ _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 # Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
 _WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
 _UNSUPPORTED = frozenset({
-    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding", "structured_outputs",
-    "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
+    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding",
+    "structured_outputs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
 })  # fmt: skip
 
 

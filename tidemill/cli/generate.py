@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 # Without a value: the model's default (tidemill models MODEL shows it).
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens.")]
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens.")
+]
 Temperature = Annotated[
     float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token. Default: the model's.")
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Sample among the likeliest tokens that together have this probability. Default: the model's.")
+    float | None,
+    typer.Option(help="Sample among the likeliest tokens that together have this probability. Default: the model's."),
 ]
 TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens; 0: all. Default: the model's.")]
 RepetitionPenalty = Annotated[

@@ -163,7 +163,7 @@ OPTIONS = (
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
-           help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1, nothing else)."),
+           help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
            automatic="the model's max_new_tokens; 1024 below a billion parameters, else 16384",
            help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),

@@ -59,7 +59,11 @@ class SamplingDefaults:
 def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
     """Of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the context."""
     if source not in SOURCES:
-        raise ConfigError(f"There are no sampling defaults {source!r}.", fix="Choose model or neutral.", param="sampling_defaults")
+        raise ConfigError(
+            f"There are no sampling defaults {source!r}.", fix="Choose model or neutral.", param="sampling_defaults"
+        )
+    if limit is not None and limit < 0:
+        raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
     read = _of_model(path) if source == "model" else SamplingDefaults(source="--sampling-defaults neutral")
     if limit is None:
         limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)

@@ -42,7 +42,7 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
-        defaults: SamplingDefaults,
+        defaults: SamplingDefaults = SamplingDefaults(),
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer

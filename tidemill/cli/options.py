@@ -196,6 +196,8 @@ OPTIONS = (
     Option("request-log", "switch", LOGGING, "One line per finished request.", True),
     Option("log-format", "text", LOGGING, "Format of the request log: text or json.", "text", choices=("text", "json")),
     Option("log-file", "text", LOGGING, "File of the request log; it may be rotated at any time.", automatic="stderr"),
+    Option("otlp-endpoint", "text", LOGGING, automatic="OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
+           help="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request; needs tidemill[otel]."),
 )  # fmt: skip
 
 BY_NAME = {option.name: option for option in OPTIONS}

@@ -31,6 +31,7 @@ _PREFIXES = {
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
 }
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
 _REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
 _log = logging.getLogger("tidemill.server")
@@ -56,6 +57,7 @@ class Call:
     error: str = ""  # its type
     status: int = 0
     is_named: bool = False  # by the client
+    trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
     def fields(self) -> dict[str, Any]:
@@ -162,7 +164,8 @@ class Called:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         is_named = re.fullmatch(ID_PATTERN, given) is not None
         name = given if is_named else new_id(_PREFIXES.get(path, "req"))
-        call = Call(name, scope["method"], path, is_named=is_named)
+        trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
+        call = Call(name, scope["method"], path, is_named=is_named, trace=trace)
         scope.setdefault("state", {})["call"] = call
 
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own

@@ -25,6 +25,7 @@ from tidemill.server.explain import Explainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Ready, Submit
 
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
@@ -43,6 +44,7 @@ class Service:
         explainer: Explainer,
         live: Live,
         defaults: SamplingDefaults = SamplingDefaults(),
+        tracing: Tracing | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -51,6 +53,7 @@ class Service:
         self.explainer = explainer
         self.live = live
         self.defaults = defaults
+        self.tracing = tracing
         self.created_s = int(time.time())
         self.is_draining = False
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
@@ -185,6 +188,8 @@ class Service:
         parts.add(request_id)
         call.model = self.model_name
         call.num_prompt += len(prompt_ids)
+        if self.tracing is not None:
+            self.tracing.begin(request_id, call)
         try:
             async with aclosing(self.client.submit(request, timeout_s)) as deltas:
                 async for joined in deltas:
@@ -209,6 +214,8 @@ class Service:
         finally:
             if len(ended) < params.n and not call.error:
                 call.error = "client_left"
+            if self.tracing is not None:
+                self.tracing.end(request_id)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)

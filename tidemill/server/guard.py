@@ -25,7 +25,7 @@ from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.call import Call, check_id
 from tidemill.server.errors import error_body
 
-OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
+OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
 ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})  # they show the requests of all tenants
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16

@@ -60,7 +60,8 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         name = os.environ.get("OTEL_SERVICE_NAME") or "tidemill"
-        self._provider: TracerProvider = TracerProvider(Resource.create({"service.name": name, "service.version": __version__}))
+        resource = Resource.create({"service.name": name, "service.version": __version__})
+        self._provider: TracerProvider = TracerProvider(resource=resource)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("tidemill", __version__)
         self._propagator = TraceContextTextMapPropagator()

@@ -127,6 +127,10 @@ class Service:
         while len(self._known_grammars) > _NUM_GRAMMARS:
             self._known_grammars.popitem(last=False)
 
+    def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
+        """What was not given takes the model's defaults."""
+        return self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
@@ -171,7 +175,7 @@ class Service:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
-        params = self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
+        params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn

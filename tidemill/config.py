@@ -128,6 +128,8 @@ class EngineOptions:
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"
+    sampling_defaults: str = "model"  # or neutral
+    default_max_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

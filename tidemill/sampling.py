@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,6 +41,20 @@ REALS = {
 }
 ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
+# Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
+_WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
+_UNSUPPORTED = frozenset({
+    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding",
+    "structured_outputs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
+})  # fmt: skip
+
+
+class UnsetReal(float):
+    """A neutral value that nobody asked for: the model's default may take its place."""
+
+
+class UnsetInteger(int):
+    """As UnsetReal."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -49,27 +64,55 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _ByName(msgspec.StructMeta):
+    """Construction from Python: None means absent, and a name that does not exist is an error with the nearest one that does."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **given: Any) -> Any:
+            known = cls.__struct_fields__
+            kept = {}
+            for name, value in given.items():
+                if name in known:
+                    if value is not None or name in _MAY_BE_NONE:
+                        kept[name] = value
+                elif name not in _WITHOUT_EFFECT and (name not in _UNSUPPORTED or value):
+                    raise _unknown(name, known)
+            return super().__call__(**kept)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> InvalidRequest:
+    if name in _UNSUPPORTED:
+        return InvalidRequest(f"The sampling parameter {name} is not supported.", param=name)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(known)}."
+    return InvalidRequest(f"There is no sampling parameter {name!r}.", fix=fix, param=name)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
     Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
     frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
     model's own, before any of it.
+
+    Parameters of an `Unset...` type were not given. They are neutral here, and take the model's defaults in the server and in LLM
+    (frontend/sampling_defaults.py).
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = UnsetReal(1.0)
+    top_k: int = UnsetInteger(0)  # 0: all tokens
+    top_p: float = UnsetReal(1.0)
+    min_p: float = UnsetReal(0.0)
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
-    max_tokens: int | None = 256  # None: up to the end of the context
+    max_tokens: int | None = UnsetInteger(256)  # None: up to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -105,7 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _real(self, field)
         if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens and self.is_given("max_tokens"):
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
         if self.pooling not in (None, "mean", "last"):
             raise InvalidRequest(f"pooling is mean or last; got {self.pooling!r}.", param="pooling")
@@ -127,6 +170,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(
                     f"logit_bias maps token ids to numbers from -100 to 100; got {token!r}: {bias!r}.", param="logit_bias"
                 )
+
+    def is_given(self, name: str) -> bool:
+        return not isinstance(getattr(self, name), UnsetReal | UnsetInteger)
 
     @property
     def greedy(self) -> bool:

@@ -43,8 +43,8 @@ async def run_load(
                 "model": model, "prompt": item.prompt_ids, "max_tokens": item.num_output, "temperature": 0.0,
                 "stream": True, "stream_options": {"include_usage": True},
             }  # fmt: skip
-            if ignore_eos:
-                body["ignore_eos"] = True
+            if ignore_eos:  # and no default of the model that would change what is computed
+                body |= {"ignore_eos": True, "repetition_penalty": 1.0}
             record.sent_s = time.perf_counter() - begin
             try:
                 async with client.stream("POST", "/completions", json=body) as reply:

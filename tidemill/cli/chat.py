@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from tidemill.cli.generate import MaxTokens, Seed, Temperature, TopK, TopP, summary
+from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP, given_params, summary
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import InvalidRequest
@@ -27,14 +27,22 @@ _HELP = "/reset starts over, /system TEXT sets the system prompt, /exit or Ctrl-
 def chat(
     settings: Settings,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
 ) -> None:
     """Chat with a model in the terminal."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    params = given_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     from tidemill.engine.llm import LLM  # brings torch
 
     with contextlib.suppress(ImportError):
@@ -101,9 +109,11 @@ class Conversation:
         messages = [*self._messages, {"role": "user", "content": text}]
         try:
             ids = self._llm.tokenizer.encode_chat(messages, max_tokens=self._llm.config.max_context)
-            room = max(1, self._llm.config.max_context - len(ids))
-            most = min(self._params.max_tokens or room, room)
-            response = self._respond(ids, msgspec.structs.replace(self._params, max_tokens=most))
+            params = self._params
+            if params.max_tokens is not None and params.is_given("max_tokens"):
+                room = max(1, self._llm.config.max_context - len(ids))
+                params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+            response = self._respond(ids, params)
         except InvalidRequest as error:
             self._console.print(f"{error} /reset starts over.", style="red", markup=False)
             return

@@ -46,6 +46,7 @@ def _list() -> None:
 
 
 def _inspect(model: str) -> None:
+    from tidemill.frontend.sampling_defaults import sampling_defaults
     from tidemill.frontend.tokenizer import Tokenizer
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
@@ -54,6 +55,7 @@ def _inspect(model: str) -> None:
     checkpoint = open_checkpoint(path)
     config = model_class(checkpoint).read_config(checkpoint)
     tokenizer = Tokenizer.load(path)
+    defaults = sampling_defaults(path, config.num_parameters)
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors():
@@ -73,9 +75,10 @@ def _inspect(model: str) -> None:
         "vocabulary": f"{config.vocab_size:,} tokens",
         "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
         "chat template": "yes" if tokenizer.chat_template else "no",
+        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens",
         "KV per token": f"{fmt_bytes(config.kv_bytes_per_token('float32'))} in float32",
         "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
     }
-    for key, value in [*rows.items(), *(("note", note) for note in config.notes)]:
+    for key, value in [*rows.items(), *(("note", note) for note in (*config.notes, *defaults.notes))]:
         table.add_row(key, value)
     console.print(table, markup=False)

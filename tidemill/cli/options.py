@@ -162,6 +162,11 @@ OPTIONS = (
            help="CPU threads."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
+    Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
+           help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
+    Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
+           automatic="the model's max_new_tokens; 1024 below a billion parameters, else 16384",
+           help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),
 
     Option("host", "text", SERVING, "Address to listen on.", "127.0.0.1"),
     Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535),
@@ -192,6 +197,8 @@ OPTIONS = (
     Option("request-log", "switch", LOGGING, "One line per finished request.", True),
     Option("log-format", "text", LOGGING, "Format of the request log: text or json.", "text", choices=("text", "json")),
     Option("log-file", "text", LOGGING, "File of the request log; it may be rotated at any time.", automatic="stderr"),
+    Option("otlp-endpoint", "text", LOGGING, automatic="OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
+           help="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request; needs tidemill[otel]."),
 )  # fmt: skip
 
 BY_NAME = {option.name: option for option in OPTIONS}

@@ -37,6 +37,7 @@ def serve(
     from tidemill.server.run import data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.storage import Storage
+    from tidemill.server.tracing import make_tracing
 
     access = Access.of(
         list(settings["api-key"]),
@@ -49,6 +50,7 @@ def serve(
     access.check_host_is_safe(settings["host"])
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
     log = RequestLog(_path(settings["log-file"]), settings["log-format"]) if settings["request-log"] else None
+    tracing = make_tracing(settings["otlp-endpoint"])
     options = settings.engine_options()
     locate(options.model, fetch=True)
     bar = Progress(*_COLUMNS, console=console, transient=True)
@@ -78,6 +80,7 @@ def serve(
                     access=access,
                     data=data,
                     log=log,
+                    tracing=tracing,
                 )
             )
     finally:

@@ -32,6 +32,7 @@ _PREFIXES = {
     "/v1/embeddings": "embd",
 }
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
 _REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
 _log = logging.getLogger("tidemill.server")
@@ -57,6 +58,7 @@ class Call:
     error: str = ""  # its type
     status: int = 0
     labels: list[str] = field(default_factory=list)  # what the client calls it; others may be called the same
+    trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
     def fields(self) -> dict[str, Any]:
@@ -157,7 +159,8 @@ class Called:
         path = scope["path"]
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         labels = [given] if re.fullmatch(ID_PATTERN, given) else []
-        call = Call(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels)
+        trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
+        call = Call(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
         scope.setdefault("state", {})["call"] = call
 
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own

@@ -206,6 +206,7 @@ def _model_card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "tidemill",
         "max_model_len": service.max_context,
+        "sampling_defaults": service.defaults.shown(),
     }
 
 
@@ -254,7 +255,7 @@ async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, c
     if body.request_id is not None and body.request_id not in caller.call.labels:
         caller.call.labels.append(body.request_id)
     job = await prepare(service, body, caller)
-    job.params = job.writer.bounded(service.max_context, bool(body.stream))
+    job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit)
     await service.check_grammar(job.params)
     return job
 

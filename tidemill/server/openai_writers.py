@@ -103,9 +103,9 @@ class Writer(ABC):
         """Prompt tokens that are sent back as text, over all choices."""
         return 0
 
-    def bounded(self, max_context: int, is_streamed: bool) -> SamplingParams:
+    def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None) -> SamplingParams:
         """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
-        would."""
+        would, or at the default limit."""
         params, num_tokens = self._params, sum(map(len, self._prompts))
         cells = self.num_echoed // _ECHOED_PER_CELL
         if params.prompt_logprobs is not None:
@@ -119,7 +119,8 @@ class Writer(ABC):
         left = [max(max_context - len(prompt), 0) for prompt in self._prompts]
         if params.max_tokens is None:
             affordable = max((MAX_LOGPROB_CELLS - cells) // (cells_per_token * len(left)), 1)
-            return params if max(left) <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
+            most = max(left) if default_limit is None else min(max(left), default_limit)
+            return params if most <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
         cells += sum(min(params.max_tokens, num) for num in left) * cells_per_token
         if cells > MAX_LOGPROB_CELLS:
             raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")

@@ -220,6 +220,7 @@ def make_router(service: Service) -> APIRouter:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
+        params = service.with_defaults(params, prompt)  # the response shows them
         writer = ResponseWriter(caller.call.request_id, service.model_name, body, params, len(prompt))
 
         def keep() -> None:

@@ -20,6 +20,7 @@ from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
+from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
@@ -31,6 +32,7 @@ from tidemill.server.metrics import Metrics
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
 from tidemill.server.service import Service
 from tidemill.server.storage import Storage
+from tidemill.server.tracing import Tracing
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
@@ -60,6 +62,7 @@ async def serve(
     log: RequestLog | None = None,
     stall_seconds: float = STALL_S,
     start_seconds: float = START_S,
+    tracing: Tracing | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine cannot be kept running. `on_ready` gets the port, too: port 0 takes any free one.
@@ -76,6 +79,8 @@ async def serve(
         metrics.take(batch)
         explainer.take(batch)
         live.take(batch)
+        if tracing is not None:
+            tracing.take(batch)
 
     client = EngineClient(on_events, stall_seconds, lambda pages: live.take_pages(pages), start_seconds)
     live = Live(client, metrics, explainer)
@@ -106,7 +111,9 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer, live)
+        chosen = options.sampling_defaults, options.default_max_tokens
+        defaults = sampling_defaults(path, ready.model.num_parameters, *chosen)
+        service = Service(client, tokenizer, name, metrics, explainer, live, defaults, tracing)
         batches = Batches(service, data, access.caller_of, log)
         server = _http_server(create_app(service, access, data, batches, log))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -125,6 +132,8 @@ async def serve(
         if service is not None:
             service.close()
         await client.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         data.close()
         listening.close()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,6 +17,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
@@ -24,6 +25,7 @@ from tidemill.server.explain import Explainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Ready, Submit
 
 T = TypeVar("T")
@@ -43,6 +45,8 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
+        defaults: SamplingDefaults = SamplingDefaults(),
+        tracing: Tracing | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -50,6 +54,8 @@ class Service:
         self.metrics = metrics
         self.explainer = explainer
         self.live = live
+        self.defaults = defaults
+        self.tracing = tracing
         self.created_s = int(time.time())
         self.is_draining = False
         self.allows_templates = False  # of requests
@@ -143,6 +149,10 @@ class Service:
         while len(self._known_grammars) > _NUM_GRAMMARS:
             self._known_grammars.popitem(last=False)
 
+    def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
+        """What was not given takes the model's defaults."""
+        return self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
+
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
             raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
@@ -209,6 +219,7 @@ class Service:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
+        params = self.with_defaults(params, prompt_ids)
         texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
@@ -222,6 +233,8 @@ class Service:
         self._label(call, tenant)
         call.model = self.model_name
         call.num_prompt += len(prompt_ids)
+        if self.tracing is not None:
+            self.tracing.begin(request_id, call)
         try:
             async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
                 async for joined in deltas:
@@ -246,6 +259,8 @@ class Service:
         finally:
             if len(ended) < params.n and not call.error:
                 call.error = "client_left"
+            if self.tracing is not None:
+                self.tracing.end(request_id)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)

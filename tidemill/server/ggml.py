@@ -114,7 +114,9 @@ def completion_params(
     """Of a completion that is asked for with these values of the OpenAI API. `max_tokens` None: up to the end of the context."""
     asked = parse(CompletionRequest, json.dumps({"prompt": "", **values}).encode())
     params = msgspec.structs.replace(asked.params(), max_tokens=max_tokens)
-    return CompletionWriter(service.tokenizer, prompts, params, asked).bounded(service.max_context, is_streamed)
+    return CompletionWriter(service.tokenizer, prompts, params, asked).bounded(
+        service.max_context, is_streamed, service.defaults.limit
+    )
 
 
 @dataclass(slots=True)

@@ -179,7 +179,7 @@ async def _job_of(
     asked = parse(ChatRequest, json.dumps(values).encode())
     prompt = await service.encode_chat(asked.conversation(), **asked.how())
     writer = ChatWriter(service.tokenizer, [prompt], asked.params(), asked)
-    params = writer.bounded(service.max_context, body.stream)
+    params = writer.bounded(service.max_context, body.stream, service.defaults.limit)
     return _Job(service, body.model, prompt, params, writer, begun_s=begun_s)
 
 

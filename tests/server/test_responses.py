@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tidemill.server import responses
-from tidemill.server.responses import Store, Unknown
+from tidemill.server import responses_store
+from tidemill.server.responses_store import Store, Unknown
 
 TOOL = {
     "type": "function",
@@ -125,15 +125,15 @@ def has(store, tenant, name):
 
 @pytest.mark.parametrize(("num", "num_bytes"), [(4, 10**6), (10**6, 400)])
 def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_bytes):
-    monkeypatch.setattr(responses, "MAX_STORED", num)
-    monkeypatch.setattr(responses, "MAX_STORED_BYTES", num_bytes)
-    monkeypatch.setattr(responses, "MAX_STORED_OF_ALL", 2 * num)
-    monkeypatch.setattr(responses, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
+    monkeypatch.setattr(responses_store, "MAX_STORED", num)
+    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES", num_bytes)
+    monkeypatch.setattr(responses_store, "MAX_STORED_OF_ALL", 2 * num)
+    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
     store = Store()
 
     def fill(tenant, number):
         for i in range(number):
-            store.put(tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "output": ["y" * 20]})
+            store.put(tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]})
 
     fill("small", 2)
     fill("large", 50)

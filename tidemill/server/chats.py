@@ -1,0 +1,62 @@
+"""Shared by the Responses and Messages APIs: the system message, what a request asks of reasoning, and the tokens it took."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tidemill.frontend.tools import Piece, TextPiece
+
+_SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
+_NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}  # for templates that know low, medium and high only
+
+
+def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leading system messages as one: many templates know only the first."""
+    num = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if num < 2:
+        return messages
+    text = "\n\n".join(message["content"] for message in messages[:num] if message["content"])
+    return [{"role": "system", "content": text}, *messages[num:]]
+
+
+def template_variables(source: str | None, effort: str | None, thinks: bool | None) -> tuple[dict[str, Any], set[str]]:
+    """Variables for a template that knows them, and which of `effort` and `thinking` it does not know."""
+    if effort == "none":
+        thinks = False
+    known = set(re.findall(r"\w+", source or ""))
+    made: dict[str, Any] = {}
+    if thinks is not None:
+        made |= {name: thinks for name in _SWITCHES if name in known}
+    if effort is not None and "reasoning_effort" in known:
+        made["reasoning_effort"] = effort if effort in known else _NEAREST.get(effort, effort)
+    has_switch = bool(known.intersection(_SWITCHES))
+    unknown = set()
+    if effort is not None and "reasoning_effort" not in made and not (effort == "none" and has_switch):
+        unknown.add("effort")
+    if thinks is not None and not has_switch:
+        unknown.add("thinking")
+    return made, unknown
+
+
+class ReasoningCounter:
+    """Counts the tokens of the reasoning. Tokens of markers, which give no text, belong to the text that they end or begin."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._is_reasoning: bool | None = None
+        self._num_undecided = 0
+
+    def take(self, pieces: Sequence[Piece], num_tokens: int) -> None:
+        num_chars = [0, 0]
+        for piece in pieces:
+            is_reasoning = isinstance(piece, TextPiece) and piece.is_reasoning
+            num_chars[is_reasoning] += len(piece.text) if not hasattr(piece, "name") else 1
+            self._is_reasoning = is_reasoning
+        if self._is_reasoning is None:
+            self._num_undecided += num_tokens
+            return
+        num_tokens, self._num_undecided = num_tokens + self._num_undecided, 0
+        part = num_chars[True] / total if (total := sum(num_chars)) else float(self._is_reasoning)
+        self.num_tokens += round(part * num_tokens)

@@ -5,7 +5,6 @@ import json
 import anthropic
 import httpx
 import pytest
-
 from starlette.requests import Request
 
 from tests.server.conftest import behind_our_protocol
@@ -280,8 +279,11 @@ def test_every_block_by_the_client(client):
     assert client.messages.create(**ASK | {"messages": turns}).usage.output_tokens > 0
 
 
-SCRIPT = ["<think>", "The tide", " turns.", "</think>", "\n", "At ", "noon.", "<tool_call>", '{"name": "high_water", "arguments": ',
-          '{"port": "Hull"}}', "</tool_call>", '<tool_call>{"name": "high_water", "arguments": {"port": "Brest"}}</tool_call>']  # fmt: skip
+CALL = '<tool_call>{"name": "high_water", "arguments": {"port": "Brest"}}</tool_call>'
+SCRIPT = [
+    "<think>", "The tide", " turns.", "</think>", "\n", "At ", "noon.", "<tool_call>", '{"name": "high_water", ',
+    '"arguments": {"port": "Hull"}}', "</tool_call>", CALL,
+]  # fmt: skip
 
 
 async def scripted():
@@ -315,5 +317,5 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
     assert [call.input for call in calls] == [{"port": "Hull"}, {"port": "Brest"}]
     assert len({call.id for call in calls}) == 2
     assert reply.stop_reason == "tool_use"
-    assert reply.usage.output_tokens_details.thinking_tokens == 4
+    assert reply.usage.output_tokens_details.thinking_tokens == 5  # with what opens and ends it
     assert (reply.usage.input_tokens, reply.usage.cache_read_input_tokens) == (2, 3)

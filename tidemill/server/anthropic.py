@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -19,7 +18,7 @@ from tidemill.frontend.tools import CallStart, OutputParser, Piece, TextPiece
 from tidemill.server.anthropic_types import MessagesRequest, Prompt
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
-from tidemill.server.chats import ReasoningCounter, template_variables
+from tidemill.server.chats import ReasoningCounter, own_id, template_variables
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.service import Service
@@ -48,9 +47,7 @@ def make_router(service: Service) -> APIRouter:
         caller: Caller = request.state.caller
         prompt = await prompt_of(body, caller.call)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
-        message_id = f"msg_{uuid.uuid4().hex}"
-        if not caller.call.is_named:
-            caller.call.request_id = message_id
+        message_id = own_id(caller.call, "msg")
         writer = MessageWriter(message_id, service.model_name, body, len(prompt), is_shortened=body.max_tokens > room)
         outputs = service.stream(caller, prompt, msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)))
         if not body.stream:

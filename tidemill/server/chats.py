@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from tidemill.frontend.tools import Piece, TextPiece
+from tidemill.server.call import Call
 
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
 _NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}  # for templates that know low, medium and high only
+
+
+def own_id(call: Call, prefix: str) -> str:
+    """A new id of the API's own form. The call goes by it as well, unless the client has named it."""
+    made = f"{prefix}_{uuid.uuid4().hex}"
+    if not call.is_named:
+        call.request_id = made
+    return made
 
 
 def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

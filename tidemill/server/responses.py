@@ -20,7 +20,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.server import conversations
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
-from tidemill.server.chats import template_variables, with_one_system
+from tidemill.server.chats import own_id, template_variables, with_one_system
 from tidemill.server.files import read_limit
 from tidemill.server.guard import Caller
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
@@ -30,7 +30,6 @@ from tidemill.server.responses_types import (
     ResponsePrompt,
     ResponseRequest,
     is_reference,
-    make_id,
     messages_of,
     stored_item,
 )
@@ -87,11 +86,9 @@ class Responses:
         await service.check_grammar(params)
         before, new = self._items(body, caller.tenant)
         prompt = await self._prompt(body, [*before, *new], caller.call)
-        response_id = make_id("resp")
-        if body.background:
+        response_id = own_id(caller.call, "resp")
+        if body.background:  # it outlives the call that asked for it
             caller = replace(caller, call=Call(response_id, path=caller.call.path, tenant=caller.tenant))
-        elif not caller.call.is_named:
-            caller.call.request_id = response_id
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt))
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, service.stream(caller, prompt, params))
         if body.store is not False:

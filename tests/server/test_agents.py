@@ -12,7 +12,7 @@ from tests.server import recorded
 from tests.server.conftest import Server
 from tests.server.recorded import CLAUDE_CODE_HEADERS, CODEX_HEADERS
 
-CONTEXT = 12288
+CONTEXT = 8192
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
 TEMPLATE = (
     "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|end|>{% endif %}"

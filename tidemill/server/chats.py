@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-from tidemill.frontend.tools import Piece, TextPiece
+from tidemill.frontend.tools import CallStart, Piece, TextPiece
 from tidemill.server.call import Call
 
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
-_NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}  # for templates that know low, medium and high only
+_NEAREST = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for templates that know low, medium and high only
 
 
 def own_id(call: Call, prefix: str) -> str:
@@ -33,12 +34,10 @@ def with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def template_variables(source: str | None, effort: str | None, thinks: bool | None) -> tuple[dict[str, Any], set[str]]:
     """Variables for a template that knows them, and which of `effort` and `thinking` it does not know."""
-    if effort == "none":
-        thinks = False
-    known = set(re.findall(r"\w+", source or ""))
+    known = _words(source or "")
     made: dict[str, Any] = {}
-    if thinks is not None:
-        made |= {name: thinks for name in _SWITCHES if name in known}
+    if thinks is not None or effort == "none":
+        made |= {name: bool(thinks) and effort != "none" for name in _SWITCHES if name in known}
     if effort is not None and "reasoning_effort" in known:
         made["reasoning_effort"] = effort if effort in known else _NEAREST.get(effort, effort)
     has_switch = bool(known.intersection(_SWITCHES))
@@ -48,6 +47,11 @@ def template_variables(source: str | None, effort: str | None, thinks: bool | No
     if thinks is not None and not has_switch:
         unknown.add("thinking")
     return made, unknown
+
+
+@lru_cache(maxsize=4)
+def _words(source: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", source))
 
 
 class ReasoningCounter:
@@ -62,7 +66,7 @@ class ReasoningCounter:
         num_chars = [0, 0]
         for piece in pieces:
             is_reasoning = isinstance(piece, TextPiece) and piece.is_reasoning
-            num_chars[is_reasoning] += len(piece.text) if not hasattr(piece, "name") else 1
+            num_chars[is_reasoning] += 1 if isinstance(piece, CallStart) else len(piece.text)
             self._is_reasoning = is_reasoning
         if self._is_reasoning is None:
             self._num_undecided += num_tokens

@@ -19,8 +19,8 @@ from tidemill.sampling import SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_types import MAX_MESSAGES
-from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
@@ -174,12 +174,12 @@ def _turns(message: Message) -> list[dict[str, Any]]:
     return made
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
     async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         params = body.params()
         await service.check_grammar(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
@@ -193,7 +193,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
     async def count_tokens(body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
-        service.check_model(body.model)
+        service = models.of(body.model)
         return {"input_tokens": len(await service.encode_chat(body.conversation(), **body.how()))}
 
     return router

@@ -22,6 +22,7 @@ from tidemill.sampling import SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatMessages,
@@ -85,7 +86,7 @@ class _Clock:
 class _Job:
     """A completion or a chat completion: what to run, and the writer of its response."""
 
-    model: str
+    service: Service
     prompts: list[list[int]]
     params: SamplingParams
     asked: SamplingRequest
@@ -101,7 +102,7 @@ class _Job:
 
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         request_id = self.caller.call.request_id
-        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
+        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.service.model_name, "choices": choices}
         if usage:
             body["usage"] = self.usage.body()
         if is_last and self.asked.timings:
@@ -112,41 +113,40 @@ class _Job:
         return _json(self.body(self.writer.chunk_name, [choice], False, is_last))
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service) for service in models]}
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
-        service.check_model(model_id)
-        return _model_card(service)
+        return _model_card(models.of(model_id))
 
     @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_completion)
+        return await _respond(models, request, body, _prepare_completion)
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_chat)
+        return await _respond(models, request, body, _prepare_chat)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        made = await until_disconnect(request, _embeddings(service, body, request.state.caller))
+        made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
         return Response(made, media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
-        service.check_model(body.model)
+        service = models.of(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
         return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
 
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         if body.messages is not None:
@@ -157,14 +157,14 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         return _json_response({"prompt": await service.decode(body.tokens)})
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """Where its time went, for each of its prompts and samples."""
         caller = request.state.caller
-        stories = service.explainer.find(request_id, None if caller.is_admin else caller.tenant)
+        stories = models.stories(request_id, None if caller.is_admin else caller.tenant)
         if not stories:
             raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
         return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
@@ -172,14 +172,14 @@ def make_router(service: Service) -> APIRouter:
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if not service.cancel(request_id, None if caller.is_admin else caller.tenant):
+        if not models.cancel(request_id, None if caller.is_admin else caller.tenant):
             raise RequestUnknown(f"There is no request {request_id[:100]!r} in progress.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
-    service.whole_responses |= {
-        "/v1/completions": (CompletionRequest, partial(_respond_whole, service, _prepare_completion)),
-        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, service, _prepare_chat)),
-        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),
+    models.whole_responses |= {
+        "/v1/completions": (CompletionRequest, partial(_respond_whole, models, _prepare_completion)),
+        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, _prepare_chat)),
+        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, models)),
     }
     return router
 
@@ -210,29 +210,29 @@ _Prepare = Callable[[Service, Any, Caller], Awaitable[_Job]]
 _Output = tuple[int, Delta, TextDelta]  # of the choice of that number
 
 
-async def _respond(service: Service, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
+async def _respond(models: Models, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
     caller: Caller = request.state.caller
     if not body.stream:
-        whole = await until_disconnect(request, _respond_whole(service, prepare, body, caller))
+        whole = await until_disconnect(request, _respond_whole(models, prepare, body, caller))
         return Response(whole, media_type="application/json")
-    job = await _prepare(service, prepare, body, caller)
-    outputs = _outputs(service, job)
+    job = await _prepare(models, prepare, body, caller)
+    outputs = _outputs(job)
     # The first output is awaited before the headers are sent, so that a refused request gets its status code.
     first = await until_disconnect(request, anext(outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
-async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
-    job = await _prepare(service, prepare, body, caller)
+async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
+    job = await _prepare(models, prepare, body, caller)
     writer = job.writer
-    async with aclosing(_outputs(service, job)) as outputs:
+    async with aclosing(_outputs(job)) as outputs:
         async for number, delta, text in outputs:
             writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
     return _json(job.body(writer.object_name, writer.choices(), True, True))
 
 
-async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
-    service.check_model(body.model)
+async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
+    service = models.of(body.model)
     if body.request_id is not None:
         caller.rename(body.request_id)
     job = await prepare(service, body, caller)
@@ -247,22 +247,22 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    return _Job(service, prompts, params, body, writer, caller)
 
 
 async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
     params = body.params()
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
     writer = ChatWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    return _Job(service, prompts, params, body, writer, caller)
 
 
-async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]:
+async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
     streams = [
-        service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
+        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(_merge(streams)) as merged:
@@ -343,8 +343,8 @@ async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
-    service.check_model(body.model)
+async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
+    service = models.of(body.model)
     prompts = await _prompts(service, body.input)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
     vectors = [msgspec.Raw(b"[]")] * len(prompts)

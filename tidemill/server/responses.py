@@ -21,8 +21,8 @@ from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import new_id
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_types import MAX_MESSAGES
-from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
@@ -188,7 +188,7 @@ class Unknown(InvalidRequest):
     status = 404
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
     store = Store()
 
@@ -207,7 +207,7 @@ def make_router(service: Service) -> APIRouter:
 
     async def begin(body: ResponseRequest, caller: Caller) -> tuple[ResponseWriter, Outputs, Callable[[], None]]:
         """The writer of the response, the outputs it is made of, and a function that stores the response as it is so far."""
-        service.check_model(body.model)
+        service = models.of(body.model)
         tenant = caller.tenant
         params = body.params()
         await service.check_grammar(params)
@@ -241,12 +241,12 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if service.cancel(response_id, caller.tenant):
+        if models.cancel(response_id, caller.tenant):
             items, body = store.get(caller.tenant, response_id)
             store.put(caller.tenant, items, body | {"status": "cancelled"})
         return store.get(caller.tenant, response_id)[1]
 
-    service.whole_responses["/v1/responses"] = (ResponseRequest, whole)
+    models.whole_responses["/v1/responses"] = (ResponseRequest, whole)
     return router
 
 

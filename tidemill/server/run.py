@@ -28,6 +28,7 @@ from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.models import Models
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
 from tidemill.server.service import Service
 from tidemill.server.storage import Storage
@@ -81,17 +82,17 @@ async def serve(
     live = Live(client, metrics, explainer)
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
-    service: Service | None = None
+    models: Models | None = None
     batches: Batches | None = None
     draining: asyncio.Task[None] | None = None
 
     def stop() -> None:
         nonlocal draining
-        if server is None or service is None or batches is None or not server.started:
+        if server is None or models is None or batches is None or not server.started:
             assert me is not None
             me.cancel()  # still loading
         elif draining is None:
-            draining = asyncio.create_task(_drain(service, batches, server, drain_s))
+            draining = asyncio.create_task(_drain(models, batches, server, drain_s))
         else:
             server.force_exit = server.should_exit = True
 
@@ -106,9 +107,9 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer, live)
-        batches = Batches(service, data, access.caller_of, log)
-        server = _http_server(create_app(service, access, data, batches, log))
+        models = Models([Service(client, tokenizer, name, metrics, explainer, live)])
+        batches = Batches(models, data, access.caller_of, log)
+        server = _http_server(create_app(models, access, data, batches, log))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.02)
@@ -122,8 +123,8 @@ async def serve(
     finally:
         if batches is not None:
             await batches.stop()
-        if service is not None:
-            service.close()
+        if models is not None:
+            models.close()
         await client.close()
         data.close()
         listening.close()
@@ -159,12 +160,12 @@ async def _until_served(server: _Server, serving: asyncio.Task[None], client: En
         raise EngineDead(client.death, fix="The messages above say more. The server ends, so that it can be started again.")
 
 
-async def _drain(service: Service, batches: Batches, server: _Server, seconds: float) -> None:
+async def _drain(models: Models, batches: Batches, server: _Server, seconds: float) -> None:
     """New requests are refused, and those under way may finish. Batches go on after the next start."""
-    service.is_draining = True
+    models.drain()
     await batches.stop()
     end = asyncio.get_running_loop().time() + seconds
-    while service.client.num_pending and asyncio.get_running_loop().time() < end:
+    while models.num_pending and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.05)
     server.should_exit = True
 

@@ -1,17 +1,15 @@
-"""Service: what the routes of every API need: a tokenizer, an engine, and text from tokens."""
+"""Service: what the routes of every API need of a model: a tokenizer, an engine, and text from tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import Any
-
-from pydantic import BaseModel
 
 from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
@@ -26,7 +24,6 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.wire import Delta, Ready, Submit
 
-WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
@@ -59,8 +56,6 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
-        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
-        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
         # By tenant and the client's id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
 
@@ -120,10 +115,6 @@ class Service:
         self._known_grammars[grammar] = None
         while len(self._known_grammars) > _NUM_GRAMMARS:
             self._known_grammars.popitem(last=False)
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
 
     async def prove(self, within_s: float) -> None:
         """Raises unless the engine has completed a step within this time, or completes one now."""
@@ -221,13 +212,6 @@ def _record(call: Call, delta: Delta, text: TextDelta) -> None:
         if delta.timings is not None:
             call.queue_s = max(call.queue_s, delta.timings.queue_s)
             call.decode_s = max(call.decode_s, delta.timings.decode_s)
-
-
-class ModelUnknown(InvalidRequest):
-    """A model this server does not serve."""
-
-    status = 404
-    code = "model_not_found"
 
 
 class RequestIdInUse(InvalidRequest):

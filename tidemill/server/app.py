@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,6 +14,7 @@ from tidemill.errors import TidemillError
 from tidemill.server import anthropic, batches, errors, files, openai, page, responses
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
+from tidemill.server.listen import UnderPath
 from tidemill.server.models import Models
 from tidemill.server.sse import EventStream
 from tidemill.server.storage import Storage
@@ -20,9 +23,17 @@ from tidemill.version import __version__
 _READY_WITHIN_S = 10.0
 
 
-def create_app(models: Models, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None) -> ASGIApp:
+def create_app(
+    models: Models, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None, root_path: str = ""
+) -> ASGIApp:
     app = FastAPI(
-        title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
+        title="Tidemill",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=errors.DESCRIBED,
+        servers=[{"url": root_path}] if root_path else None,
     )
     app.add_middleware(Guard, access=access)
     errors.install(app)
@@ -33,29 +44,34 @@ def create_app(models: Models, access: Access, storage: Storage, runner: batches
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
 
+    def told() -> dict[str, Any]:
+        return {"models": models.states()} if len(models.names) > 1 else {}
+
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: the process can serve. It stays healthy while the engine restarts."""
+        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one of several models works."""
         alive = models.alive
-        return JSONResponse({"status": "ok" if alive else "engine is down"}, 200 if alive else 503)
+        return JSONResponse({"status": "ok" if alive else "engine is down"} | told(), 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Readiness: the engine has completed a step recently, or completes one now."""
+        """Readiness: an engine has completed a step recently, or completes one now; or models are loaded on demand."""
         try:
-            await models.default.prove(_READY_WITHIN_S)
+            await models.prove(_READY_WITHIN_S)
         except TidemillError as error:
             return JSONResponse({"status": error.message}, 503)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready"} | told())
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(models.default.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/engine/live", include_in_schema=False)  # it does not end; generated clients would wait for that
     async def live(request: Request) -> Response:
         caller = request.state.caller
-        watcher = models.default.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
+        chosen = models.of(request.query_params.get("model"))
+        watcher = chosen.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
         return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
-    return Called(app, log)
+    called = Called(app, log)
+    return UnderPath(called, root_path) if root_path else called

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
-from tidemill.errors import InvalidRequest
+from tidemill.config import EngineOptions
+from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest
 from tidemill.server.explain import Story
 from tidemill.server.guard import Caller
+from tidemill.server.metrics import render_by_model
 from tidemill.server.service import Service
 
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model to serve, and the names it is asked for by."""
+
+    engine: EngineOptions
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.engine.served_name or self.engine.model
+
+    @staticmethod
+    def check_names(models: Sequence[Served]) -> None:
+        names = [name for one in models for name in (one.name, *one.aliases)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"Two models are named {name!r}.", fix="Name them apart, like NAME=PATH.", param="model")
 
 
 class Models:
     def __init__(self, services: Sequence[Service]) -> None:
         """The first is for requests that name no model."""
         self._services = list(services)
-        self._by_name = {service.model_name: service for service in services}
+        self._by_name = {name: service for service in services for name in (service.model_name, *service.aliases)}
+        for service in services:
+            service.live.states = self.states
         self.default = self._services[0]
         # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
         self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
@@ -56,7 +81,27 @@ class Models:
 
     @property
     def alive(self) -> bool:
-        return any(service.client.alive for service in self)
+        return any(service.state != "failed" for service in self)
+
+    def states(self) -> dict[str, str]:
+        """Of each model, by name."""
+        return {service.model_name: service.state for service in self}
+
+    async def prove(self, within_s: float) -> None:
+        """Raises unless an engine completes a step within this time, or models are loaded on demand and none is at the moment."""
+        if self.is_draining:
+            raise Draining("The server is stopping.")
+        if not self.alive:
+            raise EngineDead("The engine has failed.")
+        running = [service.prove(within_s) for service in self if service.state in ("loaded", "restarting")]
+        failed = [error for error in await asyncio.gather(*running, return_exceptions=True) if error is not None]
+        if failed and len(failed) == len(running):
+            raise failed[0]
+
+    def metrics(self) -> bytes:
+        if len(self._services) == 1:
+            return self.default.metrics.render()
+        return render_by_model({service.model_name: service.metrics for service in self})
 
     def cancel(self, request_id: str, tenant: str | None) -> int:
         """Ends a request by its id; returns how many of its requests in engines there were. `tenant`: only if it is theirs."""

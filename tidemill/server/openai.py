@@ -200,6 +200,8 @@ def _model_card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "tidemill",
         "max_model_len": service.max_context,
+        "aliases": list(service.aliases),
+        "state": service.state,
     }
 
 

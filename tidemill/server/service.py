@@ -11,7 +11,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from tidemill.engine.client import EngineClient
+from tidemill.engine.client import PROBE, EngineClient
+from tidemill.engine.pool import Pooled
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
@@ -38,13 +39,19 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
+        aliases: tuple[str, ...] = (),
+        pooled: Pooled | None = None,
     ) -> None:
+        """`pooled`: if the model may be unloaded."""
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
         self.explainer = explainer
         self.live = live
+        live.model = model_name
+        self.aliases = aliases
+        self._pooled = pooled
         self.created_s = int(time.time())
         self.is_draining = False
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
@@ -64,6 +71,16 @@ class Service:
         if self.client.ready is None:
             raise EngineDead("The engine is not ready.")
         return self.client.ready
+
+    @property
+    def state(self) -> str:
+        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded, loading, unloading, or held: it
+        takes no new requests until it was unloaded for another."""
+        if self.client.working and (self._pooled is None or self._pooled.state == "loaded"):
+            return "loaded"
+        if self._pooled is not None and self._pooled.state != "loaded":
+            return self._pooled.state
+        return "restarting" if self.client.alive else "failed"
 
     @property
     def max_context(self) -> int:
@@ -125,7 +142,7 @@ class Service:
         if self.client.last_step_s < within_s:
             return
         token = min(self.tokenizer.eos_token_ids, default=0)
-        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=-(2**31))
+        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=PROBE)
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return

@@ -93,8 +93,8 @@ def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, 
             while not over.is_set():
                 assert ask(server, "ebb", number) == expected["ebb", number]
 
-        ask(server, "ebb", 0)
-        busy = [threads.submit(keep_busy, i) for i in range(4)]
+        busy = [threads.submit(keep_busy, i) for i in range(8)]
+        until(lambda: server.gauge("requests_submitted_total", "ebb") > 24)
         assert ask(server, "flow", 1) == expected["flow", 1]
         over.set()
         for one in busy:
@@ -135,12 +135,15 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
         assert waiting.result(LONG_S).status_code == 499
         until(lambda: httpx.get(f"{server.url}/ready").json()["models"]["ebb"] == "loaded")
         last = threads.submit(ask, server, "flow", 2)
-        until(lambda: server.gauge("requests_waiting", "flow") == 1)
+        until(lambda: httpx.get(f"{server.url}/ready").json()["models"]["ebb"] == "held")
+        after = threads.submit(ask, server, "ebb", 3)  # it must not go before the other
+        until(lambda: server.gauge("requests_waiting", "ebb") == 1)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         fragile.open_gate()
         assert "[DONE]" in "".join(lines)
         assert last.result(LONG_S) == expected["flow", 2]
+        assert after.result(LONG_S) == expected["ebb", 3]
     assert server.process.wait(LONG_S) == 0
 
 

@@ -168,7 +168,7 @@ class EnginePool:
 
     async def _load_for_requests(self, one: Pooled) -> None:
         try:
-            await self._load(one, f"{one.client.num_waiting} requests wait for it")
+            await self._load(one, f"requests that wait for it: {one.client.num_waiting}")
         except TidemillError as error:
             _log.error("%s cannot be loaded: %s", one.name, error)
             one.state, one.why = "failed", error.message

@@ -122,7 +122,7 @@ class Live:
                     self._planned.pop(event.step - _NUM_STEPS, None)  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
-                case events.EngineRestarted():
+                case events.EngineRestarted() | events.ModelLoaded():
                     self._planned.clear()
                     self._ask_again_s = 0.0
             words = _words(event)

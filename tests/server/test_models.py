@@ -113,7 +113,7 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
     folders, expected, tmp_path, monkeypatch
 ):
     fragile = Fragile(tmp_path, monkeypatch)
-    server = Server(None, *named(folders), *ONE_AT_A_TIME, "--drain-seconds", str(LONG_S)).wait()
+    server = Server(None, *named(folders), *ONE_AT_A_TIME, "--drain-seconds", str(LONG_S), "--stall-seconds", str(LONG_S)).wait()
     gated = {"model": "ebb", "prompt": [GATED, 5], "max_tokens": 100, "ignore_eos": True, "stream": True}
     with (
         httpx.stream("POST", f"{server.url}/v1/completions", json=gated, timeout=LONG_S) as busy,
@@ -130,12 +130,12 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
         until(lambda: httpx.get(f"{server.url}/v1/requests/waiting/explain").status_code == 200)
         explained = httpx.get(f"{server.url}/v1/requests/waiting/explain").json()["data"][0]
         assert explained["status"] == "under way"
-        until(lambda: httpx.get(f"{server.url}/ready").json()["models"] == {"ebb": "held", "flow": "unloaded"})
+        until(lambda: httpx.get(f"{server.url}/health").json()["models"] == {"ebb": "held", "flow": "unloaded"})
         assert httpx.delete(f"{server.url}/v1/requests/waiting").json()["cancelled"]
         assert waiting.result(LONG_S).status_code == 499
-        until(lambda: httpx.get(f"{server.url}/ready").json()["models"]["ebb"] == "loaded")
+        until(lambda: httpx.get(f"{server.url}/health").json()["models"]["ebb"] == "loaded")
         last = threads.submit(ask, server, "flow", 2)
-        until(lambda: httpx.get(f"{server.url}/ready").json()["models"]["ebb"] == "held")
+        until(lambda: httpx.get(f"{server.url}/health").json()["models"]["ebb"] == "held")
         after = threads.submit(ask, server, "ebb", 3)  # it must not go before the other
         until(lambda: server.gauge("requests_waiting", "ebb") == 1)
         server.process.send_signal(signal.SIGTERM)

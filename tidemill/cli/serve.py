@@ -102,6 +102,8 @@ def print_settings(settings: Settings) -> None:
     table = Table("option", "value", "source")
     for row in settings.shown():
         table.add_row(*row)
+    for model in settings.tables:
+        table.add_row("[[models]]", model.engine.get("served_name") or model.engine["model"], model.source)
     Console(highlight=False).print(table, markup=False)
 
 

@@ -97,6 +97,7 @@ class ModelTable:
 
     engine: dict[str, Any]  # by field of EngineOptions
     aliases: tuple[str, ...]
+    source: str  # the file
 
     @staticmethod
     def read(table: dict[str, Any], path: str) -> ModelTable:
@@ -116,7 +117,7 @@ class ModelTable:
                 engine[option.field] = value
         if "model" not in engine:
             raise ConfigError(f"A [[models]] table of {path} names no model.", fix='Add model = "PATH" to it.', param=_MODELS)
-        return ModelTable(engine, aliases)
+        return ModelTable(engine, aliases, path)
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tidemill.wire import Loading
 
 _LOOK_EVERY_S = 0.1  # for a busy engine to become idle
 _MIN_TURN_S = 1.0
+_RETRY_S = 10.0  # after a failure, before a model is loaded again
 _log = logging.getLogger("tidemill.engine")
 
 
@@ -41,6 +42,7 @@ class Pooled:
     on_events: Callable[[list[Event]], None]
     state: str = "unloaded"  # loading, loaded, held, unloading, failed
     why: str = ""  # it failed
+    failed_s: float = 0.0
     wanted_s: float | None = None  # since when requests wait for it to be loaded
     loaded_s: float = 0.0
     turn_s: float = field(default=_MIN_TURN_S)  # for which it may take new requests though another waits
@@ -117,11 +119,12 @@ class EnginePool:
 
     async def _notice(self, one: Pooled, now: float) -> None:
         """What has happened to it meanwhile."""
-        if one.is_loaded and one.client.death:  # its requests have failed; the next one tries again
-            one.state, one.why = "failed", one.client.death
+        if one.is_loaded and one.client.death:  # its requests have failed; a later one tries again
+            why = one.client.death
             await one.client.stop()
-            _log.error("%s is given up: %s", one.name, one.why)
-            one.report(events.ModelUnloaded(now, one.name, one.config.memory_bytes, one.why))
+            self._fail(one, why)
+        if one.state == "failed" and now - one.failed_s < _RETRY_S:  # others are not unloaded for it all the time
+            self._refuse_waiting(one)
         if one.is_loaded or not one.client.num_waiting:
             one.wanted_s = None
         elif one.wanted_s is None:
@@ -156,7 +159,7 @@ class EnginePool:
 
     def _next_look_s(self) -> float | None:
         """None: when something changes."""
-        if any(one.wanted_s is not None or one.state == "held" or one.client.num_waiting for one in self._models):
+        if any(one.wanted_s is not None or one.state == "held" for one in self._models):
             return _LOOK_EVERY_S
         if self._idle_s is None:
             return None
@@ -170,10 +173,16 @@ class EnginePool:
         try:
             await self._load(one, f"requests that wait for it: {one.client.num_waiting}")
         except TidemillError as error:
-            _log.error("%s cannot be loaded: %s", one.name, error)
-            one.state, one.why = "failed", error.message
-            one.report(events.ModelUnloaded(time.monotonic(), one.name, one.config.memory_bytes, error.message))
-            one.client.fail_all(EngineDead(f"The model {one.name!r} cannot be loaded: {error.message}", fix="Try again later."))
+            self._fail(one, error.message)
+            self._refuse_waiting(one)
+
+    def _fail(self, one: Pooled, why: str) -> None:
+        one.state, one.why, one.failed_s = "failed", why, time.monotonic()
+        _log.error("the model %s has failed: %s", one.name, why)
+        one.report(events.ModelUnloaded(one.failed_s, one.name, one.config.memory_bytes, why))
+
+    def _refuse_waiting(self, one: Pooled) -> None:
+        one.client.fail_all(EngineDead(f"The model {one.name!r} cannot be loaded: {one.why}", fix="Try again later."))
 
     async def _load(
         self,

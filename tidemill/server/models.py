@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tidemill.config import EngineOptions
-from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest
-from tidemill.server.explain import Story
+from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.server.guard import Caller
 from tidemill.server.metrics import render_by_model
 from tidemill.server.service import Service
@@ -93,10 +92,18 @@ class Models:
             raise Draining("The server is stopping.")
         if not self.alive:
             raise EngineDead("The engine has failed.")
-        running = [service.prove(within_s) for service in self if service.state in ("loaded", "restarting")]
-        failed = [error for error in await asyncio.gather(*running, return_exceptions=True) if error is not None]
-        if failed and len(failed) == len(running):
-            raise failed[0]
+        running = [service for service in self if service.state in ("loaded", "restarting")]
+        proofs = [asyncio.ensure_future(service.prove(within_s)) for service in running]
+        try:
+            for number, proof in enumerate(asyncio.as_completed(proofs), 1):
+                try:
+                    return await proof
+                except TidemillError:
+                    if number == len(proofs):
+                        raise
+        finally:
+            for one in proofs:
+                one.cancel()
 
     def metrics(self) -> bytes:
         if len(self._services) == 1:
@@ -107,9 +114,13 @@ class Models:
         """Ends a request by its id; returns how many of its requests in engines there were. `tenant`: only if it is theirs."""
         return sum(service.cancel(request_id, tenant) for service in self)
 
-    def stories(self, request_id: str, tenant: str | None) -> list[Story]:
-        """What is known of a request, whichever model it was for. `tenant`: only of this one."""
-        return [story for service in self for story in service.explainer.find(request_id, tenant)]
+    def explain(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Where the time of a request's parts went, whichever model it was for. `tenant`: only of this one."""
+        return [
+            story.body() | {"model": service.model_name}
+            for service in self
+            for story in service.explainer.find(request_id, tenant)
+        ]
 
     def close(self) -> None:
         for service in self:

@@ -164,10 +164,10 @@ def make_router(models: Models) -> APIRouter:
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """Where its time went, for each of its prompts and samples."""
         caller = request.state.caller
-        stories = models.stories(request_id, None if caller.is_admin else caller.tenant)
-        if not stories:
+        parts = models.explain(request_id, None if caller.is_admin else caller.tenant)
+        if not parts:
             raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
-        return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
+        return {"id": request_id, "object": "list", "data": parts}
 
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:

@@ -106,6 +106,16 @@ def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, 
         assert loads >= 2
         until(lambda name=name: server.gauge("requests_running", name) == server.gauge("requests_waiting", name) == 0)
         assert server.gauge("engine_restarts_total", name) == 0
+    # A model that cannot be loaded any more fails alone.
+    assert ask(server, "ebb", 1) == expected["ebb", 1]
+    away = folders["flow"].rename(folders["flow"].with_name("away"))
+    failed = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1), timeout=LONG_S)
+    away.rename(folders["flow"])
+    assert failed.status_code == 503
+    assert "'flow' cannot be loaded" in failed.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").json()["models"]["flow"] == "failed"
+    assert server.gauge("requests_waiting", "flow") == 0
+    assert ask(server, "ebb", 2) == expected["ebb", 2]
     assert server.stop() == 0
 
 

@@ -315,6 +315,9 @@ class EngineClient:
             self._send(Abort(request_id, "client left" if why is None else why.kind))
         if not pending.is_submitted:  # the current engine knows nothing of it
             self._report_lost(self._names_of(request_id))
+            if self._is_held and self._link is None and self.ready is not None:  # nobody else tells how many are left
+                left = sum(len(one.outputs) - len(one.over) for one in self._pending.values())
+                self._report([events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)])
         if self._on_trial == request_id:
             self._try_next()
         if self.on_change:

@@ -20,6 +20,7 @@ from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.models import Models
 from tidemill.server.openai_types import ChatRequest, CompletionRequest
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
 from tidemill.server.service import MAX_DETOKENIZED, Service
@@ -72,8 +73,8 @@ async def service(roomy_folder):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service, tmp_path_factory):
-    storage, access = Storage(tmp_path_factory.mktemp("data"), 2**20), Access()
-    yield create_app(service, access, storage, Batches(service, storage, access.caller_of, None), None)
+    storage, access, models = Storage(tmp_path_factory.mktemp("data"), 2**20), Access(), Models([service])
+    yield create_app(models, access, storage, Batches(models, storage, access.caller_of, None), None)
     storage.close()
 
 

@@ -150,6 +150,8 @@ OPTIONS = (
            help="Slots: sequences computed at the same time; further ones are queued."),
     Option("token-budget", "integer", ENGINE, field="token_budget", automatic="256; 2048 on a GPU",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
+    Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
+           help="Most memory for weights, activations and KV cache of one model, like 16G."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
@@ -170,8 +172,20 @@ OPTIONS = (
 
     Option("host", "text", SERVING, "Address to listen on.", "127.0.0.1"),
     Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535),
+    Option("unix-socket", "text", SERVING, "Listen on a Unix socket of this path instead of host and port."),
+    Option("unix-socket-mode", "text", SERVING, "Permissions of the Unix socket, in octal.", "600"),
+    Option("root-path", "text", SERVING, "Prefix of all paths behind a reverse proxy, like /llm."),
+    Option("tls-cert", "text", ACCESS, "Certificate chain (PEM): serve HTTPS."),
+    Option("tls-key", "text", ACCESS, "Private key (PEM) of the certificate.", automatic="in the file of the certificate"),
+    Option("tls-client-ca", "text", ACCESS, "Certificates (PEM) of authorities: clients must show a certificate of one of them."),
     Option("served-name", "text", SERVING, field="served_name", automatic="the model as given",
            help="The model's name in the API."),
+    Option("memory-budget", "size", SERVING, automatic="what is free at the start",
+           help="Memory for all models of the server together; those that do not fit beside others are swapped on demand."),
+    Option("max-loaded", "integer", SERVING, low=1, automatic="as many as fit",
+           help="Most models that are loaded at the same time."),
+    Option("idle-unload", "number", SERVING, low=0, automatic="never",
+           help="Unload a model after so many seconds without a request; the next request loads it again."),
     Option("structured-backend", "text", SERVING, field="structured_backend", choices=("llguidance", "xgrammar"),
            help="Library for structured output: llguidance, or xgrammar (slower, and only for trusted clients)."),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
@@ -205,3 +219,5 @@ BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_NAMES = tuple(option.name for option in OPTIONS if option.section == ENGINE)
 # Not in the table: a config file cannot name another.
 CONFIG = Option("config", "text", SERVING, "A TOML file of options, like max-context = 4096.")
+# Of a table [[models]] in a config file.
+ALIASES = Option("aliases", "text", SERVING, "Other names of the model in the API.", is_list=True)

@@ -8,25 +8,29 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tidemill.cli.options import BY_NAME, CONFIG, OPTIONS, Option
+from tidemill.cli.options import ALIASES, BY_NAME, CONFIG, OPTIONS, Option
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
 
 EPILOG = "Options can also be set by environment variables (TIDEMILL_MAX_CONTEXT) and in a TOML file (--config); flags win."
+_MODELS = "models"  # the tables of the config file
 _METAVARS = {"text": "TEXT", "integer": "INTEGER", "number": "FLOAT", "size": "SIZE"}
 
 
 class Settings:
     """What the options of a command are, and where each value came from."""
 
-    def __init__(self, values: dict[str, Any], sources: dict[str, str]) -> None:
+    def __init__(self, values: dict[str, Any], sources: dict[str, str], tables: Sequence[ModelTable] = ()) -> None:
         self._values, self._sources = values, sources
+        self.tables = tables  # [[models]] of the config file
+        self.models: list[str] = []  # as given on the command line, where several may be
 
     @staticmethod
     def read(
@@ -57,7 +61,7 @@ class Settings:
             sources[name] = source
             if given is not None:
                 values[name] = option.read(given, source)
-        return Settings(values, sources)
+        return Settings(values, sources, [ModelTable.read(table, path or "") for table in file.get(_MODELS, ())])
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -67,8 +71,9 @@ class Settings:
         """The fields of EngineOptions that are among the options."""
         return {option.field: self._values[option.name] for option in OPTIONS if option.field and option.name in self._values}
 
-    def engine_options(self) -> EngineOptions:
-        return EngineOptions(**self.engine)
+    def engine_options(self, **own: Any) -> EngineOptions:
+        """`own`: of a model, where they differ."""
+        return EngineOptions(**self.engine | own)
 
     def shown(self) -> list[tuple[str, str, str]]:
         """Name, value and source of each; secrets are counted, not shown."""
@@ -86,6 +91,35 @@ class Settings:
         return ConfigError(f"{error.message} It is set by {source}.", fix=error.fix, param=error.param)
 
 
+@dataclass(frozen=True)
+class ModelTable:
+    """A table [[models]] of the config file: a model with its names and its own values of engine options."""
+
+    engine: dict[str, Any]  # by field of EngineOptions
+    aliases: tuple[str, ...]
+    source: str  # the file
+
+    @staticmethod
+    def read(table: dict[str, Any], path: str) -> ModelTable:
+        known = {option.key: option for option in OPTIONS if option.field} | {"name": BY_NAME["served-name"], "aliases": ALIASES}
+        engine: dict[str, Any] = {}
+        aliases: tuple[str, ...] = ()
+        for name, given in table.items():
+            option = known.get(name.replace("-", "_"))
+            if option is None:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                fix = f"Did you mean {nearest.replace('_', '-')}?"
+                raise ConfigError(f"A [[models]] table of {path} sets {name!r}, which is not an option of a model.", fix=fix)
+            value = option.read(given, f"{name} in [[models]] of {path}")
+            if option is ALIASES:
+                aliases = value
+            else:
+                engine[option.field] = value
+        if "model" not in engine:
+            raise ConfigError(f"A [[models]] table of {path} names no model.", fix='Add model = "PATH" to it.', param=_MODELS)
+        return ModelTable(engine, aliases, path)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """The config file by keys with underscores; names of options are checked, their values are not yet."""
     try:
@@ -96,7 +130,10 @@ def _read_file(path: Path) -> dict[str, Any]:
         fix = "Write options like max-context = 4096."
         raise ConfigError(f"The config file {path} is not TOML: {error}.", fix=fix, param=CONFIG.key) from error
     known = {option.key: option.name for option in OPTIONS}
-    found: dict[str, Any] = {}
+    models = table.pop(_MODELS, [])
+    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+        raise ConfigError(f"models in {path} is not a list of tables.", fix="Write [[models]] before each model.", param=_MODELS)
+    found: dict[str, Any] = {_MODELS: models}
     for name, value in table.items():
         key = name.replace("-", "_")
         if key not in known:
@@ -122,7 +159,8 @@ def misspelled(environ: Mapping[str, str]) -> list[str]:
 def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options of the table: flags in its signature, and their values as its parameter `settings`.
 
-    `model`: how it is given, as an argument or as an option. `defaults`: of this command, where they differ.
+    `model`: how it is given, as an argument or as an option; or several, as either. `defaults`: of this command, where they
+    differ.
     """
     options = [BY_NAME[name] for name in names]
     own_defaults = {name.replace("_", "-"): value for name, value in defaults.items()}
@@ -134,10 +172,19 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
             if parameter.name != "settings"
         ]
         made = [_parameter(option, model, own_defaults) for option in (*options, CONFIG)]
+        if model == "several":
+            info = typer.Option("--model", "-m", help="The same as MODEL.", metavar="TEXT")
+            kind = Annotated[list[str] | None, info]
+            made.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
 
         def run(**given: Any) -> None:
             flags = {option.name: given.pop(option.key) for option in options}
+            models: list[str] = []
+            if model == "several":
+                models = [*(flags["model"] or ()), *(given.pop("more_models") or ())]
+                flags["model"] = models[0] if models else None
             settings = Settings.read(names, flags, config=given.pop(CONFIG.key), defaults=own_defaults)
+            settings.models = models
             for line in misspelled(os.environ):
                 print(f"warning: {line}", file=sys.stderr)
             try:
@@ -161,6 +208,10 @@ def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspe
         words += f" Default: {default}."
     if option.name == "model" and model == "argument":
         info: Any = typer.Argument(help=words, metavar="MODEL")
+    elif option.name == "model" and model == "several":
+        info = typer.Argument(help=f"{words} NAME=MODEL names it. May be given several times.", metavar="MODEL")
+        annotation = Annotated[list[str] | None, info]
+        return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     else:
         flags = [option.flag, "-m"] if option.name == "model" else [option.flag]
         info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind))

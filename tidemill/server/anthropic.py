@@ -21,6 +21,7 @@ from tidemill.server.call import Call
 from tidemill.server.chats import ReasoningCounter, own_id, template_variables
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -28,10 +29,10 @@ from tidemill.wire import Delta
 _json = msgspec.json.Encoder().encode
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
-    async def prompt_of(body: Prompt, call: Call) -> list[int]:
+    async def prompt_of(service: Service, body: Prompt, call: Call) -> list[int]:
         conversation = body.conversation()
         template = service.tokenizer.chat_template
         variables, unknown = template_variables(template.source if template else None, body.effort, body.thinks)
@@ -41,11 +42,11 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
     async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         params = body.params()
         await service.check_grammar(params)
         caller: Caller = request.state.caller
-        prompt = await prompt_of(body, caller.call)
+        prompt = await prompt_of(service, body, caller.call)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
         message_id = own_id(caller.call, "msg")
         writer = MessageWriter(message_id, service.model_name, body, len(prompt), is_shortened=body.max_tokens > room)
@@ -57,8 +58,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
     async def count_tokens(request: Request, body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
-        service.check_model(body.model)
-        return {"input_tokens": len(await prompt_of(body, request.state.caller.call))}
+        return {"input_tokens": len(await prompt_of(models.of(body.model), body, request.state.caller.call))}
 
     return router
 

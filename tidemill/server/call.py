@@ -65,7 +65,7 @@ class Call:
         """Of the log line; empty ones are left out."""
         now = time.monotonic()
         fields: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "time": _now(),
             "id": self.request_id,
             "label": " ".join(self.labels),
             "status": self.status,
@@ -85,6 +85,10 @@ class Call:
         if self.num_output > 1 and self.decode_s:
             fields["tokens_per_second"] = round((self.num_output - 1) / self.decode_s, 1)
         return fields | {"total_ms": round(1000 * (now - self.begun_s), 1)}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def new_id(prefix: str) -> str:
@@ -115,6 +119,13 @@ class RequestLog:
         fields = call.fields()
         if self._num_unlogged:
             fields["refusals_not_logged"], self._num_unlogged = self._num_unlogged, 0
+        self._emit(fields)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """A line that is not about a call."""
+        self._emit({"time": _now(), "event": event} | fields)
+
+    def _emit(self, fields: dict[str, Any]) -> None:
         text = msgspec.json.encode(fields).decode() if self._is_json else _as_text(fields)
         try:
             self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))

@@ -25,6 +25,7 @@ from tidemill.server.errors import error_body
 from tidemill.server.explain import Story
 from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai import merge
 from tidemill.server.openai_types import MAX_CHOICES, ChatMessages
 from tidemill.server.service import Service
@@ -323,12 +324,12 @@ def settings(params: SamplingParams, body: CompletionOptions | None = None) -> d
 # ---- routes
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.post("/completion", openapi_extra=schema_of(Completion))
     async def completion(request: Request, body: Completion = Depends(body_of(Completion))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         prompts = [await _ids(service, prompt) for prompt in prompts_of(body.prompt)]
         if not prompts:
             raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
@@ -338,7 +339,7 @@ def make_router(service: Service) -> APIRouter:
 
     @router.post("/infill", openapi_extra=schema_of(Infill))
     async def infill(request: Request, body: Infill = Depends(body_of(Infill))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         files = [(file.filename, file.text) for file in body.input_extra or ()]
         how: Any = {"begun": body.prompt, "files": files, "max_tokens": service.max_context}
         work = partial(infill_prompt, service.tokenizer, body.input_prefix, body.input_suffix, **how)
@@ -351,26 +352,26 @@ def make_router(service: Service) -> APIRouter:
     async def embedding(request: Request, body: Embedding = Depends(body_of(Embedding))) -> Response:
         if (body.content is None) == (body.input is None):
             raise InvalidRequest("Give either content or input.", param="content")
-        service.check_model(body.model)
+        service = models.of(body.model)
         given = prompts_of(body.input if body.content is None else body.content)
-        made = await until_disconnect(request, _embedding(service, given, request.state.caller))
+        made = await until_disconnect(request, _embedding(models, service, given, request.state.caller))
         return Response(made, media_type="application/json")
 
     router.add_api_route("/embeddings", embedding, methods=["POST"], include_in_schema=False)
 
     @router.post("/apply-template", openapi_extra=schema_of(ChatMessages))
     async def apply_template(body: ChatMessages = Depends(body_of(ChatMessages))) -> dict[str, str]:
-        service.check_model(body.model)
+        service = models.of(body.model)
         return {"prompt": await service.render_chat(body.conversation(), **body.how())}
 
     @router.get("/props")
-    async def props() -> dict[str, Any]:
-        return _props(service)
+    async def props(model: str | None = None) -> dict[str, Any]:
+        return _props(models.of(model))
 
     @router.get("/slots")
-    async def slots(fail_on_no_slot: int = 0) -> list[dict[str, Any]]:
+    async def slots(fail_on_no_slot: int = 0, model: str | None = None) -> list[dict[str, Any]]:
         """Requests that are being computed, without their texts, then the free slots."""
-        made = _slots(service)
+        made = _slots(models.of(model))
         if fail_on_no_slot and all(slot["is_processing"] for slot in made):
             raise NoSlot("No slot is free.")
         return made
@@ -436,10 +437,11 @@ class _Vectors(msgspec.Struct):
     data: list[_Vector]
 
 
-async def _embedding(service: Service, given: list[Mixed], caller: Caller) -> bytes:
+async def _embedding(models: Models, service: Service, given: list[Mixed], caller: Caller) -> bytes:
     prompts = [await _ids(service, prompt) for prompt in given]
-    model, respond = service.whole_responses["/v1/embeddings"]
-    made = msgspec.json.decode(await respond(parse(model, dumps({"input": prompts}).encode()), caller), type=_Vectors)
+    model, respond = models.whole_responses["/v1/embeddings"]
+    asked = dumps({"model": service.model_name, "input": prompts}).encode()
+    made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
     return _json([{"index": one.index, "embedding": [one.embedding]} for one in made.data])
 
 

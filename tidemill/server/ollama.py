@@ -26,10 +26,11 @@ from tidemill.server import ggml
 from tidemill.server.body import body_of, parse
 from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models, ModelUnknown
 from tidemill.server.ollama_types import Asked, Chat, Embed, Embeddings, Generate, Pull, Show, conversation
 from tidemill.server.openai_types import ChatRequest
 from tidemill.server.openai_writers import ChatWriter
-from tidemill.server.service import ModelUnknown, Service
+from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
 from tidemill.wire import TokenLogprobs
@@ -210,19 +211,17 @@ class _Lines(EventStream):
         """Nothing: JSON lines have no comments."""
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter(include_in_schema=False)  # it is described by Ollama
 
     def served(model: str) -> Service:
         """Names are accepted with and without the tag that they have by default."""
         if not model:
-            raise InvalidRequest("model is required.", fix=f"Ask for {service.model_name!r}.", param="model")
-        for name in (model, model.removesuffix(_LATEST), model + _LATEST):
+            raise InvalidRequest("model is required.", fix=f"Ask for {models.default.model_name!r}.", param="model")
+        for name in (model.removesuffix(_LATEST), model + _LATEST):
             with suppress(ModelUnknown):
-                service.check_model(name)
-                return service
-        service.check_model(model)  # raises
-        return service
+                return models.of(name)
+        return models.of(model)
 
     @router.post("/api/chat")
     async def chat(request: Request, body: Chat = Depends(body_of(Chat, untyped=True))) -> Response:
@@ -244,14 +243,14 @@ def make_router(service: Service) -> APIRouter:
         begun_s, here = time.monotonic(), served(body.model)
         texts = [body.input] if isinstance(body.input, str) else body.input
         more = {} if body.dimensions is None else {"dimensions": body.dimensions}
-        work = _embeddings(here, [text for text in texts if text], body.truncate, more, request.state.caller)
+        work = _embeddings(models, here, [text for text in texts if text], body.truncate, more, request.state.caller)
         vectors, num_tokens = await until_disconnect(request, work)
         figures = {"total_duration": _ns(time.monotonic() - begun_s), "load_duration": 1, "prompt_eval_count": num_tokens}
         return _answer({"model": body.model, "embeddings": vectors, **figures})
 
     @router.post("/api/embeddings")
     async def embeddings(request: Request, body: Embeddings = Depends(body_of(Embeddings, untyped=True))) -> Response:
-        work = _embeddings(served(body.model), [body.prompt] if body.prompt else [], True, {}, request.state.caller)
+        work = _embeddings(models, served(body.model), [body.prompt] if body.prompt else [], True, {}, request.state.caller)
         vectors, _ = await until_disconnect(request, work)
         return _answer({"embedding": vectors[0] if vectors else []})
 
@@ -261,17 +260,11 @@ def make_router(service: Service) -> APIRouter:
 
     @router.api_route("/api/tags", methods=["GET", "HEAD"])
     async def tags() -> Response:
-        return _answer({"models": [_listed(service)]})
+        return _answer({"models": [_listed(service) for service in models]})
 
     @router.get("/api/ps")
     async def running() -> Response:
-        config = service.ready.config
-        more = {
-            "expires_at": _NEVER,
-            "size_vram": 0 if config.device == "cpu" else config.weight_bytes,
-            "context_length": config.max_context,
-        }
-        return _answer({"models": [_listed(service) | more]})
+        return _answer({"models": [_running(service) for service in models if service.state == "loaded"]})
 
     @router.post("/api/show")
     async def show(body: Show = Depends(body_of(Show, untyped=True))) -> Response:
@@ -395,16 +388,15 @@ class _Vectors(msgspec.Struct):
 
 
 async def _embeddings(
-    service: Service, texts: list[str], truncate: bool, more: dict[str, Any], caller: Caller
+    models: Models, service: Service, texts: list[str], truncate: bool, more: dict[str, Any], caller: Caller
 ) -> tuple[list[msgspec.Raw], int]:
     """The vectors as JSON, and how many tokens they are of."""
     if not texts:
         return [], 0
     prompts = [await _cut(service, text) if truncate else await service.encode(text) for text in texts]
-    model, respond = service.whole_responses["/v1/embeddings"]
-    made = msgspec.json.decode(
-        await respond(parse(model, json.dumps({"input": prompts, **more}).encode()), caller), type=_Vectors
-    )
+    model, respond = models.whole_responses["/v1/embeddings"]
+    asked = json.dumps({"model": service.model_name, "input": prompts, **more}).encode()
+    made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
     return [one.embedding for one in made.data], made.usage.prompt_tokens
 
 
@@ -432,6 +424,12 @@ def _listed(service: Service) -> dict[str, Any]:
         "digest": hashlib.sha256(name.encode() + msgspec.json.encode(model)).hexdigest(),  # of its description
         "details": _details(service),
     }
+
+
+def _running(service: Service) -> dict[str, Any]:
+    config = service.ready.config
+    size = 0 if config.device == "cpu" else config.weight_bytes
+    return _listed(service) | {"expires_at": _NEVER, "size_vram": size, "context_length": config.max_context}
 
 
 def _since(service: Service) -> str:

@@ -24,6 +24,7 @@ from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatMessages,
@@ -89,7 +90,7 @@ class _Clock:
 class _Job:
     """A completion or a chat completion: what to run, and the writer of its response."""
 
-    model: str
+    service: Service
     prompts: list[list[int]]
     params: SamplingParams
     asked: SamplingRequest
@@ -106,7 +107,7 @@ class _Job:
 
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         request_id = self.caller.call.request_id
-        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
+        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.service.model_name, "choices": choices}
         if usage or self.asked.wants_usage_always:
             body["usage"] = self.usage.body()
         if is_last and self.asked.timings:
@@ -120,48 +121,47 @@ class _Job:
         return _json(body)
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service) for service in models]}
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
-        service.check_model(model_id)
-        return _model_card(service)
+        return _model_card(models.of(model_id))
 
     @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_completion)
+        return await _respond(models, request, body, _prepare_completion)
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_chat)
+        return await _respond(models, request, body, _prepare_chat)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        made = await until_disconnect(request, _embeddings(service, body, request.state.caller))
+        made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
         return Response(made, media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
-        service.check_model(body.model)
+        service = models.of(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
         return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
 
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
         return _json_response(await _tokenized(service, body))
 
     @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
-        service.check_model(body.model)
+        service = models.of(body.model)
         text = await service.decode(body.tokens)
         return _json_response({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
 
@@ -169,23 +169,22 @@ def make_router(service: Service) -> APIRouter:
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
         """Where its time went, for each of its prompts and samples; of a label, for the latest requests with it."""
         caller = request.state.caller
-        tenant = None if caller.is_admin else caller.tenant
-        stories = [story for one in service.ids_of(request_id, tenant) for story in service.explainer.find(one, tenant)]
-        if not stories:
+        parts = models.explain(request_id, None if caller.is_admin else caller.tenant)
+        if not parts:
             raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
-        return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
+        return {"id": request_id, "object": "list", "data": parts}
 
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if not service.cancel(request_id, None if caller.is_admin else caller.tenant):
+        if not models.cancel(request_id, None if caller.is_admin else caller.tenant):
             raise RequestUnknown(f"There is no request {request_id[:100]!r} in progress.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
-    service.whole_responses |= {
-        "/v1/completions": (CompletionRequest, partial(_respond_whole, service, _prepare_completion)),
-        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, service, _prepare_chat)),
-        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),
+    models.whole_responses |= {
+        "/v1/completions": (CompletionRequest, partial(_respond_whole, models, _prepare_completion)),
+        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, _prepare_chat)),
+        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, models)),
     }
     return router
 
@@ -207,6 +206,8 @@ def _model_card(service: Service) -> dict[str, Any]:
         "owned_by": "tidemill",
         "max_model_len": service.max_context,
         "sampling_defaults": service.defaults.shown(),
+        "aliases": list(service.aliases),
+        "state": service.state,
     }
 
 
@@ -217,13 +218,13 @@ _Prepare = Callable[[Service, Any, Caller], Awaitable[_Job]]
 _Output = tuple[int, Delta, TextDelta]  # of the choice of that number
 
 
-async def _respond(service: Service, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
+async def _respond(models: Models, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
     caller: Caller = request.state.caller
     if not body.stream:
-        whole = await until_disconnect(request, _respond_whole(service, prepare, body, caller))
+        whole = await until_disconnect(request, _respond_whole(models, prepare, body, caller))
         return Response(whole, media_type="application/json")
-    job = await _prepare(service, prepare, body, caller)
-    outputs = _outputs(service, job)
+    job = await _prepare(models, prepare, body, caller)
+    outputs = _outputs(job)
     first = await until_disconnect(request, _until_accepted(job, outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
@@ -239,10 +240,10 @@ async def _until_accepted(job: _Job, outputs: AsyncGenerator[_Output, None]) -> 
     return got
 
 
-async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
-    job = await _prepare(service, prepare, body, caller)
+async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
+    job = await _prepare(models, prepare, body, caller)
     writer = job.writer
-    async with aclosing(_outputs(service, job)) as outputs:
+    async with aclosing(_outputs(job)) as outputs:
         async for number, delta, text in outputs:
             if text.num_tokens or text.finish_reason:
                 writer.take_ids(number, delta.token_ids[: text.num_tokens])
@@ -250,8 +251,8 @@ async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequ
     return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.prompt_ids())
 
 
-async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
-    service.check_model(body.model)
+async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
+    service = models.of(body.model)
     if body.request_id is not None and body.request_id not in caller.call.labels:
         caller.call.labels.append(body.request_id)
     job = await prepare(service, body, caller)
@@ -270,7 +271,7 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    return _Job(service, prompts, params, body, writer, caller)
 
 
 async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
@@ -293,7 +294,7 @@ async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> 
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
     prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
     writer = ChatWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    return _Job(service, prompts, params, body, writer, caller)
 
 
 async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
@@ -330,12 +331,12 @@ def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None
         caller.call.ignored.add("reasoning_effort")
 
 
-async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]:
+async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
     streams = [
-        service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
+        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(merge(streams)) as merged:
@@ -419,8 +420,8 @@ async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tupl
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
-    service.check_model(body.model)
+async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
+    service = models.of(body.model)
     prompts = await _prompts(service, body.input)
     prompts = _truncated(service, prompts, body.truncate_prompt_tokens)
     size = service.ready.model.hidden_size

@@ -23,6 +23,7 @@ from tidemill.server.call import Call
 from tidemill.server.chats import own_id, template_variables, with_one_system
 from tidemill.server.files import read_limit
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.server.responses_store import Store, page_of
 from tidemill.server.responses_types import (
@@ -64,8 +65,8 @@ class _Job:
 class Responses:
     """Those stored, and those being generated."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self.store = Store()
         # By tenant and id. Jobs are held by those who run them.
         self._running: WeakValueDictionary[tuple[str, str], _Job] = WeakValueDictionary()
@@ -74,8 +75,7 @@ class Responses:
     # ---- from a request to a job
 
     async def begin(self, body: ResponseRequest, caller: Caller) -> _Job:
-        service = self._service
-        service.check_model(body.model)
+        service = self._models.of(body.model)
         if body.background and (body.stream or body.store is False):
             raise InvalidRequest(
                 "A response in the background is stored and not streamed.",
@@ -85,7 +85,7 @@ class Responses:
         params = _bounded(body.params(), service.max_context)
         await service.check_grammar(params)
         before, new = self._items(body, caller.tenant)
-        prompt = await self._prompt(body, [*before, *new], caller.call)
+        prompt = await self._prompt(service, body, [*before, *new], caller.call)
         params = service.with_defaults(params, prompt)  # the response shows them
         response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
@@ -97,9 +97,9 @@ class Responses:
         return job
 
     async def count(self, body: ResponsePrompt, caller: Caller) -> int:
-        self._service.check_model(body.model)
+        service = self._models.of(body.model)
         before, new = self._items(body, caller.tenant)
-        return len(await self._prompt(body, [*before, *new], caller.call))
+        return len(await self._prompt(service, body, [*before, *new], caller.call))
 
     def _items(self, body: ResponsePrompt, tenant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Of the conversation so far, and of this request."""
@@ -118,13 +118,13 @@ class Responses:
         before, earlier = self.store.get(tenant, body.previous_response_id)
         return [*before, *earlier["output"]], new
 
-    async def _prompt(self, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
+    async def _prompt(self, service: Service, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
         messages = messages_of(items)
         if not messages:
             raise InvalidRequest("The parameter 'input' is required.", param="input")
         if body.instructions:
             messages.insert(0, {"role": "system", "content": body.instructions})
-        template = self._service.tokenizer.chat_template
+        template = service.tokenizer.chat_template
         effort = body.reasoning.effort if body.reasoning else None
         variables, unknown = template_variables(template.source if template else None, effort, None)
         call.ignored |= {"reasoning.effort"} if unknown else set()
@@ -132,20 +132,20 @@ class Responses:
         how = {"tools": tools or None, "variables": variables | (body.chat_template_kwargs or {})}
         messages = with_one_system(messages)
         if body.truncation != "auto":
-            return await self._service.encode_chat(messages, **how)
+            return await service.encode_chat(messages, **how)
         room = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
-        return await self._truncated(messages, how, room)
+        return await self._truncated(service, messages, how, room)
 
-    async def _truncated(self, messages: list[dict[str, Any]], how: dict[str, Any], room: int) -> list[int]:
+    async def _truncated(self, service: Service, messages: list[dict[str, Any]], how: dict[str, Any], room: int) -> list[int]:
         """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a message of the user."""
-        context = self._service.max_context
+        context = service.max_context
         room = min(room, context // 2)
         begin = int(messages[0]["role"] == "system")
         cuts = [begin, *(i for i, message in enumerate(messages) if message["role"] == "user" and i > begin)]
 
         async def tokens(cut: int) -> list[int] | None:
             try:
-                return await self._service.encode_chat([*messages[:begin], *messages[cut:]], **how)
+                return await service.encode_chat([*messages[:begin], *messages[cut:]], **how)
             except InvalidRequest as error:
                 if error.param != "prompt":
                     raise
@@ -161,7 +161,7 @@ class Responses:
             else:
                 low = middle + 1
             middle = (low + high) // 2
-        return kept if kept is not None else await self._service.encode_chat([*messages[:begin], *messages[cuts[-1] :]], **how)
+        return kept if kept is not None else await service.encode_chat([*messages[:begin], *messages[cuts[-1] :]], **how)
 
     # ---- from a job to a response
 
@@ -244,7 +244,7 @@ class Responses:
         if job is None:
             return self.store.get(tenant, response_id)[1]
         if job.task is None:
-            self._service.cancel(job.caller.call.request_id, tenant)
+            self._models.cancel(job.caller.call.request_id, tenant)
             return job.writer.body() | {"status": "cancelled"}
         job.task.cancel()
         await asyncio.wait([job.task])
@@ -277,9 +277,9 @@ def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
     return params
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
-    responses = Responses(service)
+    responses = Responses(models)
 
     @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
@@ -318,5 +318,5 @@ def make_router(service: Service) -> APIRouter:
         return Response(_json(await responses.cancel(request.state.caller.tenant, response_id)), media_type="application/json")
 
     router.include_router(conversations.make_router(responses.store))
-    service.whole_responses["/v1/responses"] = (ResponseRequest, responses.whole)
+    models.whole_responses["/v1/responses"] = (ResponseRequest, responses.whole)
     return router

@@ -1,19 +1,18 @@
-"""Service: what the routes of every API need: a tokenizer, an engine, and text from tokens."""
+"""Service: what the routes of every API need of a model: a tokenizer, an engine, and text from tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
-from tidemill.engine.client import EngineClient
+from tidemill.engine.client import PROBE, EngineClient
+from tidemill.engine.pool import Pooled
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
@@ -29,7 +28,6 @@ from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Ready, Submit
 
 T = TypeVar("T")
-WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
@@ -45,16 +43,22 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
-        defaults: SamplingDefaults = SamplingDefaults(),
+        aliases: tuple[str, ...] = (),
+        pooled: Pooled | None = None,
+        defaults_of: Callable[[int], SamplingDefaults] = lambda _: SamplingDefaults(),
         tracing: Tracing | None = None,
     ) -> None:
+        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters."""
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
         self.explainer = explainer
         self.live = live
-        self.defaults = defaults
+        live.model = model_name
+        self.aliases = aliases
+        self._pooled = pooled
+        self._defaults_of = defaults_of
         self.tracing = tracing
         self.created_s = int(time.time())
         self.is_draining = False
@@ -68,8 +72,6 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
-        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
-        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
         # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
         self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
@@ -80,6 +82,20 @@ class Service:
         if self.client.ready is None:
             raise EngineDead("The engine is not ready.")
         return self.client.ready
+
+    @property
+    def state(self) -> str:
+        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded, loading, unloading, or held: it
+        takes no new requests until it was unloaded for another."""
+        if self.client.working and (self._pooled is None or self._pooled.state == "loaded"):
+            return "loaded"
+        if self._pooled is not None and self._pooled.state != "loaded":
+            return self._pooled.state
+        return "restarting" if self.client.alive else "failed"
+
+    @cached_property
+    def defaults(self) -> SamplingDefaults:
+        return self._defaults_of(self.ready.model.num_parameters)
 
     @property
     def max_context(self) -> int:
@@ -153,10 +169,6 @@ class Service:
         """What was not given takes the model's defaults."""
         return self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
-
     async def prove(self, within_s: float) -> None:
         """Raises unless the engine has completed a step within this time, or completes one now."""
         if self.is_draining:
@@ -171,7 +183,7 @@ class Service:
 
     async def _prove(self, within_s: float) -> None:
         token = min(self.tokenizer.eos_token_ids, default=0)
-        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=-(2**31))
+        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=PROBE)
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return
@@ -277,10 +289,3 @@ def _record(call: Call, delta: Delta, text: TextDelta) -> None:
         if delta.timings is not None:
             call.queue_s = max(call.queue_s, delta.timings.queue_s)
             call.decode_s = max(call.decode_s, delta.timings.decode_s)
-
-
-class ModelUnknown(InvalidRequest):
-    """A model this server does not serve."""
-
-    status = 404
-    code = "model_not_found"

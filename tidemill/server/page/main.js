@@ -40,7 +40,7 @@ function showTab(name, focus = false) {
     $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
     if (chosen && focus) $(`tab-${tab}`).focus();
   }
-  history.replaceState(null, "", name === "chat" ? "/" : `#${name}`);
+  history.replaceState(null, "", name === "chat" ? location.pathname : `#${name}`);
   live.setVisible(name === "engine");
 }
 
@@ -189,6 +189,7 @@ async function loadModels() {
     $("model").replaceChildren(...data.map(({ id }) => h("option", { value: id }, id)));
     const kept = localStorage.getItem(MODEL);
     if (data.some(({ id }) => id === kept)) $("model").value = kept;
+    if (data.length > 1) live.retry();
   } catch (error) {
     if (error.status === 401) askForKey(error.message);
     else toast(error.message, "Try again", loadModels);
@@ -202,7 +203,10 @@ setUpSettings();
 setUpKey();
 chat.setUp({ changed: drawList, keyNeeded: askForKey });
 live.setUp({ keyNeeded: askForKey });
-$("model").addEventListener("change", () => localStorage.setItem(MODEL, $("model").value));
+$("model").addEventListener("change", () => {
+  localStorage.setItem(MODEL, $("model").value);
+  live.retry();
+});
 const view = TABS.find((tab) => location.hash === `#${tab}`) ?? "chat";
 openConversation(store.conversations()[0] ?? store.create());
 showTab(view);

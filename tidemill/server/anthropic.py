@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import CallStart, OutputParser, Piece, TextPiece, call_grammar
+from tidemill.frontend.parsers import CallStart, Piece, Reading, TextPiece, call_grammar
 from tidemill.sampling import SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.errors import error_body
@@ -121,6 +121,12 @@ class Prompt(Body):
         continues = self.messages[-1].role == "assistant" and isinstance(self.messages[-1].content, str)
         return {"tools": tools, "continue_final_message": continues}
 
+    @property
+    def continued(self) -> str:
+        """The text that the output continues."""
+        last = self.messages[-1]
+        return last.content if last.role == "assistant" and isinstance(last.content, str) else ""
+
 
 class MessagesRequest(Prompt):
     max_tokens: int
@@ -184,8 +190,9 @@ def make_router(service: Service) -> APIRouter:
         await service.check_grammar(params)
         prompt = await service.encode_chat(body.conversation(), **body.how())
         caller: Caller = request.state.caller
-        writer = MessageWriter(caller.call.request_id, service.model_name, body, len(prompt))
-        outputs = service.stream(caller, prompt, params)
+        reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call, body.continued)
+        writer = MessageWriter(caller.call.request_id, service.model_name, body, len(prompt), reading)
+        outputs = service.stream(caller, prompt, reading.gated(params), reading=reading)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
@@ -205,10 +212,10 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class MessageWriter:
     """Content blocks, whole and as events: a new block starts where the kind of content changes."""
 
-    def __init__(self, message_id: str, model: str, body: MessagesRequest, num_prompt: int) -> None:
+    def __init__(self, message_id: str, model: str, body: MessagesRequest, num_prompt: int, reading: Reading) -> None:
         self.message_id = message_id
         self._model = model
-        self._parser = OutputParser(body.looks_for_calls, body.must_call)
+        self._parser = reading.parser()
         self._one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False  # the last block
@@ -269,7 +276,8 @@ class MessageWriter:
         if self._one_call and piece.index > 0:
             return []
         if isinstance(piece, CallStart):
-            call_id = f"toolu_{piece.call_id.removeprefix('call_')}"
+            kept = not piece.call_id.startswith("call_")  # some templates take their own ids only
+            call_id = piece.call_id if kept else f"toolu_{piece.call_id.removeprefix('call_')}"
             return self._start_block({"type": "tool_use", "id": call_id, "name": piece.name, "input": {}})
         self._arguments += piece.text
         return [self._delta({"type": "input_json_delta", "partial_json": piece.text})]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_grammar
+from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
@@ -261,6 +261,16 @@ class ChatRequest(SamplingRequest, ChatMessages):
     def must_call(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
+    def functions(self) -> list[dict[str, Any]]:
+        """What the model may call."""
+        return [tool.function.model_dump(exclude_none=True) for tool in self.tools or []] if self.looks_for_calls else []
+
+    @property
+    def continued(self) -> str:
+        """The text that the output continues."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else ""
+
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs.", param="top_logprobs")
@@ -273,9 +283,8 @@ class ChatRequest(SamplingRequest, ChatMessages):
         return self.sampling(**more)
 
     def _call_grammar(self) -> Grammar:
-        tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        grammar = call_grammar(tools, name, several=name is None and self.parallel_tool_calls is not False)
+        grammar = call_grammar(self.functions(), name, several=name is None and self.parallel_tool_calls is not False)
         if self.response_format is not None or self.structured_outputs is not None:
             raise InvalidRequest(
                 "tool_choice forces a tool call, so that there can be no other structured output.",

@@ -16,8 +16,8 @@ import msgspec
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN
+from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.frontend.tools import CallStart, OutputParser, TextPiece
 from tidemill.sampling import SamplingParams
 from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
 from tidemill.wire import TokenLogprobs
@@ -306,12 +306,14 @@ class _Message:
 class ChatWriter(Writer):
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest, reading: Reading
+    ) -> None:
         super().__init__(tokenizer, prompts, params, body)
         self.num_prompt_copies = int(self._lists_prompts)
         self.writes_logprobs = bool(body.logprobs)
         one_call = body.parallel_tool_calls is False
-        self._readers = [_ChatReader(body.looks_for_calls, body.must_call, one_call) for _ in range(params.n)]
+        self._readers = [_ChatReader(reading.parser(), one_call) for _ in range(params.n)]
         self._kept = [_Message() for _ in range(params.n)]
 
     def first_chunk(self, number: int) -> dict[str, Any]:
@@ -363,8 +365,8 @@ def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
 class _ChatReader:
     """One sample's text as deltas of a message: content, reasoning, tool calls."""
 
-    def __init__(self, tools: bool, only_calls: bool, one_call: bool) -> None:
-        self._parser = OutputParser(tools, only_calls)
+    def __init__(self, parser: OutputParser, one_call: bool) -> None:
+        self._parser = parser
         self._one_call = one_call
         self._has_calls = False
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import CallArguments, CallStart, OutputParser, Piece, TextPiece, call_grammar
+from tidemill.frontend.parsers import CallArguments, CallStart, Piece, Reading, TextPiece, call_grammar
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import new_id
@@ -220,13 +220,15 @@ def make_router(service: Service) -> APIRouter:
             messages.insert(0, {"role": "system", "content": body.instructions})
         tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
         prompt = await service.encode_chat(messages, tools=tools)
-        writer = ResponseWriter(caller.call.request_id, service.model_name, body, params, len(prompt))
+        reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call)
+        params = reading.gated(params)
+        writer = ResponseWriter(caller.call.request_id, service.model_name, body, params, len(prompt), reading)
 
         def keep() -> None:
             if body.store is not False:
                 store.put(tenant, items, writer.body())
 
-        return writer, service.stream(caller, prompt, params), keep
+        return writer, service.stream(caller, prompt, params, reading=reading), keep
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
@@ -256,15 +258,23 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class ResponseWriter:
     """Output items, whole and as events."""
 
-    def __init__(self, response_id: str, model: str, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        asked: ResponseRequest,
+        params: SamplingParams,
+        num_prompt: int,
+        reading: Reading,
+    ) -> None:
         self.response_id = response_id
         self._asked, self._params, self._model = asked, params, model
         self._created_s = int(time.time())
-        self._parser = OutputParser(asked.looks_for_calls, asked.must_call)
+        self._parser = reading.parser()
         self._one_call = asked.parallel_tool_calls is False
         self._num_events = 0
         self.output: list[dict[str, Any]] = []
-        self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
+        self._num_prompt, self._num_output, self._num_cached, self._num_reasoning = num_prompt, 0, 0, 0
         self.status = "in_progress"
         self._why: str | None = None
         self._error: dict[str, str] | None = None
@@ -277,7 +287,7 @@ class ResponseWriter:
                 "input_tokens": self._num_prompt,
                 "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
                 "output_tokens": self._num_output,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
                 "total_tokens": self._num_prompt + self._num_output,
             }
         text_format = (
@@ -319,6 +329,7 @@ class ResponseWriter:
 
     def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
         self._num_output += text.num_tokens
+        self._num_reasoning += text.num_reasoning
         self._num_cached = delta.num_cached
         pieces = self._parser.push(text.text)
         if text.finish_reason:

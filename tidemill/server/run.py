@@ -60,6 +60,8 @@ async def serve(
     log: RequestLog | None = None,
     stall_seconds: float = STALL_S,
     start_seconds: float = START_S,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine cannot be kept running. `on_ready` gets the port, too: port 0 takes any free one.
@@ -106,7 +108,7 @@ async def serve(
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
         name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer, live)
+        service = Service(client, tokenizer, name, metrics, explainer, live, tool_parser, reasoning_parser)
         batches = Batches(service, data, access.caller_of, log)
         server = _http_server(create_app(service, access, data, batches, log))
         serving = asyncio.create_task(server.serve(sockets=[listening]))

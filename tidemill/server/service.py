@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -17,6 +17,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
@@ -29,6 +30,7 @@ from tidemill.wire import Delta, Ready, Submit
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
+_PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
@@ -41,6 +43,8 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -59,6 +63,8 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
+        template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
+        self._dialect = Dialect.of(template, tool_parser, reasoning_parser)
         # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
         self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
         # By tenant and the client's id: the call, and its requests in the engine.
@@ -98,6 +104,18 @@ class Service:
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
         work = partial(self.tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def reading(
+        self,
+        prompt_ids: list[int],
+        functions: Iterable[dict[str, Any]] = (),
+        must_call: bool = False,
+        continued: str = "",
+    ) -> Reading:
+        """How the output of a chat is read. `functions`: what the model may call; `continued`: the text that its output goes on
+        with, if it does."""
+        prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
+        return self._dialect.reading(prompt_end, functions, must_call, continued)
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
@@ -158,6 +176,7 @@ class Service:
         priority: int | None = None,
         salt: str = "",
         timeout_s: float | None = None,
+        reading: Reading | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces. Leaving early ends the request in the engine.
         `part`: which of the call's prompts this is."""
@@ -165,7 +184,7 @@ class Service:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
-        texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
+        texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.

@@ -212,8 +212,8 @@ def test_output_that_breaks_off(name, text, expected):
 def test_noise_never_breaks_it(name):
     draw = random.Random(1)
     bits = [*'{}":,[]\\ xf()=\'>', "name", "arguments", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]",
-            "[ARGS]", "<function=", "<parameter=", "</parameter>", "</function>", *DEEPSEEK.split("{}"), "<｜tool▁sep｜>", *HARMONY_MARKS,
-            "analysis", "to=functions.f", '"name": "f", "arguments"']  # fmt: skip
+            "[ARGS]", "<function=", "<parameter=", "</parameter>", "</function>", *DEEPSEEK.split("{}"), "<｜tool▁sep｜>",
+            *HARMONY_MARKS, "analysis", "to=functions.f", '"name": "f", "arguments"']  # fmt: skip
     for _ in range(300):
         text = "".join(draw.choice(bits) for _ in range(draw.randrange(25)))
         assert read(parser(name), [text]) == read(parser(name), list(text)), text
@@ -333,6 +333,7 @@ def test_ids_are_of_the_length_that_templates_want():
         ("think", False, ["<think>a", "b</", "think>so", "x"], 2),
         ("think", True, ["a", "</thi", "s", "</think>", "so"], 3),
         ("think", True, ["</think>"], 0),
+        ("think", True, ["a", "", "</think>"], 2),
         ("think", False, ["so", "<think>", "a"], 0),
         ("harmony", False, ["<|channel|>", "analysis", "<|message|>", "a", "b", "<|end|>", "<|start|>", "assistant"] * 2, 4),
     ],

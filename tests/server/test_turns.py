@@ -13,6 +13,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN, in_pieces, num_cells
+from tidemill.frontend.parsers import Dialect
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
@@ -219,7 +220,8 @@ async def test_many_tokens_are_decoded_and_more_are_refused(app, service):
 def writer(tokenizer, prompts, **body):
     kind, made = (CompletionWriter, CompletionRequest) if "messages" not in body else (ChatWriter, ChatRequest)
     asked = made(**({"prompt": "x"} if kind is CompletionWriter else {}) | body)
-    return kind(tokenizer, prompts, asked.params(), asked)
+    more = [Dialect.of("").reading("")] if kind is ChatWriter else []
+    return kind(tokenizer, prompts, asked.params(), asked, *more)
 
 
 @pytest.mark.parametrize(

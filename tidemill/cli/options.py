@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tidemill.config import DTYPES, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
+from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.sched.policies import POLICIES
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
@@ -188,6 +189,10 @@ OPTIONS = (
            help="Unload a model after so many seconds without a request; the next request loads it again."),
     Option("structured-backend", "text", SERVING, field="structured_backend", choices=("llguidance", "xgrammar"),
            help="Library for structured output: llguidance, or xgrammar (slower, and only for trusted clients)."),
+    Option("tool-parser", "text", SERVING, "How the model writes tool calls: as its chat template does (auto), none, or a name.",
+           "auto", choices=("auto", "none", *TOOL_PARSERS)),
+    Option("reasoning-parser", "text", SERVING, "How the model writes its reasoning: likewise.", "auto",
+           choices=("auto", "none", *REASONING_PARSERS)),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,

@@ -87,6 +87,8 @@ def serve(
                     drain_s=settings["drain-seconds"],
                     stall_seconds=settings["stall-seconds"],
                     start_seconds=settings["start-seconds"],
+                    tool_parser=settings["tool-parser"],
+                    reasoning_parser=settings["reasoning-parser"],
                     access=access,
                     data=data,
                     log=log,

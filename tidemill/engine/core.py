@@ -116,7 +116,8 @@ class EngineCore:
         if request.resumed is None:
             outputs = {index: [] for index in range(request.params.n)}
         grammar = request.params.grammar
-        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()))
+        how = request.params.reasoning
+        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()), how)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,

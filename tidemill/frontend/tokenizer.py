@@ -51,6 +51,7 @@ class Tokenizer:
         self._before_chat = self._before if bos_in_chat else []
         self.vocab_size = backend.get_vocab_size()
         self._token_bytes, self.special_ids = _byte_table(backend)
+        self._special_but: dict[frozenset[str], frozenset[int]] = {frozenset(): self.special_ids}  # a few: one a dialect
         self._longest_bytes = max(map(len, self._token_bytes.values()), default=1)
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
@@ -184,6 +185,23 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def prefix_tokens(self, text: bytes) -> list[int]:
+        """Tokens that the text begins with."""
+        return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, list[int]]:
+        made: dict[bytes, list[int]] = {}
+        for token, text in self._token_bytes.items():
+            made.setdefault(text, []).append(token)
+        return made
+
+    def special_but(self, texts: frozenset[str]) -> frozenset[int]:
+        """Special tokens, without those of these texts."""
+        if texts not in self._special_but:
+            self._special_but[texts] = frozenset(token for token in self.special_ids if self.token_text(token) not in texts)
+        return self._special_but[texts]
+
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         skipped = self.special_ids if skip_special else frozenset()
         text = b"".join([self.token_bytes(token) for token in token_ids if token not in skipped])
@@ -207,11 +225,12 @@ def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
 
 
 class StreamDecoder:
-    """Ids to text as they come: a character is given out when its last byte is there, never half of it."""
+    """Ids to text as they come: a character is given out when its last byte is there, never half of it. `shown`: texts of special
+    tokens that are not skipped."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: frozenset[str] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = tokenizer.special_but(shown) if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:

@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import CallStart, OutputParser, Piece, TextPiece
+from tidemill.frontend.parsers import CallStart, Piece, Reading, TextPiece
 from tidemill.server.anthropic_types import MessagesRequest, Prompt
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.call import Call
-from tidemill.server.chats import ReasoningCounter, own_id, template_variables
+from tidemill.server.chats import own_id, template_variables
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
@@ -49,8 +49,10 @@ def make_router(models: Models) -> APIRouter:
         prompt = await prompt_of(service, body, caller.call)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
         message_id = own_id(caller.call, "msg")
-        writer = MessageWriter(message_id, service.model_name, body, len(prompt), is_shortened=body.max_tokens > room)
-        outputs = service.stream(caller, prompt, msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)))
+        reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call, body.continued())
+        writer = MessageWriter(message_id, service.model_name, body, len(prompt), reading, body.max_tokens > room)
+        params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)))
+        outputs = service.stream(caller, prompt, params, reading=reading)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
@@ -69,15 +71,17 @@ Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 class MessageWriter:
     """Content blocks, whole and as events: a new block starts where the kind of content changes."""
 
-    def __init__(self, message_id: str, model: str, body: MessagesRequest, num_prompt: int, is_shortened: bool = False) -> None:
+    def __init__(
+        self, message_id: str, model: str, body: MessagesRequest, num_prompt: int, reading: Reading, is_shortened: bool = False
+    ) -> None:
         """`is_shortened`: the context has less room than max_tokens."""
         self.message_id = message_id
         self._model = model
-        self._parser = OutputParser(body.looks_for_calls, body.must_call)
+        self._parser = reading.parser()
         self._one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
         self._is_shortened = is_shortened
-        self._thinking = ReasoningCounter()
+        self._num_thinking = 0
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False  # the last block
         self._arguments = ""  # of the call in the open block
@@ -103,7 +107,7 @@ class MessageWriter:
             "cache_read_input_tokens": self._num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": self._num_output,
-            "output_tokens_details": {"thinking_tokens": self._thinking.num_tokens},
+            "output_tokens_details": {"thinking_tokens": self._num_thinking},
             "service_tier": "standard",
         }
 
@@ -114,7 +118,7 @@ class MessageWriter:
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()
-        self._thinking.take(pieces, text.num_tokens)
+        self._num_thinking += text.num_reasoning
         events = [event for piece in pieces for event in self._events(piece)]
         if text.finish_reason:
             events += self._end_block()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_grammar
+from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import Body
 from tidemill.server.chats import with_one_system
@@ -290,9 +290,16 @@ class Prompt(Body):
 
     def how(self, conversation: list[dict[str, Any]]) -> dict[str, Any]:
         tools = [{"type": "function", "function": one} for one in self.functions()] if self.looks_for_calls else None
-        last = conversation[-1]
-        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-        return {"tools": tools, "continue_final_message": continues}
+        return {"tools": tools, "continue_final_message": bool(_continued(conversation))}
+
+    def continued(self) -> str:
+        """The text that the output continues."""
+        return _continued(self.conversation())
+
+
+def _continued(conversation: list[dict[str, Any]]) -> str:
+    last = conversation[-1]
+    return last["content"] if last["role"] == "assistant" and "tool_calls" not in last else ""
 
 
 class MessagesRequest(Prompt):

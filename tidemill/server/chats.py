@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from tidemill.frontend.tools import CallStart, Piece, TextPiece
 from tidemill.server.call import Call
 
 _SWITCHES = ("enable_thinking", "thinking")  # what templates call it: Qwen, GLM; DeepSeek, Granite
@@ -49,25 +47,3 @@ def template_variables(source: str | None, effort: str | None, thinks: bool | No
 @lru_cache(maxsize=4)
 def _words(source: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", source))
-
-
-class ReasoningCounter:
-    """Counts the tokens of the reasoning. Tokens of markers, which give no text, belong to the text that they end or begin."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._is_reasoning: bool | None = None
-        self._num_undecided = 0
-
-    def take(self, pieces: Sequence[Piece], num_tokens: int) -> None:
-        num_chars = [0, 0]
-        for piece in pieces:
-            is_reasoning = isinstance(piece, TextPiece) and piece.is_reasoning
-            num_chars[is_reasoning] += 1 if isinstance(piece, CallStart) else len(piece.text)
-            self._is_reasoning = is_reasoning
-        if self._is_reasoning is None:
-            self._num_undecided += num_tokens
-            return
-        num_tokens, self._num_undecided = num_tokens + self._num_undecided, 0
-        part = num_chars[True] / total if (total := sum(num_chars)) else float(self._is_reasoning)
-        self.num_tokens += round(part * num_tokens)

@@ -21,6 +21,7 @@ from starlette.types import Send
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.parsers import Reading
 from tidemill.sampling import SamplingParams
 from tidemill.server import ggml
 from tidemill.server.body import body_of, parse
@@ -55,6 +56,7 @@ class _Job:
     prompt: list[int]
     params: SamplingParams
     writer: ChatWriter | None = None  # finds reasoning and tool calls; None: the output is plain text
+    reading: Reading | None = None
     keeps_context: bool = False
     begun_s: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)
@@ -66,7 +68,7 @@ class _Job:
 
     async def pieces(self, caller: Caller) -> AsyncGenerator[dict[str, Any], None]:
         """New parts of the message: content, thinking, tool_calls and logprobs. They may be empty."""
-        async with aclosing(self.service.stream(caller, self.prompt, self.params)) as outputs:
+        async with aclosing(self.service.stream(caller, self.prompt, self.params, reading=self.reading)) as outputs:
             async for delta, text in outputs:
                 self.progress.take(delta, text)
                 if self.keeps_context:
@@ -179,9 +181,10 @@ async def _job_of(
         values["chat_template_kwargs"] = variables
     asked = parse(ChatRequest, json.dumps(values).encode())
     prompt = await service.encode_chat(asked.conversation(), **asked.how())
-    writer = ChatWriter(service.tokenizer, [prompt], asked.params(), asked)
+    reading = service.reading(prompt, asked.called(), asked.must_call, asked.continued)
+    writer = ChatWriter(service.tokenizer, [prompt], reading.gated(asked.params()), asked, reading)
     params = writer.bounded(service.max_context, body.stream, service.defaults.limit)
-    return _Job(service, body.model, prompt, params, writer, begun_s=begun_s)
+    return _Job(service, body.model, prompt, params, writer, reading, begun_s=begun_s)
 
 
 def _thinking(service: Service, body: Asked) -> dict[str, Any]:

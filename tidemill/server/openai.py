@@ -20,6 +20,7 @@ from starlette.responses import Response
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.parsers import Reading
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
@@ -50,6 +51,7 @@ class _Usage:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    num_reasoning: int = 0
 
     def body(self) -> dict[str, Any]:
         return {
@@ -57,6 +59,7 @@ class _Usage:
             "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
         }
 
 
@@ -96,6 +99,7 @@ class _Job:
     asked: SamplingRequest
     writer: Writer
     caller: Caller
+    reading: Reading | None = None  # of a chat
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
@@ -293,8 +297,10 @@ async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> 
     _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
     prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
-    writer = ChatWriter(service.tokenizer, prompts, params, body)
-    return _Job(service, prompts, params, body, writer, caller)
+    reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
+    params = reading.gated(params)
+    writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
+    return _Job(service, prompts, params, body, writer, caller, reading)
 
 
 async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
@@ -336,12 +342,13 @@ async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
     streams = [
-        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
+        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout, job.reading)
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
+            job.usage.num_reasoning += text.num_reasoning
             if text.num_tokens:
                 job.clock.first_s = job.clock.first_s or time.monotonic()
             job.clock.engine = delta.timings or job.clock.engine

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_grammar
+from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -526,6 +526,12 @@ class ChatRequest(SamplingRequest, ChatMessages):
     @property
     def custom_names(self) -> frozenset[str]:
         return frozenset(tool.custom.name for tool in self.tools or [] if tool.custom is not None)
+
+    @property
+    def continued(self) -> str:
+        """The text that the output continues."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else ""
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:

@@ -17,8 +17,8 @@ import msgspec
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN
+from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.frontend.tools import CallStart, OutputParser, TextPiece
 from tidemill.sampling import SamplingParams
 from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
 from tidemill.wire import TokenLogprobs
@@ -347,15 +347,15 @@ def _whole_call(call: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
 class ChatWriter(Writer):
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest, reading: Reading
+    ) -> None:
         super().__init__(tokenizer, prompts, params, body)
         self.num_prompt_copies = int(self._lists_prompts)
         self.writes_logprobs = bool(body.logprobs)
         one_call = body.parallel_tool_calls is False or body.functions is not None
         as_function = body.functions is not None
-        self._readers = [
-            _ChatReader(body.looks_for_calls, body.must_call, one_call, as_function, body.custom_names) for _ in range(params.n)
-        ]
+        self._readers = [_ChatReader(reading.parser(), one_call, as_function, body.custom_names) for _ in range(params.n)]
         self._kept = [_Message() for _ in range(params.n)]
 
     def first_chunk(self, number: int) -> dict[str, Any]:
@@ -413,10 +413,10 @@ class _ChatReader:
     """One sample's text as deltas of a message: content, reasoning, tool calls."""
 
     def __init__(
-        self, tools: bool, only_calls: bool, one_call: bool, as_function: bool = False, custom: frozenset[str] = frozenset()
+        self, parser: OutputParser, one_call: bool, as_function: bool = False, custom: frozenset[str] = frozenset()
     ) -> None:
         """`as_function`: calls are written as before there were tools. `custom`: names of custom tools."""
-        self._parser = OutputParser(tools, only_calls)
+        self._parser = parser
         self._one_call, self._as_function, self._custom_names = one_call, as_function, custom
         self._has_calls = False
         self._custom: tuple[CallStart, list[str]] | None = None  # a call of a custom tool, and its arguments so far

@@ -90,8 +90,11 @@ class Responses:
         response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
             caller = replace(caller, call=Call(response_id, path=caller.call.path, tenant=caller.tenant))
-        writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt))
-        job = _Job(body, caller, before, [stored_item(item) for item in new], writer, service.stream(caller, prompt, params))
+        reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
+        params = reading.gated(params)
+        writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
+        outputs = service.stream(caller, prompt, params, reading=reading)
+        job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
             self._running[job.key] = job
         return job

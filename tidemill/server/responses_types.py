@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_grammar
+from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.body import Body
 from tidemill.server.openai_types import MAX_MESSAGES

@@ -11,10 +11,9 @@ import msgspec
 
 from tidemill.errors import TidemillError
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.parsers import CallArguments, CallStart, Piece, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.frontend.tools import CallArguments, CallStart, OutputParser, Piece, TextPiece
 from tidemill.sampling import SamplingParams
-from tidemill.server.chats import ReasoningCounter
 from tidemill.server.responses_types import ResponseRequest, make_id
 from tidemill.wire import Delta, TokenLogprobs
 
@@ -26,13 +25,20 @@ class ResponseWriter:
     """Output items: a new one starts where the kind of output changes."""
 
     def __init__(
-        self, response_id: str, model: str, tokenizer: Tokenizer, asked: ResponseRequest, params: SamplingParams, num_prompt: int
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        asked: ResponseRequest,
+        params: SamplingParams,
+        num_prompt: int,
+        reading: Reading,
     ) -> None:
         self.response_id = response_id
         self._model, self._tokenizer, self._asked, self._params = model, tokenizer, asked, params
         self._created_s, self._completed_s = int(time.time()), 0
         callees = asked.callees()
-        self._parser = OutputParser(bool(callees), asked.must_call)
+        self._parser = reading.parser()
         self._callees = {one.seen_name: one for one in callees}
         self._one_call = asked.parallel_tool_calls is False
         self._num_events = 0
@@ -40,7 +46,7 @@ class ResponseWriter:
         self._arguments = ""  # of the custom tool's call in the open item
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text is held back
         self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
-        self._reasoning = ReasoningCounter()
+        self._num_reasoning = 0
         self.status = "queued" if asked.background else "in_progress"
         self._why: str | None = None
         self._error: dict[str, str] | None = None
@@ -89,7 +95,7 @@ class ResponseWriter:
             "input_tokens": self._num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_output,
-            "output_tokens_details": {"reasoning_tokens": self._reasoning.num_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": self._num_prompt + self._num_output,
         }
 
@@ -105,7 +111,7 @@ class ResponseWriter:
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()
-        self._reasoning.take(pieces, text.num_tokens)
+        self._num_reasoning += text.num_reasoning
         if self._asked.wants_logprobs:
             self._logprobs += [msgspec.Raw(_json(self._entry(one))) for one in (delta.logprobs or [])[: text.num_tokens]]
         events = [event for piece in pieces for event in self._events(piece)]

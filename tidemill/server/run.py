@@ -74,8 +74,9 @@ class Sharing:
 class _Engine:
     """A model's engine, and the readers of its events."""
 
-    def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None) -> None:
-        self.served, self._tracing = served, tracing
+    def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None, parsers: tuple[str, str]) -> None:
+        """`parsers`: of tool calls and of reasoning."""
+        self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
         self.metrics, self.explainer = Metrics(), Explainer()
         self.client = EngineClient(self.take, stall_s, lambda pages: self.live.take_pages(pages), start_s)
@@ -111,7 +112,7 @@ class _Engine:
 
         return Service(
             self.client, tokenizer, served.name, self.metrics, self.explainer, self.live, served.aliases, self.pooled,
-            defaults_of, self._tracing,
+            defaults_of, self._tracing, *self._parsers,
         )  # fmt: skip
 
 
@@ -128,6 +129,8 @@ async def serve(
     start_seconds: float = START_S,
     tracing: Tracing | None = None,
     sharing: Sharing = Sharing(),
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
@@ -138,7 +141,7 @@ async def serve(
     Served.check_names(served)
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    engines = [_Engine(one, stall_seconds, start_seconds, tracing) for one in served]
+    engines = [_Engine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import cached_property, partial
@@ -16,6 +16,7 @@ from tidemill.engine.pool import Pooled
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.parsers import Dialect, Reading
 from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
@@ -31,6 +32,7 @@ T = TypeVar("T")
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
+_PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
@@ -47,6 +49,8 @@ class Service:
         pooled: Pooled | None = None,
         defaults_of: Callable[[int], SamplingDefaults] = lambda _: SamplingDefaults(),
         tracing: Tracing | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters."""
         self.client = client
@@ -72,6 +76,8 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
+        template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
+        self._dialect = Dialect.of(template, tool_parser, reasoning_parser)
         # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
         self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
@@ -142,6 +148,18 @@ class Service:
             raise InvalidRequest("The request's chat template cannot be compiled.", param="chat_template") from None
         finally:
             renderer.close()
+
+    def reading(
+        self,
+        prompt_ids: list[int],
+        functions: Iterable[dict[str, Any]] = (),
+        must_call: bool = False,
+        continued: str = "",
+    ) -> Reading:
+        """How the output of a chat is read. `functions`: what the model may call; `continued`: the text that its output goes on
+        with, if it does."""
+        prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
+        return self._dialect.reading(prompt_end, functions, must_call, continued)
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
@@ -224,6 +242,7 @@ class Service:
         priority: int | None = None,
         salt: str = "",
         timeout_s: float | None = None,
+        reading: Reading | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces. The first is empty if the request is accepted before
         there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this is."""
@@ -232,7 +251,7 @@ class Service:
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
         params = self.with_defaults(params, prompt_ids)
-        texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
+        texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.

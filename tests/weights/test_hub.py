@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote, urlsplit
 
@@ -144,7 +145,7 @@ def test_a_gguf_repository_gives_four_bits_unless_another_is_asked_for(hub, file
     path = located("org/tiny-GGUF", tmp_path, endpoint)
     assert path.endswith("tiny-Q4_K_M.gguf")
     assert asked == ["tiny-Q4_K_M.gguf"]
-    assert open(path, "rb").read() == files["org/tiny-GGUF/tiny-Q4_K_M.gguf"]
+    assert Path(path).read_bytes() == files["org/tiny-GGUF/tiny-Q4_K_M.gguf"]
     assert located("hf.co/org/tiny-GGUF:q8_0", tmp_path, endpoint).endswith("tiny-Q8_0.gguf")
     assert asked == ["tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf"]
     refused = located("org/tiny-GGUF:Q2_K", tmp_path, endpoint)

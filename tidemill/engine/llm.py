@@ -72,7 +72,7 @@ class LLM:
     def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
         path = locate(model, fetch=True)
         settings: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT} | options
-        self.tokenizer = Tokenizer.load(path)
+        self.tokenizer = Tokenizer.load(path, options.get("chat_template"))
         with _loading_bar(progress) as (bar, task):
             self.core = EngineCore.load(
                 EngineOptions(**settings),

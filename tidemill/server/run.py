@@ -100,7 +100,7 @@ async def serve(
     try:
         starting = asyncio.create_task(client.start(options, on_loading))
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, path, options.chat_template)
             ready = await starting
         finally:
             starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted

@@ -14,7 +14,8 @@ _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|FP
 _NOT_A_MODEL = ("mmproj", "imatrix")  # image encoders and statistics, beside models
 # Without a choice, the first of these that is there: four bits first, as Ollama and llama.cpp choose.
 _PREFERRED = (
-    "Q4_K_M", "Q4_K_S", "Q4_K_L", "Q4_K_XL", "UD-Q4_K_XL", "Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q5_0", "Q6_K", "Q8_0",
+    "Q4_K_M", "Q4_K_S", "Q4_K_L", "Q4_K_XL", "UD-Q4_K_XL", "Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL",
+    "Q5_K_M", "Q5_K_S", "Q5_0", "Q6_K", "Q8_0",
     "Q3_K_M", "BF16", "F16",
 )  # fmt: skip
 _MAX_LISTED = 30

@@ -39,7 +39,7 @@ def _parity_signs() -> np.ndarray:
 
 @cache
 def _eights(type_name: str) -> np.ndarray:
-    """uint64 [entries * signs]: eight codes of a grid entry with their signs. The entry is the low part of the index in IQ2_XS."""
+    """uint64 [entries * signs]: eight codes of a grid entry with their signs. In IQ2_XS, the entry is the low part."""
     grid = _grid(type_name)
     signs = _signs(np.arange(256), 8) if type_name == "IQ2_S" else _parity_signs()
     order = (signs[:, None] * grid[None]) if type_name == "IQ2_XS" else (grid[:, None] * signs[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ def parse_id(model: str) -> tuple[str, str] | None:
 
 
 def from_hub(repo: str, quantization: str, complete: Any) -> Path:
-    """A folder of safetensors (`complete` says whether all is there) or a GGUF file. What is asked for and cached needs no network."""
+    """A folder of safetensors (`complete` says whether all is there) or a GGUF file. What is in the cache needs no network."""
     try:
         import huggingface_hub
     except ImportError:
@@ -54,11 +55,19 @@ def from_hub(repo: str, quantization: str, complete: Any) -> Path:
         chosen = choose(names, quantization, repo)
         if not chosen.is_complete:
             raise ModelNotFound(f"{repo} has {len(chosen.files)} of the {chosen.num_parts} parts of {chosen.stem}.")
-        return [Path(huggingface_hub.hf_hub_download(repo, name)) for name in chosen.files][0]
+        paths = [Path(huggingface_hub.hf_hub_download(repo, name)) for name in chosen.files]
+        return paths[0]
     except ModelNotFound:
         raise
     except Exception as error:
         _refuse(repo, error)
+
+
+def cached_models() -> list[str]:
+    """Repositories in the local cache that hold models."""
+    root = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub").expanduser()
+    found = root.glob("models--*--*/snapshots") if root.is_dir() else []
+    return sorted(path.parent.name.removeprefix("models--").replace("--", "/", 1) for path in found)
 
 
 def _cached_folder(hub: Any, repo: str) -> Path | None:

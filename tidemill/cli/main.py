@@ -46,6 +46,7 @@ ollama.add_hints(app)
 
 
 def main() -> None:
+    completion.answer_shell()
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:

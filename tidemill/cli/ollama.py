@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from tidemill.cli.foreign import Command
 from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.weights.choose import parts
@@ -36,13 +36,13 @@ def pull(
 
 def add_hints(app: typer.Typer) -> None:
     for name, words in HINTS.items():
-        app.command(name, hidden=True, cls=Command, context_settings=_ANYTHING)(_hint(name, words))
+        app.command(name, hidden=True, context_settings=_ANYTHING)(_hint(name, words))
 
 
 _ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-def _hint(name: str, words: str):  # type: ignore[no-untyped-def]
+def _hint(name: str, words: str) -> Callable[[], None]:
     def hint() -> None:
         raise ConfigError(f"There is no command {name}.", fix=words)
 

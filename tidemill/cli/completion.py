@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from typer.completion import completion_init, get_completion_script  # type: ignore[attr-defined]
 
-
 _VARIABLE = "_TIDEMILL_COMPLETE"  # set by the script when it asks for completions
 
 

@@ -98,6 +98,11 @@ class ModelConfig:
                 total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
         return int(total)
 
+    def unpacked_types(self, dtype: str) -> list[str]:
+        """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
+        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
+        return sorted(other) if dtype == "quantized" else []
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
         return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
@@ -131,6 +136,7 @@ class EngineOptions:
     structured_backend: str = "llguidance"
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
+    chat_template: str | None = None  # a file or the template itself, instead of the model's own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def serve(
     settings: Settings,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print each option's value and source, and exit.")] = False,
 ) -> None:
-    """Serve one or more models over the OpenAI API."""
+    """Serve one or more models: OpenAI, Anthropic, Ollama and llama.cpp APIs, and a page to chat."""
     if show_config:
         print_settings(settings)
         return
@@ -213,6 +213,8 @@ def budget_table(name: str, ready: Ready) -> Table:
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
+    if kinds := model.unpacked_types(config.dtype):
+        table.add_row("note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file")
     for note in (*model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
         table.add_row("note", "", note)
     return table

@@ -15,9 +15,12 @@ from typing import Annotated, Any
 
 import typer
 
+from tidemill.cli.foreign import option_for
 from tidemill.cli.options import ALIASES, BY_NAME, CONFIG, OPTIONS, Option
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
+from tidemill.weights.hub import cached_models
+from tidemill.weights.locate import PACKAGED
 
 EPILOG = "Options can also be set by environment variables (TIDEMILL_MAX_CONTEXT) and in a TOML file (--config); flags win."
 _MODELS = "models"  # the tables of the config file
@@ -65,6 +68,10 @@ class Settings:
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
+
+    def source(self, name: str) -> str:
+        """The flag, variable or file that a value came from; empty for a default."""
+        return self._sources[name]
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -137,8 +144,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     for name, value in table.items():
         key = name.replace("-", "_")
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {known[nearest]}?", param=name)
+            nearest = option_for(key) or known[difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]]
+            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {nearest}?", param=name)
         if key in found:
             raise ConfigError(f"{path} sets {known[key]} twice, with hyphens and with underscores.", fix="Keep one of them.")
         found[key] = value
@@ -176,6 +183,8 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
             info = typer.Option("--model", "-m", help="The same as MODEL.", metavar="TEXT")
             kind = Annotated[list[str] | None, info]
             made.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        is_first = model == "argument" and made[0].name == "model"  # before arguments of the command's own
+        parameters = [made[0], *own, *made[1:]] if is_first else own + made
 
         def run(**given: Any) -> None:
             flags = {option.name: given.pop(option.key) for option in options}
@@ -193,8 +202,8 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
                 raise settings.explained(error) from error.__cause__
 
         run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
-        run.__signature__ = inspect.Signature(own + made)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + made}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
@@ -207,16 +216,31 @@ def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspe
     if default:
         words += f" Default: {default}."
     if option.name == "model" and model == "argument":
-        info: Any = typer.Argument(help=words, metavar="MODEL")
+        info: Any = typer.Argument(help=words, metavar="MODEL", autocompletion=_known_models)
     elif option.name == "model" and model == "several":
-        info = typer.Argument(help=f"{words} NAME=MODEL names it. May be given several times.", metavar="MODEL")
+        info = typer.Argument(
+            help=f"{words} NAME=MODEL names it. May be given several times.", metavar="MODEL", autocompletion=_known_models
+        )
         annotation = Annotated[list[str] | None, info]
         return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     else:
         flags = [option.flag, "-m"] if option.name == "model" else [option.flag]
-        info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind))
+        complete = _known_models if option.name == "model" else _completion(option.choices) if option.choices else None
+        info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind), autocompletion=complete)
     kind: Any = bool | None if option.kind == "switch" else list[str] | None if option.is_list else str | None
     return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def _known_models(incomplete: str) -> list[str]:
+    """For shell completion: names that need no path. Of paths the shell knows more."""
+    return [name for name in (*PACKAGED, *cached_models()) if name.startswith(incomplete)]
 
 
 def raise_on_interrupt() -> None:

@@ -116,7 +116,7 @@ class LLM:
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
         engine_options = EngineOptions(**defaults | settings)
-        self.tokenizer = Tokenizer.load(path)
+        self.tokenizer = Tokenizer.load(path, engine_options.chat_template)
         with _loading_bar(progress) as (bar, task):
             self.core = EngineCore.load(
                 engine_options,

@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
@@ -65,11 +65,13 @@ class Tokenizer:
                 self._no_chat = str(error)
 
     @staticmethod
-    def load(path: Path) -> Tokenizer:
-        """From a checkpoint: a GGUF file or a Hugging Face folder."""
+    def load(path: Path, chat_template: str | None = None) -> Tokenizer:
+        """From a checkpoint: a GGUF file or a Hugging Face folder. `chat_template`: a file or the text of another one."""
         with _typed_errors(f"The tokenizer of {path}"):
             made = _from_folder(path) if path.is_dir() else _from_gguf(path)
         made.path = path
+        if chat_template:
+            made.chat_template = ChatTemplate(_read_template(chat_template), made.control_texts())
         return made
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
@@ -294,6 +296,17 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the library raises bare Exception, and PanicException, which is not an Exception
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _read_template(given: str) -> str:
+    """Of a user: a template has braces, a path has none."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "Give a file with a Jinja template, or the template itself."
+        raise ConfigError(f"chat_template {given!r} cannot be read: {error}.", fix=fix, param="chat_template") from error
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -76,17 +76,18 @@ class Access:
         request_templates: bool = False,
     ) -> Access:
         """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally ` priority=N`."""
-        given = list(keys)
+        given = [(key, "api_key", "") for key in keys]
         if key_file is not None:
             try:
-                given += [line.strip() for line in Path(key_file).read_text().splitlines() if line.strip() and line[0] != "#"]
+                lines = list(enumerate(Path(key_file).expanduser().read_text().splitlines(), 1))
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"The key file cannot be read: {error}.") from error
+                raise ConfigError(f"The key file cannot be read: {error}.", param="api_key_file") from error
+            given += [(line, "api_key_file", f"{key_file}, line {at}: ") for at, line in lines if line.strip() and line[0] != "#"]
         return Access(
             keys=_parse_keys(given),
-            admin_keys=_parse_keys(admin_keys),
+            admin_keys=_parse_keys((key, "admin_key", "") for key in admin_keys),
             hosts=frozenset(host.lower() for host in hosts),
-            origins=frozenset(origin.rstrip("/").lower() for origin in origins),
+            origins=frozenset(map(_origin_given, origins)),
             request_templates=request_templates,
         )
 
@@ -152,11 +153,23 @@ def tenant_name(digest: bytes) -> str:
     return digest.hex()[:16]
 
 
-def _parse_keys(given: Iterable[str]) -> dict[bytes, int]:
+def _origin_given(origin: str) -> str:
+    url = urlsplit(origin)
+    if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.fragment:
+        fix = "It must be a scheme and a host, and a port if there is one, like https://app.example.org."
+        raise ConfigError(f"An allowed origin is {origin!r}.", fix=fix, param="allowed_origin")
+    return origin.rstrip("/").lower()
+
+
+def _parse_keys(given: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
+    """Of each: the text, the option it came from, and words that say where in it."""
     keys: dict[bytes, int] = {}
-    for text in given:
+    for text, param, where in given:
         key, _, settings = text.strip().partition(" ")
-        digest, priority = _digest_given(key), _priority_given(settings.strip())
+        try:
+            digest, priority = _digest_given(key), _priority_given(settings.strip())
+        except ConfigError as error:
+            raise ConfigError(where + error.message, fix=error.fix, param=param) from None
         if keys.setdefault(digest, priority) != priority:
             raise ConfigError(f"A key is given twice, with priority {keys[digest]} and {priority}.", fix="Give it once.")
     return keys

@@ -104,7 +104,7 @@ class _Engine:
         self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began)])
 
     async def service(self) -> Service:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, self.served.engine.chat_template)
         served, options = self.served, self.served.engine
 
         def defaults_of(num_parameters: int) -> SamplingDefaults:

@@ -21,9 +21,10 @@ export class Trouble extends Error {
   }
 }
 
-export async function call(path, { method = "GET", body, signal } = {}) {
+/** `path` is relative to the page, which may be served under a prefix. `anonymous`: without the key. */
+export async function call(path, { method = "GET", body, signal, anonymous = false } = {}) {
   const headers = {};
-  if (key()) headers.Authorization = `Bearer ${key()}`;
+  if (key() && !anonymous) headers.Authorization = `Bearer ${key()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let reply;
   try {

@@ -50,7 +50,7 @@ function connect() {
 async function watch(signal) {
   while (!signal.aborted) {
     try {
-      const reply = await call("/v1/engine/live", { signal });
+      const reply = await call("v1/engine/live", { signal });
       say("");
       steps = [];
       history = [];

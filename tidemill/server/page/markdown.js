@@ -94,7 +94,7 @@ function withoutMarks(title) {
   const text = title.trimEnd();
   let end = text.length;
   while (text[end - 1] === "#") end--;
-  return end === 0 || text[end - 1] === " " ? text.slice(0, end) : text;
+  return end === 0 || text[end - 1] === " " ? text.slice(0, end).trimEnd() : text;
 }
 
 function fenceOf(line) {

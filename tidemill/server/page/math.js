@@ -78,13 +78,10 @@ class Malformed extends Error {}
 /** A formula as an element. Null: this is not one, or not one that can be shown. */
 export function formula(source, isDisplay) {
   if (source.length > MAX_LEN || !source.trim()) return null;
+  const isTall = source.includes("\\\\") && !source.includes("\\begin"); // several lines without an environment
   try {
-    const parser = new Parser(source);
-    const row = parser.row([]);
-    if (!parser.atEnd()) return null;
-    const math = m("math", isDisplay ? { display: "block" } : {}, row);
-    math.setAttribute("alttext", source.trim());
-    return math;
+    const row = new Parser(isTall ? `\\begin{aligned}${source}\\end{aligned}` : source).row([]);
+    return m("math", { alttext: source.trim(), ...(isDisplay ? { display: "block" } : {}) }, row);
   } catch (error) {
     if (error instanceof Malformed) return null;
     throw error;
@@ -358,15 +355,17 @@ const COMMANDS = {
   not: (parser) => m("mrow", { class: "not" }, parser.argument()),
 };
 
+const nameIn = (parser) => parser.rawGroup().replace(/\\[,;: ]/g, " ").replace(/[\\{}]/g, "");
+
 /** Commands that read their argument as it was written. */
 const RAW = Object.assign(Object.create(null), {
   text: (parser, name) => {
     const font = { textbf: "bold", texttt: "mono", textsf: "sans" }[name];
     const words = parser.rawGroup().replace(/\\([ {}$%&#_])/g, "$1").replace(/\$/g, "");
-    return m("mtext", { class: name === "textit" ? "slanted" : "" }, [...words.replace(/ /g, "\u00a0")].map((char) => inFont(char, font)).join(""));
+    return m("mtext", name === "textit" ? { class: "slanted" } : {}, [...words.replace(/ /g, "\u00a0")].map((char) => inFont(char, font)).join(""));
   },
-  operatorname: (parser) => named(parser.rawGroup().replace(/\\[,;: ]/g, " ").replace(/[\\{}]/g, "")),
-  "operatorname*": (parser) => limit(m("mo", { movablelimits: "true" }, parser.rawGroup().replace(/[\\{}]/g, ""))),
+  operatorname: (parser) => named(nameIn(parser)),
+  "operatorname*": (parser) => limit(m("mo", { movablelimits: "true" }, nameIn(parser))),
   begin: (parser) => parser.environment(parser.rawGroup().trim()),
   tag: (parser) => m("mtext", {}, `\u2003(${parser.rawGroup()})`),
   label: (parser) => (parser.rawGroup(), null),

@@ -622,7 +622,7 @@ def test_settings_show_the_defaults_that_apply(browser):
     assert {name: browser.find(f"#setting-{name}").get_attribute("placeholder") for name in expected} == expected
     assert "defaults of this model" in browser.text("#defaults-say")
     browser.type("#setting-temperature", "0.9")
-    assert browser.text(".field:has(#setting-temperature) .usual") == "default 0.2"
+    assert browser.text(".field:has(#setting-temperature) .usual").strip() == "Default: 0.2."
     hints = browser.js("return [...document.querySelectorAll('#fields small')].map((one) => one.textContent.length)")
     assert len(hints) == 11
     assert min(hints) > 20

@@ -53,7 +53,7 @@ function fieldView(field, settings, changed) {
   const input = long
     ? h("textarea", { ...shared, rows: field.kind === "text" ? 3 : 2 })
     : h("input", { ...shared, type: "number", inputMode: "decimal", step: "any", min, max });
-  const usual = h("span", { class: "usual" }, `default ${defaultOf(field)}`);
+  const usual = h("b", { class: "usual" }, ` Default: ${defaultOf(field)}.`);
   function oninput() {
     const value = input.value.trim() === "" ? undefined : long ? input.value : Number(input.value);
     if (value === undefined) delete settings[field.name];
@@ -62,8 +62,8 @@ function fieldView(field, settings, changed) {
     changed();
   }
   usual.hidden = long || settings[field.name] === undefined;
-  const hint = h("small", { id: `${id}-hint` }, field.hint);
-  return h("div", { class: long ? "field long" : "field" }, h("label", { htmlFor: id }, field.label), usual, input, hint);
+  const hint = h("small", { id: `${id}-hint` }, field.hint, usual);
+  return h("div", { class: long ? "field long" : "field" }, h("label", { htmlFor: id }, field.label), input, hint);
 }
 
 /** The part of a request that settings make. */

@@ -27,6 +27,7 @@ from tests.server.browser import Browser
 
 DONE = "!document.querySelector('#send').hidden && document.querySelector('article.assistant:last-child footer .again')"
 NUM_CLIENTS = 12
+NUM_STEPS = 100  # that the live view shows
 SETTINGS = {"temperature": 0.2, "repetition_penalty": 1.1, "max_tokens": 160, "seed": 7}
 QUESTION = "Why does the sea have tides?"
 
@@ -152,6 +153,7 @@ class Studio:
 
     def live(self) -> None:
         self.fresh()
+        self.browser.size(1200, 1060)
         self.browser.click("#tab-engine")
         stopped = threading.Event()
         clients = [threading.Thread(target=keep_asking, args=(self.url, i, stopped)) for i in range(NUM_CLIENTS)]
@@ -160,7 +162,10 @@ class Studio:
         try:
             self.browser.until("document.querySelectorAll('#requests .phase.decode').length >= 6")
             self.browser.until("/[1-9]\\d* shared pages/.test(document.querySelector('#map-legend').textContent)")
-            self.browser.until("parseInt(/\\d+/.exec(document.querySelector('#steps-says').textContent)?.[0] ?? 0) > 120")
+            step = "parseInt(/\\d+/.exec(document.querySelector('#steps-says').textContent)[0])"
+            first = self.browser.js(f"return {step}")
+            self.browser.until(f"{step} > {first + NUM_STEPS}", within_s=400)
+            self.browser.until("document.querySelectorAll('#requests .phase.decode').length >= 6")
             self.save("live")
         finally:
             stopped.set()

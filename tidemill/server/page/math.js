@@ -198,7 +198,8 @@ class Parser {
     if (token === "~") return m("mspace", { width: "0.25em" });
     if (token === "-") return m("mo", {}, "−");
     if (token === "*") return m("mo", {}, "∗");
-    const isBracket = "()[]|/".includes(token);
+    if (token === "|") return bar(token);
+    const isBracket = "()[]/".includes(token);
     return m("mo", isBracket ? { stretchy: "false" } : {}, token);
   }
 
@@ -220,7 +221,8 @@ class Parser {
     if (Object.hasOwn(FONTS, name)) return this.inFont(FONTS[name]);
     if (Object.hasOwn(SPACES, name)) return m("mspace", { width: SPACES[name] });
     if (IGNORED.has(name)) return null;
-    if (/^[{}|$%&#_]$/.test(name)) return m("mo", { stretchy: "false" }, name === "|" ? "‖" : name);
+    if (name === "|") return bar("‖");
+    if (/^[{}$%&#_]$/.test(name)) return m("mo", { stretchy: "false" }, name);
     return m("mtext", { class: "unknown" }, `\\${name}`);
   }
 
@@ -316,6 +318,7 @@ function limit(element) {
   return element;
 }
 
+const bar = (sign) => m("mo", { stretchy: "false", lspace: "0", rspace: "0" }, sign);
 const named = (name) => m("mrow", {}, m("mi", { mathvariant: "normal" }, name), m("mspace", { width: "0.12em" }));
 
 function between(open, inner, close) {

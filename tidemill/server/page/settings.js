@@ -51,7 +51,7 @@ function fieldView(field, settings, changed) {
   const shared = { id, value: settings[field.name] ?? "", placeholder: defaultOf(field), "aria-describedby": `${id}-hint`, oninput };
   const { min, max } = field;
   const input = long
-    ? h("textarea", { ...shared, rows: field.kind === "text" ? 3 : 2 })
+    ? h("textarea", { ...shared, rows: 2 })
     : h("input", { ...shared, type: "number", inputMode: "decimal", step: "any", min, max });
   const usual = h("b", { class: "usual" }, ` Default: ${defaultOf(field)}.`);
   function oninput() {

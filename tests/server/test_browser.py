@@ -248,7 +248,7 @@ def test_hostile_words_of_a_model_stay_words(browser):
         " ",
     ]
     for part in [*endless, "a|b\n-|-\n", "```c++\n'", "```py\nr'", "```html\n<a ", "```yaml\n- "]:
-        shown(browser, part * 15_000)
+        render(browser, part * 15_000)
 
 
 def test_mistakes_and_refusals_in_plain_words(browser):
@@ -390,7 +390,7 @@ def test_keyboard_theme_and_names(browser):
 # ---- Markdown, formulas, code
 
 
-def shown(browser, *texts):
+def render(browser, *texts):
     """Each text as the page renders it."""
     code = """const [given] = arguments; return import("/page/markdown.js").then(({ show }) => given.map((text) => {
         const box = document.createElement("div"); show(box, text); return box.innerHTML; }))"""
@@ -435,7 +435,7 @@ MARKDOWN = {
 
 
 def test_markdown(browser):
-    rendered = shown(browser, *(text for text, _ in MARKDOWN.values()))
+    rendered = render(browser, *(text for text, _ in MARKDOWN.values()))
     for (name, (_, expected)), made in zip(MARKDOWN.items(), rendered, strict=True):
         assert expected in made, name
 
@@ -461,13 +461,13 @@ FORMULAS = {
 
 
 def test_formulas_and_money(browser):
-    for text, made in zip(MONEY, shown(browser, *MONEY), strict=True):
+    for text, made in zip(MONEY, render(browser, *MONEY), strict=True):
         assert "<math" not in made, text
-    for (text, expected), made in zip(FORMULAS.items(), shown(browser, *FORMULAS), strict=True):
+    for (text, expected), made in zip(FORMULAS.items(), render(browser, *FORMULAS), strict=True):
         assert "<math" in made, text
         assert expected in made, text
     broken = [r"$\frac{1}$", r"$x^$", r"$\left( x$", r"$\begin{nothing}x\end{nothing}$", "$" + "{" * 50 + "x" + "}" * 50 + "$"]
-    for text, made in zip(broken, shown(browser, *broken), strict=True):
+    for text, made in zip(broken, render(browser, *broken), strict=True):
         assert made == f'<p><code class="source">{text}</code></p>'
 
 

@@ -10,7 +10,10 @@ from tidemill.server.body import Body
 from tidemill.server.openai_types import NEUTRAL
 
 BEGIN, END = "<!-- Made by `python -m tidemill.server.fields_doc`. -->", "<!-- End of the table. -->"
-_APIS = {"openai_types": "OpenAI", "responses": "Responses", "anthropic": "Anthropic"}  # others by the name of their file
+_APIS = {
+    "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic", "ollama_types": "Ollama",
+    "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp",
+}  # fmt: skip
 
 
 def table() -> str:

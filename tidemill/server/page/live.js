@@ -51,7 +51,7 @@ async function watch(signal) {
   while (!signal.aborted) {
     try {
       const several = $("model").options.length > 1;
-      const reply = await call(`/v1/engine/live${several ? `?model=${encodeURIComponent($("model").value)}` : ""}`, { signal });
+      const reply = await call(`v1/engine/live${several ? `?model=${encodeURIComponent($("model").value)}` : ""}`, { signal });
       say("");
       steps = [];
       history = [];

@@ -22,10 +22,10 @@ def read(command: str, *args: str) -> list[str]:
         ("--no-enable-prefix-caching", "--no-prefix-caching"),
         (
             "-m model.gguf -c 2048 -np 4 -t 2 --host 0.0.0.0",
-            "model.gguf --max-context 2048 --max-requests 4 --threads 2 --host 0.0.0.0",
+            "-m model.gguf --max-context 2048 --max-requests 4 --threads 2 --host 0.0.0.0",
         ),
-        ("-hf org/name:Q8_0 --alias x --api-key k", "org/name:Q8_0 --served-name x --api-key k"),
-        ("--model smollm2 -c 0 -np -1", "smollm2"),
+        ("-hf org/name:Q8_0 --alias x --api-key k", "--model org/name:Q8_0 --served-name x --api-key k"),
+        ("--model smollm2 -c 0 -np -1", "--model smollm2"),
         ("--chat-template-file t.jinja", "--chat-template t.jinja"),
         ("-ngl 0", "--device cpu"),
         ("--api-key -c smollm2", "--api-key -c smollm2"),

@@ -291,7 +291,7 @@ SCRIPT = [
 async def scripted():
     """What a reasoning model's tokens look like."""
     for token in SCRIPT:
-        yield Delta("r", 0, [1], num_cached=3), TextDelta(token, 1, None)
+        yield Delta("r", 0, [1], num_cached=3), TextDelta(token, 1, None, num_reasoning=int(token in ("The tide", " turns.")))
     yield Delta("r", 0, [1], "stop", num_cached=3), TextDelta("", 1, "stop")
 
 
@@ -300,7 +300,7 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
     async def app(scope, receive, send):
         body = MessagesRequest(**json.loads(await Request(scope, receive).body()))
         outputs = scripted()
-        writer = MessageWriter("msg_1", "tiny", body, 5)
+        writer = MessageWriter("msg_1", "tiny", body, 5, Dialect.of("<think> <tool_call>").reading("", body.functions(), False))
         await EventStream(_stream(writer, await anext(outputs), outputs), outputs, is_framed=True)(scope, receive, send)
 
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
@@ -319,5 +319,5 @@ async def test_thinking_and_several_calls_streamed_to_the_client(display):
     assert [call.input for call in calls] == [{"port": "Hull"}, {"port": "Brest"}]
     assert len({call.id for call in calls}) == 2
     assert reply.stop_reason == "tool_use"
-    assert reply.usage.output_tokens_details.thinking_tokens == 5  # with what opens and ends it
+    assert reply.usage.output_tokens_details.thinking_tokens == 2
     assert (reply.usage.input_tokens, reply.usage.cache_read_input_tokens) == (2, 3)

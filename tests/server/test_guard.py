@@ -224,9 +224,11 @@ def test_tenants_are_kept_apart_without_an_admin_key(tiny_folder):
                 assert "--admin-key" in refused.json()["error"]["message"]
         headers = [{"Authorization": f"Bearer {key}", "X-Request-Id": "same"} for key in keys]
         body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True}
+        bodies = [body | {"n": 64}, body]  # the first is still running when it is cancelled
         with ThreadPoolExecutor() as threads:
             asked = [
-                threads.submit(httpx.post, f"{running.url}/v1/completions", json=body, headers=one, timeout=60) for one in headers
+                threads.submit(httpx.post, f"{running.url}/v1/completions", json=given, headers=one, timeout=None)
+                for given, one in zip(bodies, headers, strict=True)
             ]
             while httpx.delete(f"{running.url}/v1/requests/same", headers=headers[0]).status_code != 200:
                 assert not asked[0].done()

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from tests.server.conftest import behind_our_protocol
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.parsers import Dialect
 from tidemill.sampling import SamplingParams
 from tidemill.server import responses_store
 from tidemill.server.responses_store import Store, Unknown
@@ -367,14 +368,17 @@ async def test_reasoning_and_calls_streamed_to_the_client():
 
     async def app(scope, receive, send):
         body = ResponseRequest(**json.loads(await Request(scope, receive).body()))
-        writer = ResponseWriter("resp_1", "tiny", None, body, SamplingParams(), 5)
+        reading = Dialect.of("<think> <tool_call>").reading("", [one.function() for one in body.callees()], False)
+        params = SamplingParams(temperature=1.0, top_p=1.0)
+        writer = ResponseWriter("resp_1", "tiny", None, body, params, 5, reading)
 
         async def events():
             for kind in ("response.created", "response.in_progress"):
                 yield named_event(writer.event(kind, response=writer.body()))
             for i, token in enumerate(SCRIPT):
                 ending = "stop" if i == len(SCRIPT) - 1 else None
-                for event in writer.take(Delta("r", 0, [1], ending), TextDelta(token, 1, ending)):
+                text = TextDelta(token, 1, ending, num_reasoning=int(token in ("The tide", " turns.")))
+                for event in writer.take(Delta("r", 0, [1], ending), text):
                     yield named_event(event)
             yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
 
@@ -402,7 +406,7 @@ async def test_reasoning_and_calls_streamed_to_the_client():
     assert thought.id.startswith("rs_")
     assert said.content[0].text == final.output_text == "At noon."
     assert (json.loads(call.arguments), note.input) == ({"port": "Hull"}, "a\nb")
-    assert final.usage.output_tokens_details.reasoning_tokens == 4
+    assert final.usage.output_tokens_details.reasoning_tokens == 2
 
 
 def has(store, tenant, name):

@@ -281,7 +281,7 @@ def test_a_delta_in_pieces_adds_up(top):
 @in_the_loop
 async def test_several_prompts_are_merged_without_a_backlog():
     """What a slow reader has not taken stays where it is made."""
-    from tidemill.server.openai import _merge
+    from tidemill.server.openai import merge
 
     num_made = [0, 0, 0]
 
@@ -290,7 +290,7 @@ async def test_several_prompts_are_merged_without_a_backlog():
             num_made[number] += 1
             yield i
 
-    async with aclosing(_merge([stream(i) for i in range(3)])) as merged:
+    async with aclosing(merge([stream(i) for i in range(3)])) as merged:
         seen = [0, 0, 0]
         async for number, item in merged:
             assert item == seen[number]

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from tidemill.config import EngineConfig, EngineOptions, ModelConfig
+from tidemill.errors import ContextTooLong, InvalidRequest
 from tidemill.events import Event
 from tidemill.machine import Machine
 from tidemill.sampling import SamplingParams
@@ -71,6 +72,28 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     tenant: str = ""  # tenants share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
+
+    def check(self, vocab_size: int, context: int) -> None:
+        """Raises what is wrong with it for a model of this size."""
+        num, max_tokens = len(self.prompt_ids), self.params.max_tokens
+        if not num:
+            raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
+        if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= vocab_size:
+            wrong = next(token for token in self.prompt_ids if not 0 <= token < vocab_size)
+            raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
+        if num >= context:
+            raise ContextTooLong(
+                f"The prompt has {num} tokens; the context holds {context}, one of them for the output.",
+                fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
+                param="prompt",
+            )
+        if max_tokens is not None and num + max_tokens > context:
+            raise ContextTooLong(
+                f"{num} prompt tokens and max_tokens {max_tokens} make {num + max_tokens}; the context holds {context}.",
+                fix=f"Lower max_tokens to {context - num} or leave it out.",
+                param="max_tokens",
+            )
+        self.params.check_vocabulary(vocab_size)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -249,6 +249,10 @@ def test_spellings_of_parameters(client):
 
     assert text(repeat_penalty=1.7, max_tokens=20) == text(repetition_penalty=1.7, max_tokens=20) != text(max_tokens=20)
     assert text(n_predict=20) == text(max_tokens=20)
+    messages = [{"role": "user", "content": "x"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError, match="differ"):
+            client.chat.completions.create(model="tiny", messages=messages, extra_body={"n_predict": 4, name: 5})
 
 
 def test_allowed_tokens_and_bad_words(client):

@@ -80,6 +80,11 @@ def test_they_are_shown(with_defaults, server, folder):
     assert card["sampling_defaults"] == shown
     neutral = httpx.get(f"{server.url}/v1/models/tiny").json()["sampling_defaults"]
     assert neutral == shown | {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 1024}
+    llamacpp = {"temperature": 5.0, "top_k": 1, "repeat_penalty": 1.3}
+    props = httpx.get(f"{with_defaults.url}/props").json()["default_generation_settings"]["params"]
+    assert {name: props[name] for name in llamacpp} == llamacpp
+    made = post(with_defaults, "/completion", prompt="hi", top_p=0.5)["generation_settings"]
+    assert {name: made[name] for name in ("top_p", *llamacpp)} == llamacpp | {"top_p": 0.5}
     inside = CliRunner().invoke(app, ["models", str(folder)]).output
     assert "temperature 5, top_k 1, repetition_penalty" in " ".join(inside.replace("│", " ").split())
 

@@ -16,6 +16,7 @@ from tests.server.test_lifecycle import LONG_S, until
 from tidemill import LLM
 from tidemill.sampling import SamplingParams
 
+MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 ONE_AT_A_TIME = ("--kv-memory", "4M", "--memory-budget", "8M")  # each needs about 6 MiB
 
 
@@ -133,6 +134,15 @@ def test_a_request_that_waits_for_its_model_can_be_cancelled_and_is_answered_whi
         next(lines)
         late = httpx.post(f"{server.url}/v1/completions", json=body_of("flow", 1, timeout=0.1), timeout=LONG_S)
         assert late.status_code == 408
+        for wrong in ({"prompt": [9999]}, {"prompt": [5] * 512}, {"max_tokens": 9999}):  # no model is swapped for it
+            for stream in (False, True):
+                asked = body_of("flow", 1, stream=stream) | wrong
+                assert httpx.post(f"{server.url}/v1/completions", json=asked, timeout=LONG_S).status_code == 400
+        for path, more in (("completions", {"prompt": "x"}), ("chat/completions", MESSAGES), ("responses", {"input": "x"}),
+                           ("messages", MESSAGES | {"max_tokens": 9})):  # fmt: skip
+            asked = {"model": "flow", "stream": True} | more
+            with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked, timeout=LONG_S) as early:
+                assert early.status_code == 200  # though there is no model yet
         headers = {"x-request-id": "waiting"}
         waiting = threads.submit(
             httpx.post, f"{server.url}/v1/completions", json=body_of("flow", 1), headers=headers, timeout=LONG_S

@@ -328,10 +328,10 @@ def test_a_body_without_a_type_is_read_unless_a_page_sends_it(roomy):
     body = json.dumps({"model": "tiny", "prompt": "x", "stream": False, "options": {"num_predict": 1}})
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert httpx.post(f"{roomy.url}/api/generate", content=body, headers=form, timeout=60).status_code == 200
-    page = form | {"origin": roomy.url}
-    refused = httpx.post(f"{roomy.url}/api/generate", content=body, headers=page, timeout=60)
-    assert refused.status_code == 415
-    assert "application/json" in refused.json()["error"]
+    for page in ({"origin": roomy.url}, {"sec-fetch-site": "cross-site"}):
+        refused = httpx.post(f"{roomy.url}/api/generate", content=body, headers=form | page, timeout=60)
+        assert refused.status_code == 415
+        assert "application/json" in refused.json()["error"]
 
 
 def test_refusals_of_the_guard_have_the_same_shape(tiny_folder):

@@ -217,8 +217,41 @@ def test_a_response_in_the_background_is_cancelled_or_deleted(client, roomy):
     client.responses.delete(other.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(other.id)
+    headers = {"x-request-id": "by-label"}
+    labelled = client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True, extra_headers=headers)
+    wait_for(client, labelled.id, "in_progress")
+    assert httpx.delete(f"{roomy.url}/v1/requests/by-label").json()["cancelled"]
+    wait_for(client, labelled.id, "cancelled")
     while roomy.gauge("requests_running"):
         time.sleep(0.02)
+
+
+def test_a_response_that_was_refused_is_not_stored(client, roomy):
+    for stream in (False, True):
+        refused = httpx.post(f"{roomy.url}/v1/responses", json=ASK | {"max_output_tokens": 10**6, "stream": stream})
+        assert refused.status_code == 400
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(refused.headers["x-request-id"])
+
+
+def test_what_is_continued_does_not_grow_without_end(client):
+    made = client.conversations.create()
+    padded = [{"role": "user", "content": "x", "pad": "y" * 7 * 2**20}]
+    for _ in range(3):
+        client.conversations.items.create(made.id, items=padded)
+    too_large = (
+        lambda: client.conversations.items.create(made.id, items=[{"role": "user", "content": "x"}]),
+        lambda: client.responses.create(**ASK, conversation=made.id),
+    )
+    for refused in too_large:
+        with pytest.raises(openai.BadRequestError, match="more than 16777216 bytes"):
+            refused()
+    assert client.conversations.delete(made.id).deleted
+    before = None
+    for _ in range(3):
+        before = client.responses.create(**ASK | {"input": padded}, previous_response_id=before).id
+    with pytest.raises(openai.BadRequestError, match="more than 16777216 bytes"):
+        client.responses.create(**ASK, previous_response_id=before)
 
 
 def test_a_background_response_that_fails(client):

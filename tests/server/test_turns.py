@@ -245,20 +245,23 @@ def writer(tokenizer, prompts, **body):
 def test_the_logprobs_of_a_response_are_bounded(service, num_prompts, body, param):
     made = writer(service.tokenizer, [PROMPT] * num_prompts, **body)
     if param is None:
-        made.bounded(4096, bool(body.get("stream")))
+        made.bounded(4096, bool(body.get("stream")), None)
         return
     with pytest.raises(InvalidRequest, match=f"{MAX_LOGPROB_CELLS:,} fit one response") as caught:
-        made.bounded(4096, bool(body.get("stream")))
+        made.bounded(4096, bool(body.get("stream")), None)
     assert caught.value.param == param
     assert caught.value.fix
 
 
 def test_without_max_tokens_the_output_ends_where_its_logprobs_no_longer_fit(service):
     body = CHAT | {"logprobs": True}
-    assert writer(service.tokenizer, [PROMPT], **body).bounded(4096, False).max_tokens is None
-    bounded = writer(service.tokenizer, [PROMPT], **body).bounded(131072, False)
+    assert writer(service.tokenizer, [PROMPT], **body).bounded(4096, False, None).max_tokens is None
+    bounded = writer(service.tokenizer, [PROMPT], **body).bounded(131072, False, None)
     assert 21 * bounded.max_tokens <= MAX_LOGPROB_CELLS < 21 * (bounded.max_tokens + 1)
-    assert writer(service.tokenizer, [PROMPT], **body | {"stream": True}).bounded(131072, True).max_tokens is None
+    assert writer(service.tokenizer, [PROMPT], **body | {"stream": True}).bounded(131072, True, None).max_tokens is None
+    assert writer(service.tokenizer, [PROMPT], **body).bounded(131072, False, 1024).max_tokens is None  # the default is less
+    with pytest.raises(InvalidRequest, match="min_tokens"):  # and does not count if more is asked for
+        writer(service.tokenizer, [PROMPT], **body, min_tokens=50_000).bounded(131072, False, 1024)
 
 
 @pytest.mark.parametrize("top", [None, 0, 20, 3000])
@@ -278,7 +281,7 @@ def test_a_delta_in_pieces_adds_up(top):
 @in_the_loop
 async def test_several_prompts_are_merged_without_a_backlog():
     """What a slow reader has not taken stays where it is made."""
-    from tidemill.server.openai import _merge
+    from tidemill.server.openai import merge
 
     num_made = [0, 0, 0]
 
@@ -287,7 +290,7 @@ async def test_several_prompts_are_merged_without_a_backlog():
             num_made[number] += 1
             yield i
 
-    async with aclosing(_merge([stream(i) for i in range(3)])) as merged:
+    async with aclosing(merge([stream(i) for i in range(3)])) as merged:
         seen = [0, 0, 0]
         async for number, item in merged:
             assert item == seen[number]
@@ -296,3 +299,14 @@ async def test_several_prompts_are_merged_without_a_backlog():
                 await asyncio.sleep(0)
             assert sum(num_made) - sum(seen) <= 2 * len(seen)
     assert seen == [1000] * 3
+
+
+@in_the_loop
+async def test_many_texts_of_a_request_are_tokenized_in_turns(app):
+    texts = ["x" * 1000] * 200
+    too_many = {"/v1/completions": {"prompt": texts, "n": 9}, "/v1/embeddings": {"input": texts, "dimensions": 10**6}}
+    for path, body in too_many.items():  # refused here, after tokenization
+        async with Ticker() as ticker:
+            status, _ = await call(app, path, body)
+        assert status == 400
+        assert ticker.turns > len(texts)

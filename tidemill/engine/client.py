@@ -280,9 +280,10 @@ class EngineClient:
         self._send(ShowPages())
 
     def _queue(self, pending: _Pending) -> None:
-        """No engine takes it yet, so the queue's bound is checked and it is reported here."""
+        """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
         request, background = pending.request, pending.request.priority >= BACKGROUND
+        request.check(self.ready.model.vocab_size, self.ready.config.max_context)
         waiting = [
             one.request
             for one in self._pending.values()
@@ -292,6 +293,8 @@ class EngineClient:
         num_own = sum(one.params.n for one in waiting if one.tenant == request.tenant)
         check_room(self.ready.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
         pending.is_known = True
+        if pending.tells_accepted:
+            pending.inbox.put(Delta(request.request_id, 0, []))
         now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
         for index in range(request.params.n):
             name = request.request_id if index == 0 else f"{request.request_id}:{index}"

@@ -14,7 +14,7 @@ from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, TidemillError
+from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.kernels import machine
@@ -110,8 +110,7 @@ class EngineCore:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
             self._check_queue(request)
-        self._check_prompt(request.prompt_ids, request.params.max_tokens)
-        request.params.check_vocabulary(self.model_config.vocab_size)
+        request.check(self.model_config.vocab_size, self.config.max_context)
         outputs = {sample.index: sample.output_ids for sample in request.resumed or ()}
         if request.resumed is None:
             outputs = {index: [] for index in range(request.params.n)}
@@ -139,27 +138,6 @@ class EngineCore:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND
         num_waiting, num_own = waiting.num_waiting(in_background), waiting.num_waiting(in_background, request.tenant)
         check_room(self.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
-
-    def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
-        vocab_size, context = self.model_config.vocab_size, self.config.max_context
-        if not prompt_ids:
-            raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            wrong = next(token for token in prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
-        if len(prompt_ids) >= context:
-            raise ContextTooLong(
-                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the output.",
-                fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
-                param="prompt",
-            )
-        if max_tokens is not None and len(prompt_ids) + max_tokens > context:
-            raise ContextTooLong(
-                f"{len(prompt_ids)} prompt tokens and max_tokens {max_tokens} make {len(prompt_ids) + max_tokens}; "
-                f"the context holds {context}.",
-                fix=f"Lower max_tokens to {context - len(prompt_ids)} or leave it out.",
-                param="max_tokens",
-            )
 
     def abort(self, message: Abort) -> None:
         """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""

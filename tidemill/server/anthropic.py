@@ -164,7 +164,7 @@ class MessageWriter:
         self._is_open = False
         block, events = self._blocks[-1], []
         if block["type"] == "tool_use":
-            with suppress(ValueError):  # cut off by max_tokens
+            with suppress(ValueError, RecursionError):  # cut off by max_tokens
                 block["input"] = json.loads(self._arguments or "{}")
         elif block["type"] == "thinking":  # clients send it back; it is not checked
             block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()
@@ -187,7 +187,7 @@ async def _whole(writer: MessageWriter, outputs: Outputs) -> bytes:
 
 async def _stream(writer: MessageWriter, first: tuple[Delta, TextDelta], rest: Outputs) -> AsyncGenerator[bytes, None]:
     try:
-        events = writer.take(*first)  # which says how much of the prompt was cached
+        events = writer.take(*first)  # a token says how much of the prompt was cached; of a request that waits it is not known
         yield named_event({"type": "message_start", "message": writer.start()})
         yield named_event({"type": "ping"})
         for event in events:

@@ -28,6 +28,7 @@ MAX_UPLOAD_BYTES = 200 * 2**20  # of a file, with what wraps it
 MAX_PARTS = 2**16  # objects, lists and members
 MAX_ITEMS = 2**20
 _MAX_MISTAKES = 1000  # that are looked at one by one
+_BY_PAGES = frozenset({"origin", "sec-fetch-site"})  # headers that browsers send for web pages
 _NEXT_PART_WITHIN_S = 20.0
 _ALL_WITHIN_S = 120.0
 UPLOAD_WITHIN_S = 3600.0
@@ -67,7 +68,7 @@ def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaita
 
     async def read(request: Request) -> M:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json" and (not untyped or "origin" in request.headers):
+        if content_type != "application/json" and (not untyped or _BY_PAGES.intersection(request.headers)):
             raise NotJSON(
                 f"The content type is {content_type[:100]!r}.",
                 fix="Send application/json (curl: -H 'Content-Type: application/json').",

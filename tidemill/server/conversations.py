@@ -32,8 +32,8 @@ class NewItems(Body):
 
 def append(store: Store, tenant: str, conversation_id: str, items: list[dict[str, Any]]) -> None:
     """Unless the conversation is gone, or full."""
-    with suppress(Unknown):
-        before, body = store.get(tenant, conversation_id, "conversation")
+    with suppress(InvalidRequest):
+        before, body = store.get_to_continue(tenant, conversation_id, "conversation")
         if len(before) + len(items) <= MAX_MESSAGES:
             store.put(tenant, [*before, *items], body)
 
@@ -70,7 +70,7 @@ def make_router(store: Store) -> APIRouter:
 
     @router.post("/v1/conversations/{conversation_id}/items", openapi_extra=schema_of(NewItems))
     async def add(request: Request, conversation_id: str, body: NewItems = Depends(body_of(NewItems))) -> dict[str, Any]:
-        items, made = get(request, conversation_id)
+        items, made = store.get_to_continue(request.state.caller.tenant, conversation_id, "conversation")
         new = _checked(body.items)
         if len(items) + len(new) > MAX_MESSAGES:
             raise InvalidRequest(f"A conversation may have {MAX_MESSAGES} items.", param="items")

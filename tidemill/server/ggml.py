@@ -16,27 +16,18 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import MAX_STOPS, SamplingParams
 from tidemill.server.body import Body, parse
-from tidemill.server.openai_types import CompletionRequest
+from tidemill.server.openai_types import NEUTRAL, CompletionRequest
 from tidemill.server.openai_writers import CompletionWriter
 from tidemill.server.service import Service
 from tidemill.wire import Delta, Timings, TokenLogprobs
 
 _NO_SEEDS = (-1, 2**32 - 1)  # both mean: any
 _PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and without
-# Options that change the output and are not supported, and the values with which they would not.
-_OFF: dict[str, tuple[float, ...]] = {
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "dynatemp_range": (0,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1, 0),
-    "min_keep": (0, 1),
-    "n_indent": (0,),
-    "t_max_predict_ms": (-1, 0),
-    "penalize_newline": (True,),
-    "penalize_nl": (True,),
-}
+# Refused unless they are off.
+_OFF = (
+    "mirostat", "tfs_z", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_n_sigma", "min_keep", "n_indent",
+    "t_max_predict_ms", "penalize_newline", "penalize_nl",
+)  # fmt: skip
 
 
 class Options(Body):
@@ -75,10 +66,10 @@ class Options(Body):
 
     def sampling(self) -> dict[str, Any]:
         """As parameters of the OpenAI API."""
-        for name, values in _OFF.items():
+        for name in _OFF:
             given = getattr(self, name)
-            if given is not None and given not in values:
-                off = " or ".join(str(value).lower() for value in values)
+            if given is not None and given not in NEUTRAL[name]:
+                off = " or ".join(str(value).lower() for value in NEUTRAL[name])
                 raise InvalidRequest(f"{name} is not supported.", fix=f"Leave it out, or give {off}.", param=name)
         same = ("top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
         made = {name: value for name in same if (value := getattr(self, name)) is not None}

@@ -257,7 +257,7 @@ class _Job:
         made = self.chunk(index, new) | {
             "stop": True,
             "model": self.service.model_name,
-            "generation_settings": settings(self.params, self.body),
+            "generation_settings": settings(self.service.with_defaults(self.params, sequence.prompt), self.body),
             "prompt": await self.service.decode(sequence.prompt),
             "has_new_line": sequence.has_new_line,
             "truncated": False,
@@ -333,7 +333,8 @@ def make_router(models: Models) -> APIRouter:
         prompts = [await _ids(service, prompt) for prompt in prompts_of(body.prompt)]
         if not prompts:
             raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
-        return await _respond(request, _Job(service, prompts, body, body.values(service)), is_list=len(prompts) > 1)
+        values = await asyncio.to_thread(body.values, service)
+        return await _respond(request, _Job(service, prompts, body, values), is_list=len(prompts) > 1)
 
     router.add_api_route("/completions", completion, methods=["POST"], include_in_schema=False)
 
@@ -345,7 +346,8 @@ def make_router(models: Models) -> APIRouter:
         work = partial(infill_prompt, service.tokenizer, body.input_prefix, body.input_suffix, **how)
         prompt = await asyncio.to_thread(work)
         tokens = infill_tokens(service.tokenizer)
-        values = body.values(service) | {"stop_token_ids": list(tokens.ends) if tokens else []}
+        values = await asyncio.to_thread(body.values, service)
+        values["stop_token_ids"] = list(tokens.ends) if tokens else []
         return await _respond(request, _Job(service, [prompt], body, values), is_list=False)
 
     @router.post("/embedding", openapi_extra=schema_of(Embedding))
@@ -451,8 +453,9 @@ async def _embedding(models: Models, service: Service, given: list[Mixed], calle
 def _props(service: Service) -> dict[str, Any]:
     tokenizer, config = service.tokenizer, service.ready.config
     eos = next(iter(tokenizer.eos_token_ids), None)
+    defaults = settings(service.with_defaults(SamplingParams(), []))
     return {
-        "default_generation_settings": {"id": 0, "n_ctx": config.max_context, "params": settings(SamplingParams())},
+        "default_generation_settings": {"id": 0, "n_ctx": config.max_context, "params": defaults},
         "total_slots": config.max_requests,
         "model_alias": service.model_name,
         "model_path": service.model_name,  # where its files are is nobody's business

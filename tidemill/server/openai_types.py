@@ -99,7 +99,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
     "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "repeat_last_n": (-1,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],),
+    "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],), "penalize_newline": (True,),
+    "penalize_nl": (True,),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,), "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
@@ -184,7 +185,7 @@ class SamplingRequest(Body):
         """`given`: as max_tokens."""
         if self.n_predict is None or self.n_predict == given:
             return given
-        if given is not None and "max_tokens" in self.model_fields_set:
+        if given is not None and self.model_fields_set & {"max_tokens", "max_completion_tokens"}:
             raise InvalidRequest("max_tokens and n_predict differ.", fix="Give one.", param="n_predict")
         return None if self.n_predict == -1 else self.n_predict
 
@@ -514,10 +515,6 @@ class ChatRequest(SamplingRequest, ChatMessages):
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None  # the template writes them
-
-    @property
-    def looks_for_calls(self) -> bool:
-        return bool(self.tools or self.functions) and self.chosen != "none"
 
     @property
     def must_call(self) -> bool:

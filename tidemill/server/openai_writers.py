@@ -119,7 +119,7 @@ class Writer(ABC):
         left = [max(max_context - len(prompt), 0) for prompt in self._prompts]
         if params.max_tokens is None:
             affordable = max((MAX_LOGPROB_CELLS - cells) // (cells_per_token * len(left)), 1)
-            most = max(left) if default_limit is None else min(max(left), default_limit)
+            most = max(left) if default_limit is None else min(max(left), max(default_limit, params.min_tokens))
             return params if most <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
         cells += sum(min(params.max_tokens, num) for num in left) * cells_per_token
         if cells > MAX_LOGPROB_CELLS:

@@ -14,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import Cancelled, InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import SamplingParams
 from tidemill.server import conversations
@@ -89,7 +89,9 @@ class Responses:
         params = service.with_defaults(params, prompt)  # the response shows them
         response_id = own_id(caller.call, "resp")
         if body.background:  # it outlives the call that asked for it
-            caller = replace(caller, call=Call(response_id, path=caller.call.path, tenant=caller.tenant))
+            call = caller.call
+            again = Call(response_id, path=call.path, tenant=caller.tenant, labels=call.labels, trace=call.trace)
+            caller = replace(caller, call=again)
         reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
@@ -113,12 +115,12 @@ class Responses:
         if body.previous_response_id is not None and body.conversation_id is not None:
             raise InvalidRequest("previous_response_id and conversation are both given.", fix="Give one.", param="conversation")
         if body.conversation_id is not None:
-            return self.store.get(tenant, body.conversation_id, "conversation")[0], new
+            return self.store.get_to_continue(tenant, body.conversation_id, "conversation")[0], new
         if body.previous_response_id is None:
             return [], new
         if (tenant, body.previous_response_id) in self._running:
             raise InvalidRequest("The previous response is in progress.", fix="Wait for its end.", param="previous_response_id")
-        before, earlier = self.store.get(tenant, body.previous_response_id)
+        before, earlier = self.store.get_to_continue(tenant, body.previous_response_id)
         return [*before, *earlier["output"]], new
 
     async def _prompt(self, service: Service, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
@@ -178,6 +180,7 @@ class Responses:
                     job.writer.take(delta, text)
         except TidemillError as error:
             job.writer.fail(error)
+            job.is_deleted |= not isinstance(error, Cancelled)  # the client gets the error, not a response
             raise
         finally:
             self._end(job)

@@ -11,6 +11,7 @@ from tidemill.errors import InvalidRequest
 
 _json = msgspec.json.Encoder().encode
 MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant
+MAX_CONTINUED_BYTES = 16 * 2**20  # of what one response or conversation keeps: it is read on the event loop
 MAX_STORED_OF_ALL, MAX_STORED_BYTES_OF_ALL = 4 * MAX_STORED, 4 * MAX_STORED_BYTES
 
 
@@ -70,6 +71,14 @@ class Store:
         if found is None or body.get("object") != kind:
             raise Unknown(f"There is no {kind} {name[:100]!r}.", param=f"{kind}_id")
         return msgspec.json.decode(found[0]), body
+
+    def get_to_continue(self, tenant: str, name: str, kind: str = "response") -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """As `get`, unless it has become too large for more."""
+        shelf = self._shelves.get(tenant)
+        if shelf is not None and sum(map(len, shelf.stored.get(name, ()))) > MAX_CONTINUED_BYTES:
+            what = f"The {kind} {name[:100]!r} has more than {MAX_CONTINUED_BYTES} bytes."
+            raise InvalidRequest(what, fix="Begin a new one.", param=f"{kind}_id")
+        return self.get(tenant, name, kind)
 
     def drop(self, tenant: str, name: str) -> None:
         if tenant in self._shelves:

@@ -212,10 +212,6 @@ class ResponsePrompt(Body):
             or (isinstance(choice, AllowedTools) and choice.mode == "required")
         )
 
-    @property
-    def looks_for_calls(self) -> bool:
-        return bool(self.callees())
-
     def callees(self) -> list[Callee]:
         """What the model may call."""
         if self.tool_choice == "none":

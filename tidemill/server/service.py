@@ -33,7 +33,7 @@ MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
 _PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
-_LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
+_LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
 class Service:
@@ -109,6 +109,7 @@ class Service:
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         if len(text) < _LONG_TEXT:
+            await asyncio.sleep(0)  # a request may have thousands of texts: let others have a turn
             return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
 
@@ -122,7 +123,7 @@ class Service:
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens")
         work = partial(self.tokenizer.decode, token_ids, skip_special=False)
-        return work() if len(token_ids) < _LONG_TEXT else await asyncio.to_thread(work)
+        return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
         work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)

@@ -7,13 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, RopeScaling
+from tidemill.config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
-from tidemill.layers.rope import Rope
 from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -21,14 +20,10 @@ from tidemill.weights.checkpoint import Checkpoint
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
         super().__init__()
-        c = config
-        self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.attn = Attention(
-            layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, c.attention_out_bias, dtype,
-            c.norm_eps if c.qk_norm else None,
-        )  # fmt: skip
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -49,7 +44,7 @@ class Llama(CausalLM):
         ("blocks.{}.mlp.gate_up", "up", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
         ("blocks.{}.mlp.down", "down", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
         ("norm", "weight", "model.norm", "output_norm"),
-        ("rope", "factors", "", "rope_freqs"),
+        ("ropes.0", "factors", "", "rope_freqs"),
     ]
     IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
@@ -58,7 +53,6 @@ class Llama(CausalLM):
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
@@ -96,16 +90,19 @@ class Llama(CausalLM):
 
 def _check_numbers(config: ModelConfig, source: object) -> None:
     """What would make rope tables or norms that are not numbers."""
-    scaling = config.rope_scaling or RopeScaling(kind="linear", factor=1.0)
+    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
+    scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
         "norm epsilon": not 0 <= config.norm_eps <= 1,
-        "rope theta": not 1 < config.rope_theta < 1e30,
-        "rope scaling factor": not 1e-6 < scaling.factor < 1e6,
-        "rope scaling's original context": scaling.kind != "linear" and scaling.original_context < 1,
-        "rope scaling's low_freq_factor and high_freq_factor": not 0 < scaling.low_freq_factor < scaling.high_freq_factor,
-        "rope scaling's beta_fast and beta_slow": not (scaling.beta_fast > 0 and scaling.beta_slow > 0),
+        "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
+        "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),
+        "rope scaling's original context": any(s.kind != "linear" and s.original_context < 1 for s in scalings),
+        "rope scaling's low_freq_factor and high_freq_factor": not all(
+            0 < s.low_freq_factor < s.high_freq_factor for s in scalings
+        ),
+        "rope scaling's beta_fast and beta_slow": not all(s.beta_fast > 0 and s.beta_slow > 0 for s in scalings),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
@@ -128,19 +125,22 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
     # Newer files put both under rope_parameters.
     rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
     theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
+    head_dim = optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source)
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rotation=Rotation(num_dims=head_dim, theta=theta, scaling=_hf_scaling(rope, trained, source)),
+    )
     return ModelConfig(
         architecture=checkpoint.architecture,
         vocab_size=need("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
-        head_dim=optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source),
+        layers=alike(need("num_hidden_layers"), spec),
         max_context=context,
         norm_eps=need("rms_norm_eps", float),
-        rope_theta=theta,
-        rope_scaling=_hf_scaling(rope, trained, source),
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)),
         attention_out_bias=bool(data.get("attention_bias", False)),
@@ -197,21 +197,24 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         scaling = RopeScaling(kind="linear", factor=need("rope.scale_linear", float))
     elif kind != "none":
         raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear and yarn are.")
+    theta = optional(data, f"{arch}.rope.freq_base", float, 10000.0, source)
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rotation=Rotation(num_dims=head_dim, theta=theta, scaling=scaling),
+    )
     return ModelConfig(
         architecture=arch,
         vocab_size=table[0],
         hidden_size=hidden_size,
         intermediate_size=need("feed_forward_length"),
-        num_layers=need("block_count"),
-        num_heads=num_heads,
-        num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
-        head_dim=head_dim,
+        layers=alike(need("block_count"), spec),
         max_context=context,
         notes=notes,
         stored=stored_values(checkpoint),
         norm_eps=need("attention.layer_norm_rms_epsilon", float),
-        rope_theta=optional(data, f"{arch}.rope.freq_base", float, 10000.0, source),
-        rope_scaling=scaling,
         tie_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         attention_out_bias="blk.0.attn_output.bias" in shapes,

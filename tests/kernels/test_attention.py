@@ -116,34 +116,6 @@ def test_keys_and_values_in_bfloat16(backend):
     assert torch.allclose(scene.run(), torch.cat(scene.expected), atol=2e-5)
 
 
-KINDS = {
-    "window": {"window": 50},
-    "window of a block": {"window": 32},
-    "window of one": {"window": 1},
-    "softcap": {"softcap": 2.0},
-    "scale": {"scale": 0.3},
-    "sinks": {"has_sinks": True},
-    "partly rotated": {"rotated": 8},
-    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "rotated": 24},
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_computes_what_its_spec_says(backend, kind):
-    """Alone and among others, a request has the same bits."""
-    requests = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (511, 3), (7, 100)]
-    scene = Scene(requests, 6, 2, 32, 16, backend, **KINDS[kind])
-    plain = Scene(requests, 6, 2, 32, 16, backend)
-    out, expected = scene.run(), torch.cat(scene.expected)
-    assert torch.allclose(out, expected, atol=3e-5)
-    assert not torch.allclose(expected, torch.cat(plain.expected), atol=1e-3)
-    first = 0
-    for row, (_, new) in enumerate(requests):
-        assert torch.equal(scene.run([row]), out[first : first + new])
-        first += new
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariance(backend, dtype):

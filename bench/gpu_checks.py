@@ -28,10 +28,10 @@ from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.attention import capped
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
+from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.sampling import Grammar, SamplingParams
@@ -64,7 +64,9 @@ def check_elementwise() -> None:
         alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
         assert torch.equal(alone, out[7:8])
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
-    out, expected = elementwise.swiglu(torch.stack([gate, up], 2).flatten(1)), swiglu_reference(torch.cat([gate, up], 1).float())
+    paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
+    out, expected = elementwise.glu(paired, "silu"), glu_reference(both)
+    assert (elementwise.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
@@ -77,9 +79,9 @@ def check_gemm() -> None:
         whole = gemm(x, weight)
         exact = x.float() @ weight.float().t()
         assert (whole.float() - exact).abs().max() < 0.05
-        gated = gemm(x, weight, bias_N=bias, gated=True)
+        gated = gemm(x, weight, bias_N=bias, act="silu")
         both = exact + bias.float()
-        expected = swiglu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))
+        expected = glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))
         assert (gated.float() - expected).abs().max() < 2**-6 * expected.abs().max()
         for rows in (1, 2, 16, 17, 63, 64, 100, 128, 256, 1000, 2048):
             assert torch.equal(gemm(x[:rows].contiguous(), weight), whole[:rows]), (num_out, num_in, rows)
@@ -87,7 +89,7 @@ def check_gemm() -> None:
         for tile in itertools.chain.from_iterable(TILES.values()):
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
-            assert torch.equal(gemm(part, weight, tile, bias_N=bias, gated=True), gated[:200]), tile
+            assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
 
 
 def check_tuning() -> None:
@@ -95,12 +97,12 @@ def check_tuning() -> None:
     folder = Path(tempfile.mkdtemp())
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
         begin = time.perf_counter()
-        for gated, num_out, num_in in ((False, 5120, 2560), (False, 2560, 4096), (True, 19456, 2560), (False, 2560, 9728)):
+        for act, num_out, num_in in (("", 5120, 2560), ("", 2560, 4096), ("silu", 19456, 2560), ("", 2560, 9728)):
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
-            before = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
-            tuning.find_tiles(weight, gated, library=True)
-            after = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            before = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
+            tuning.find_tiles(weight, act, library=True)
+            after = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         print(f"  searched four shapes in {time.perf_counter() - begin:.1f} s")
         kept = json.loads((folder / "tidemill" / "tiles.json").read_text())

@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
+from tidemill.kernels.glu import ACTIVATIONS, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
 
@@ -43,9 +43,11 @@ def paired(gate_up):
     return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
 
 
-def test_swiglu():
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
-    assert_close(elementwise.swiglu(paired(gate_up.t()).t().contiguous()), swiglu_reference(gate_up), atol=1e-5, rtol=1e-5)
+    out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
+    assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
@@ -100,8 +102,8 @@ def test_gemm(tile, rows, outs, ins):
     bias, out = torch.randn(outs), torch.empty(rows, outs)
     assert gemm.gemm(x, weight, tile, bias_N=bias, out=out) is out
     assert_close(out, x @ weight.t() + bias, atol=1e-4, rtol=1e-5)
-    gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), gated=True)
-    assert_close(gated, swiglu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
+    gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), act="silu")
+    assert_close(gated, glu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
 
 
 def test_every_measured_tile_is_one():
@@ -120,19 +122,19 @@ def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "_measured", lambda known={}: known)
     searched, weight = [], torch.zeros(48, 32)
 
-    def search(weight, gated, library):
+    def search(weight, act, library):
         searched.append(weight.shape)
         return {1: gemm.Tile(16, 32, 64, 3, 2), 64: gemm.LIBRARY}
 
     monkeypatch.setattr(tuning, "_search", search)
     (tmp_path / "tidemill").mkdir()
     (tmp_path / "tidemill" / "tiles.json").write_text('{"some GPU": {"48x')
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     assert gemm.choose_tile(1, 48, 32) == gemm.Tile(16, 32, 64, 3, 2)
     assert gemm.choose_tile(2, 48, 32) is gemm.LIBRARY
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     gemm._measured().clear()
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     assert len(searched) == 1
     assert gemm.choose_tile(64, 48, 32) is gemm.LIBRARY
     assert [path.name for path in (tmp_path / "tidemill").iterdir()] == ["tiles.json"]
@@ -349,7 +351,7 @@ def build(kernel, types, warps=4, **constants):
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
-build(elementwise._swiglu, dict(gate_up_ptr=B, out_ptr=B), BLOCK=1024)
+build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
@@ -357,7 +359,7 @@ types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, si
 build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
-how = dict(GROUP=8, HAS_BIAS=True, GATED=True)
+how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
 build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
 build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
@@ -403,7 +405,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
-        "_add_rms_norm", "_swiglu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize",
     }  # fmt: skip

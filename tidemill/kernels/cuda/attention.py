@@ -110,7 +110,8 @@ def _merge(acc, top, total, more_acc, more_top, more_total, scale):
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     old, new = tl.exp2((top - shift) * scale), tl.exp2((more_top - shift) * scale)
     acc = tl.fma(acc, tl.zeros_like(acc) + old[:, None], more_acc * new[:, None])
-    return acc, new_top, tl.fma(total, old, more_total * new)
+    # This way round: a total that is known to be 1, as a sink's, gives the same sum.
+    return acc, new_top, tl.fma(more_total, new, total * old)
 
 
 @triton.jit

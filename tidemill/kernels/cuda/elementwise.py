@@ -1,4 +1,4 @@
-"""A step's tokens, norm with residual addition, SwiGLU, and what happens to q, k and v between projection and attention."""
+"""A step's tokens, norm with residual addition, GLU, and what happens to q, k and v between projection and attention."""
 
 from __future__ import annotations
 
@@ -73,22 +73,30 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def activated(x, ACT: tl.constexpr):
+    """As kernels/glu.py."""
+    if ACT == "silu":
+        return x / (1.0 + tl.exp(-x))
+    tl.static_assert(ACT == "gelu_tanh")
+    return x / (1.0 + tl.exp(-x * tl.fma(x * x, x * 0 + 0.0713548162726, 1.5957691216)))
+
+
+@triton.jit
+def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(gate_up_ptr + row * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
-    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, out, mask=columns < width)
+    tl.store(out_ptr + row * width + columns, (activated(gate, ACT) * up).to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
-def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
     """Of columns that hold gate and up in turn. (Our own matmul has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
-    launch(_swiglu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)
+    launch(_glu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, ACT=act, BLOCK=1024, num_warps=4, **HOW)
     return out
 
 

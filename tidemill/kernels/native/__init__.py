@@ -103,9 +103,9 @@ class Library:
         self._norm = lib.tm_add_rms_norm
         self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
-        self._swiglu = lib.tm_swiglu
-        self._swiglu.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
-        self._swiglu.restype = None
+        self._glu = lib.tm_glu
+        self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._glu.restype = None
         self._draw = lib.tm_gumbel_argmax
         self._draw.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _LONG]
         self._draw.restype = None
@@ -148,13 +148,14 @@ class Library:
             self._recording.note(OpKind.NORM, out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
         return out
 
-    def swiglu(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `glu.ACTIVATIONS`."""
         _check(gate_up_TI2)
         num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
         out = gate_up_TI2.new_empty(num_rows, width)
-        self._swiglu(gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
+        self._glu(act, gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
         if self._recording:
-            self._recording.note(OpKind.SWIGLU, out, gate_up_TI2, num_out=width)
+            self._recording.note(OpKind.GLU, out, gate_up_TI2, kind=act, num_out=width)
         return out
 
     def attention(

@@ -5,7 +5,7 @@ Activations live in one arena. A buffer is named by its first column: with T row
 
 #include "tidemill.h"
 
-enum { LINEAR = 0, NORM = 1, SWIGLU = 2, ATTENTION = 3 };
+enum { LINEAR = 0, NORM = 1, GLU = 2, ATTENTION = 3 };
 
 typedef struct {
     long op;
@@ -52,7 +52,7 @@ TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows
         switch (o->op) {
         case LINEAR: failed = linear_op((int)o->kind, in, num_rows, o->width, o->a, o->b, o->c, o->num_out, out); break;
         case NORM: norm_op(in, arena + o->in_out * num_rows, o->a, o->eps, out, num_rows, o->width); break;
-        case SWIGLU: swiglu_op(in, out, num_rows, o->num_out); break;
+        case GLU: glu_op((int)o->kind, in, out, num_rows, o->num_out); break;
         default: failed = attention_op(step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, in, (void *)o->a, (void *)o->b, out);
         }
     }

@@ -17,7 +17,7 @@ _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
 
 
 class OpKind(IntEnum):
-    LINEAR, NORM, SWIGLU, ATTENTION = range(4)
+    LINEAR, NORM, GLU, ATTENTION = range(4)
 
 
 class Op(ctypes.Structure):

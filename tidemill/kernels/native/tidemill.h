@@ -56,6 +56,6 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
 void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
-void swiglu_op(const float *gate_up, float *out, long num_rows, long width);
+void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

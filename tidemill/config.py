@@ -98,6 +98,8 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # of each query and key head, before rotation
+    act: str = "silu"  # of the gate, a name in kernels/glu.py
+    logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 

@@ -199,10 +199,10 @@ class TestStaleLibraries:
             shutil.copy(path, tmp_path)
         header = tmp_path / "tidemill.h"
         text = header.read_text()
-        swapped = text.replace("long num_tokens, num_heads,", "long num_heads, num_tokens,")
+        swapped = text.replace("long num_heads, num_kv_heads,", "long num_kv_heads, num_heads,")
         assert swapped != text
         header.write_text(swapped)
-        with pytest.raises(OSError, match=r"tm_step\.num_"):
+        with pytest.raises(OSError, match=r"tm_layer\.num_"):
             native._check_build(build(tmp_path, tmp_path / "x.so"), "")
 
 

@@ -139,7 +139,13 @@ class CausalLM(nn.Module, ABC):
             if isinstance(module, Layer) and module.missing:
                 name = stored_as.get((module, min(module.missing)), min(module.missing))
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        with torch.inference_mode():
+            model.loaded(checkpoint.format)
         return model.eval()
+
+    def loaded(self, checkpoint_format: str) -> None:
+        """All tensors are there: what a format stores differently is settled here."""
+        return
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         for name, places in targets.items():

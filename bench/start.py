@@ -70,7 +70,14 @@ def main() -> None:
 
     def send(i: int) -> None:
         prompt = [100 + (7919 * i + 31 * k) % 40_000 for k in range(128)]
-        body = {"model": given.model, "prompt": prompt, "max_tokens": 128, "ignore_eos": True, "temperature": 0}
+        body = {
+            "model": given.model,
+            "prompt": prompt,
+            "max_tokens": 128,
+            "ignore_eos": True,
+            "temperature": 0,
+            "repetition_penalty": 1,
+        }
         assert json.loads(post(given.port, "/v1/completions", body).read())["usage"]["completion_tokens"] == 128
 
     threads = [threading.Thread(target=send, args=(i,)) for i in range(given.requests)]

@@ -58,6 +58,24 @@ def byte_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "<|assistant|>{% endif %}",
+    "<|assistant|>{{ '<think>' if enable_thinking is not false else '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+)
+
+
+def thinking_tokenizer(path: Path) -> None:
+    """The same with <think> and </think> as tokens, and a template that opens the reasoning unless it is switched off."""
+    from tokenizers import AddedToken, Tokenizer
+
+    byte_tokenizer(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<think>", "</think>")])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = json.loads((path / "tokenizer_config.json").read_text()) | {"chat_template": THINKING_TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     checkpoint = open_checkpoint(path)
     cls = model_class(checkpoint)

@@ -150,6 +150,11 @@ class ModelConfig:
                 total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
         return int(total)
 
+    def unpacked_types(self, dtype: str) -> list[str]:
+        """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
+        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
+        return sorted(other) if dtype == "quantized" else []
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
         return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
@@ -174,12 +179,16 @@ class EngineOptions:
     max_requests: int | None = None
     max_waiting: int = 4096
     token_budget: int | None = None
+    memory_bytes: int | None = None  # for weights, activations and KV cache together
     kv_memory_bytes: int | None = None
     policy: str = "continuous"
     prefix_caching: bool = True
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"
+    sampling_defaults: str = "model"  # or neutral
+    default_max_tokens: int | None = None
+    chat_template: str | None = None  # a file or the template itself, instead of the model's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +215,12 @@ class EngineConfig:
     kv_bytes: int
     activation_bytes: int
     reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the engine needs of its device."""
+        spare = _GPU_SPARE if self.device == "cuda" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + spare
 
     @property
     def num_kv_tokens(self) -> int:
@@ -242,7 +257,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
     fast_math = settle("fast_math", _fast_math(options, device))
-    memory = _memory(device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
+    memory = _memory(options, device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
     kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
@@ -400,6 +415,11 @@ class _Memory:
     page_size: int
     max_pages: int | None  # what the kernels can address, where there is a limit
     gpu: str  # its name and size for messages, or empty
+    is_limited: bool  # a limit was given, below what is free
+
+    @property
+    def spare_bytes(self) -> int:
+        return _GPU_SPARE if self.gpu else 0
 
     @property
     def left_bytes(self) -> int:
@@ -411,12 +431,14 @@ class _Memory:
 
     @property
     def free(self) -> str:
+        if self.is_limited:
+            return f"it may use {fmt_bytes(self.available_bytes)}."
         return f"{fmt_bytes(self.available_bytes)} are free" + (f" of the {self.gpu}." if self.gpu else ".")
 
 
 def _memory(
-    device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int, token_budget: int,
-    model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int,
+    token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
@@ -425,8 +447,11 @@ def _memory(
         activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
         max_pages = (_MAX_COPY_ROWS - 1) // (2 * model.num_layers * model.num_kv_heads * page_size) - 1
+    free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
+    limit = free if options.memory_bytes is None else options.memory_bytes
     return _Memory(
-        available_bytes=machine.gpu_free_bytes if on_gpu else machine.available_bytes,
+        available_bytes=min(free, limit),
+        is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
         page_bytes=model.kv_bytes_per_token(kv_dtype) * page_size,
@@ -440,14 +465,18 @@ def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> De
     """Memory for the KV cache, before it is rounded to pages."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes, "given"
-    room = memory.left_bytes - (_GPU_SPARE if memory.gpu else 0)
+    room = memory.left_bytes - memory.spare_bytes
     if room < memory.page_bytes:
+        more = "raise the limit" if memory.is_limited else "free memory"
         raise ConfigError(
             f"{memory.needs} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
-            fix="Use a smaller model, lower --max-requests or --token-budget, or free memory.",
+            fix=f"Use a smaller model, lower --max-requests or --token-budget, or {more}.",
+            param="memory_bytes" if memory.is_limited else None,
         )
     limits = [(wanted_tokens * memory.page_bytes // memory.page_size, "every slot at full context")]
-    if memory.gpu:
+    if memory.is_limited:
+        limits.append((room, f"what weights and activations leave of {fmt_bytes(memory.available_bytes)}"))
+    elif memory.gpu:
         limits.append((room, "what is left of the GPU's memory"))
     else:
         limits.append((min(room // 2, 4 * GIB), "half of what memory is left after weights and activations, at most 4 GiB"))
@@ -491,11 +520,12 @@ def _num_pages(kv_bytes: int, memory: _Memory, most: int) -> Decision[int]:
             fix=f"Give at most {memory.max_pages * memory.page_bytes // MIB}M with --kv-memory, or leave it out.",
             param="kv_memory_bytes",
         )
-    if memory.gpu and num_bytes > memory.left_bytes:
+    if (memory.gpu or memory.is_limited) and num_bytes > memory.left_bytes:
         raise ConfigError(
             f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory; "
             f"{memory.free}",
-            fix="Give less with --kv-memory, use a smaller model, or stop what else uses the GPU.",
+            fix="Give less with --kv-memory, use a smaller model, or "
+            + ("raise the limit." if memory.is_limited else "stop what else uses the GPU."),
             param="kv_memory_bytes",
         )
     return num_pages, f"{fmt_bytes(kv_bytes)} / {fmt_bytes(memory.page_bytes)} a page"

@@ -35,6 +35,33 @@ class EngineRestarted(_Event, frozen=True):
     num_requests: int  # under way, and submitted again
 
 
+class ModelLoading(_Event, frozen=True):
+    """An engine is started for a model."""
+
+    model: str
+    num_bytes: int  # weights, activations and KV cache
+    reason: str
+
+
+class ModelLoaded(_Event, frozen=True):
+    model: str
+    num_bytes: int
+    duration_s: float
+
+
+class ModelHeld(_Event, frozen=True):
+    """A busy model gets no new requests until it has been unloaded for another."""
+
+    model: str
+    reason: str
+
+
+class ModelUnloaded(_Event, frozen=True):
+    model: str
+    num_bytes: int
+    reason: str
+
+
 class KernelsFellBack(_Event, frozen=True):
     """At start: slower code runs than there is for this machine."""
 
@@ -147,6 +174,10 @@ Event: TypeAlias = (
     | MasksMade
     | EngineRestarted
     | KernelsFellBack
+    | ModelLoading
+    | ModelLoaded
+    | ModelHeld
+    | ModelUnloaded
     | Deferred
     | Admitted
     | Preempted

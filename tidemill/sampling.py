@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +16,8 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
 GREEDY_BELOW = 1e-5
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
@@ -38,6 +41,20 @@ REALS = {
 }
 ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
+# Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
+_WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
+_UNSUPPORTED = frozenset({
+    "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding",
+    "structured_outputs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
+})  # fmt: skip
+
+
+class UnsetReal(float):
+    """A neutral value that nobody asked for: the model's default may take its place."""
+
+
+class UnsetInteger(int):
+    """As UnsetReal."""
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -47,25 +64,63 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Reasoning(msgspec.Struct, frozen=True):
+    """An output may begin with reasoning, between these texts. The grammar applies to what follows it."""
+
+    opening: str
+    ending: str
+    is_open: bool  # the prompt has opened it
+
+
+class _ByName(msgspec.StructMeta):
+    """Construction from Python: None means absent, and a name that does not exist is an error with the nearest one that does."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **given: Any) -> Any:
+            known = cls.__struct_fields__
+            kept = {}
+            for name, value in given.items():
+                if name in known:
+                    if value is not None or name in _MAY_BE_NONE:
+                        kept[name] = value
+                elif name not in _WITHOUT_EFFECT and (name not in _UNSUPPORTED or value):
+                    raise _unknown(name, known)
+            return super().__call__(**kept)
+
+
+def _unknown(name: str, known: tuple[str, ...]) -> InvalidRequest:
+    if name in _UNSUPPORTED:
+        return InvalidRequest(f"The sampling parameter {name} is not supported.", param=name)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(known)}."
+    return InvalidRequest(f"There is no sampling parameter {name!r}.", fix=fix, param=name)
+
+
+class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
-    Logits are changed in this order: logit bias and min_tokens mask, repetition / presence / frequency penalties,
-    temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the model's own, before
-    any of it.
+    Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
+    frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
+    model's own, before any of it.
+
+    Parameters of an `Unset...` type were not given. They are neutral here, and take the model's defaults in the server and in LLM
+    (frontend/sampling_defaults.py).
     """
 
     n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = UnsetReal(1.0)
+    top_k: int = UnsetInteger(0)  # 0: all tokens
+    top_p: float = UnsetReal(1.0)
+    min_p: float = UnsetReal(0.0)
     typical_p: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    max_tokens: int | None = 256  # None: up to the end of the context
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
+    max_tokens: int | None = UnsetInteger(256)  # None: up to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -76,11 +131,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
+    reasoning: Reasoning | None = None  # before what the grammar applies to
     pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of generating
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        for field in ("stop", "stop_token_ids"):
+        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids"):
             value: Any = getattr(self, field)
             if value is None or isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value or ())
@@ -101,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _real(self, field)
         if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens and self.is_given("max_tokens"):
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
         if self.pooling not in (None, "mean", "last"):
             raise InvalidRequest(f"pooling is mean or last; got {self.pooling!r}.", param="pooling")
@@ -111,6 +167,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
+        allowed = self.allowed_token_ids
+        if len(allowed) > MAX_ALLOWED_TOKENS or not all(_is_int(t) and 0 <= t < 2**31 for t in allowed):
+            what = f"allowed_token_ids must be at most {MAX_ALLOWED_TOKENS} non-negative token ids."
+            raise InvalidRequest(what, param="allowed_token_ids")
+        _check_bad_words(self)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -118,6 +179,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(
                     f"logit_bias maps token ids to numbers from -100 to 100; got {token!r}: {bias!r}.", param="logit_bias"
                 )
+
+    def is_given(self, name: str) -> bool:
+        return not isinstance(getattr(self, name), UnsetReal | UnsetInteger)
 
     @property
     def greedy(self) -> bool:
@@ -127,7 +191,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_plain(self) -> bool:
         """Greedy, or sampled from the whole vocabulary without any change of logits but temperature."""
         is_restricted = not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or self.typical_p < 1.0)
-        return not (is_restricted or self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
+        is_masked = self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens or self.grammar
+        return not (is_restricted or self.has_penalties or is_masked)
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -149,7 +214,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids named here must exist in the model."""
-        for field, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_word_ids": tuple(token for word in self.bad_word_ids for token in word),
+        }
+        for field, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
@@ -159,6 +230,14 @@ def sample_seed(seed: int, index: int) -> int:
     """Seed of one of n samples. The first keeps the request's seed, so n=1 and the first of n agree."""
     mixed = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
     return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _check_bad_words(params: SamplingParams) -> None:
+    words = params.bad_word_ids
+    is_valid = all(isinstance(word, tuple | list) and 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words)
+    if len(words) > MAX_BAD_WORDS or not is_valid or not all(_is_int(t) and 0 <= t < 2**31 for word in words for t in word):
+        what = f"bad_word_ids must be at most {MAX_BAD_WORDS} lists of 1 to {MAX_BAD_WORD_TOKENS} token ids."
+        raise InvalidRequest(what, param="bad_word_ids")
 
 
 def _is_int(value: Any) -> bool:

@@ -8,6 +8,7 @@ import msgspec
 
 from tidemill.config import EngineConfig, EngineOptions, ModelConfig
 from tidemill.events import Event
+from tidemill.machine import Machine
 from tidemill.sampling import SamplingParams
 
 
@@ -46,6 +47,12 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Start(msgspec.Struct, frozen=True, tag=True):
     options: EngineOptions
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Before Start: send `Inspected`."""
+
+    model: str
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +94,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Submit | Abort | Finish | ShowPages | Shutdown
+ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | ShowPages | Shutdown
 
 
 # ---- from the engine
@@ -105,6 +112,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     model: ModelConfig
     config: EngineConfig
     step_s: float = 0.0  # a step of one token takes
+
+
+class Inspected(msgspec.Struct, frozen=True, tag=True):
+    """A model's shape, and the machine that it would run on."""
+
+    model: ModelConfig
+    machine: Machine
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +150,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     took_s: float  # to collect, while no step was made
 
 
-FromEngine: TypeAlias = Loading | Ready | Refused | Gone | StepOutput | Pages
+FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | StepOutput | Pages
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -8,6 +8,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from bench.chart import DOCS, GPU_NAMES, cpu_groups, gpu_groups
 from tests.server.conftest import Server
 from tidemill.bench.http import run_load
 from tidemill.bench.record import Record, percentile, summarize
@@ -150,3 +151,16 @@ def test_offline(tiny_folder, arguments):
     done = bench(*arguments, str(tiny_folder), *SIZES)
     assert done.exit_code == 0, done.output
     assert "tokens/s" in done.output
+
+
+def test_the_chart_shows_the_figures_of_the_documentation():
+    cpu = {group.name: group.speeds for group in cpu_groups((DOCS / "performance.md").read_text(encoding="utf-8"))}
+    gpu = {group.name: group.speeds for group in gpu_groups((DOCS / "gpu.md").read_text(encoding="utf-8"), "llama8b", "C")}
+    assert len(cpu) == 4
+    assert len(gpu) == 6
+    for speeds in (*cpu.values(), *gpu.values()):
+        assert max(speed for engine, speed in speeds.items() if engine != "Tidemill") == 1
+    table = "| m | vLLM | A |\n|---|---|---|\n" + "".join(f"| {name} | 4.00 s | **2.5 s** |\n" for name in GPU_NAMES)
+    assert [group.speeds for group in gpu_groups(table, "m", "A")] == [{"Tidemill": pytest.approx(1.6), "vLLM": 1}] * len(
+        GPU_NAMES
+    )

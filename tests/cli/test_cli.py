@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill.cli.main import app
 from tidemill.engine.client import EngineClient
-from tidemill.errors import EngineDead, TidemillError
+from tidemill.errors import ConfigError, EngineDead, TidemillError
+from tidemill.kernels import native
 from tidemill.server import run
 
 KEY = "a-key-that-nobody-may-see"
@@ -48,6 +49,7 @@ def test_memory(tiny_folder, invoke):
     assert done.exit_code == 0, done.output
     assert "2 · 2 heads · 16 · 3 layers · 4 bytes = 768 a" in done.output
     assert "requests of 100 tokens fit" in done.output
+    assert invoke("memory", str(tiny_folder), "--available", "1M").exit_code == 1
 
 
 def test_models(tiny_folder, invoke):
@@ -55,6 +57,9 @@ def test_models(tiny_folder, invoke):
     inside = invoke("models", "smollm2").output
     assert "210 Q4_1" in inside
     assert "9 query and 3 KV heads of 64" in inside
+    assert "22 KiB in bfloat16" in inside or not native.lib  # as serve says
+    assert invoke("list").output == invoke("models").output
+    assert invoke("show", "smollm2").output == inside
     assert "hf" in invoke("models", str(tiny_folder)).output
 
 
@@ -71,6 +76,16 @@ def test_a_mistake_is_an_error_of_two_lines():
         (["generate", "x", "-t", "-1"], "temperature"),
         (["serve", "smollm2", "--policy", "magic", "--port", "0"], "--policy is 'magic'. Choose one of continuous"),
         (["memory", "smollm2", "--dtype", "int2"], "int2"),
+        (["chat", "--threads", "1", "--url", "http://127.0.0.1:1"], "--threads is of a model in this process"),
+        (["chat", "--url", "http://127.0.0.1:1"], "Check that the server runs"),
+        (["bench", "serve", "--base-url", "http://127.0.0.1:1/v1"], "No server responds at http://127.0.0.1:1/v1"),
+        (["serve", "--port", "99999"], "--port is '99999'. It must be an integer from 0 to 65535."),
+        (["serve", "--threads", "0"], "--threads is '0'. It must be an integer from 1 to 256."),
+        (["serve", "--allowed-origin", "foo"], "An allowed origin is 'foo'."),
+        (["serve", "--chat-template", "/nowhere.jinja", "--port", "0"], "chat_template '/nowhere.jinja' cannot be read"),
+        (["ps"], "in the foreground"),
+        (["stop", "smollm2", "--all"], "Ctrl-C"),
+        (["pull", "no-such-model"], "There is no model 'no-such-model'"),
         (["explain", "x", "--url", "http://127.0.0.1:1"], "Give the server's address with --url."),
     ],
 )
@@ -78,6 +93,39 @@ def test_mistakes_are_typed_errors(invoke, arguments, words):
     done = invoke(*arguments)
     assert isinstance(done.exception, TidemillError)
     assert words in str(done.exception)
+
+
+def test_a_bad_key_names_its_source(invoke, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n{KEY}\n\nshort\n")
+    done = invoke("serve", "--api-key-file", str(file))
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.message.startswith(f"{file}, line 4: An API key must be 16 or more")
+    done = invoke("serve", env={"TIDEMILL_API_KEY": f"{KEY} brief"})
+    assert done.exception.message.endswith("It is set by TIDEMILL_API_KEY.")
+    assert "brief" not in str(done.exception)
+
+
+def complete(*words: str) -> list[str]:
+    settings = {
+        "_TIDEMILL_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["tidemill", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "import sys; sys.argv[0] = 'tidemill'; from tidemill.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **settings})
+    return done.stdout.split()
+
+
+def test_completion(invoke, tmp_path):
+    assert complete("ser") == ["serve"]
+    assert complete("serve", "--max-c") == ["--max-context"]
+    assert complete("serve", "--device", "c") == ["cpu", "cuda"]
+    assert complete("serve", "smo") == ["smollm2"]
+    for shell in ("bash", "zsh", "fish"):
+        assert "_TIDEMILL_COMPLETE=complete_" + shell in invoke("completion", shell).output
+    (tmp_path / "script").write_text(invoke("completion", "bash").output)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "script")]).returncode == 0
 
 
 def test_the_limit_for_stalled_steps_reaches_the_supervisor(tiny_folder, invoke, monkeypatch, tmp_path):
@@ -159,21 +207,74 @@ def terminal():
         each.kill()
 
 
-def test_chat_survives_ctrl_c_and_ends_with_exit(tmp_path, terminal):
+PROMPT = r"\x1b\[\?2004h"  # what the line editor writes when it begins to read
+
+
+def test_a_conversation_on_a_terminal(tmp_path, terminal, monkeypatch):
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")  # nobody answers where the cursor is
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     make_llama(tmp_path, vocab_size=320, max_position_embeddings=8192)
     byte_tokenizer(tmp_path)
-    chat = terminal("chat", str(tmp_path), "--seed", "3", "-n", "100000", "--threads", "1")
-    chat.until("> ")
-    chat.type("hello\n")
-    chat.until("hello\r\n.")  # a first piece of the response
+    chat = terminal("chat", str(tmp_path), "--seed", "3", "-n", "300", "--threads", "1")
+    chat.until(PROMPT)
+    chat.type("hello\\\rthere\r")
+    chat.until(r"there.*?2004l.")  # the message was sent, and a first piece of the response came
+    chat.type("EARLY")
+    answer = chat.until("ended by")
+    assert "EARLY" not in answer.string[: answer.end()]
+    chat.until("EARLY")  # at the next prompt
+    chat.type("\x15/set max_tokens 100000\r")
+    chat.until("max_tokens is 100000")
+    chat.until(PROMPT)
+    chat.type("/retry\r")
+    chat.until("2004l.*?[^\\s]")
     chat.type("\x03")
-    chat.until("ended by")
-    chat.until("> ")
-    chat.interrupt_until("leaves")
-    chat.type("/system be brief\n/nonsense\n")
-    chat.until("/reset")
-    chat.type("/exit\n")
+    chat.until("ended by you")
+    chat.until(PROMPT)
+    chat.type("/set max_tokens 5\r")
+    chat.until("max_tokens is 5")
+    chat.until(PROMPT)
+    chat.type("\x1b[200~one\ntwo\x1b[201~\r")
+    chat.until("5 generated.*ended by length")
+    chat.until(PROMPT)
+    for typed, shown in {
+        "/retry": "5 generated",
+        "/set temperature 99": "temperature",
+        "/set frob 1": "There is no parameter frob",
+        f"/save {tmp_path}/talk.json": "4 messages are in",
+        "/clear": "starts over",
+        "/system be brief": "System prompt set",
+        f"/load {tmp_path}/talk.json": "4 messages from",
+        f"/load {tmp_path}/config.json": "cannot be read|holds no messages",
+        "/nonsense": "There is no command /nonsense",
+        "/help": "/retry",
+    }.items():
+        chat.type(f"{typed}\r")
+        chat.until(f"2004l.*?({shown})")
+        chat.until(PROMPT)
+    chat.type("\x03")
+    chat.until("leaves")
+    chat.until(PROMPT)
+    chat.type("/exit\r")
     assert chat.exit_code() == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
+    assert messages[0]["content"] == "hello\nthere"
+    assert messages[2]["content"] == "one\ntwo"
+    history = tmp_path / "tidemill" / "chat-history"
+    assert "one" in history.read_text()
+    assert history.stat().st_mode & 0o77 == 0
+
+
+def test_chat_without_a_terminal_and_with_one_question(tiny_folder, invoke):
+    done = invoke("chat", str(tiny_folder), "-n", "3", "-t", "0", input="one\\\ntwo\n/system x\nthree\n")
+    assert done.exit_code == 0, done.output
+    assert done.output.count("3 generated") == 2
+    alone = invoke("run", str(tiny_folder), "one\ntwo", "-n", "3", "-t", "0")
+    assert alone.exit_code == 0
+    assert alone.stdout.splitlines()[0] == done.stdout.splitlines()[0]
+    with_template = ["--chat-template", "{{ messages[0].content }}", "-n", "3", "-t", "0"]
+    assert "3 prompt tokens" in invoke("chat", str(tiny_folder), "abc", *with_template).output
 
 
 def test_serve_with_a_config_file_until_ctrl_c(tiny_folder, tmp_path, terminal):

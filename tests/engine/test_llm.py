@@ -1,12 +1,15 @@
 """The offline API, as a script uses it."""
 
+import re
 import signal
 
+import msgspec
 import pytest
 
 from tidemill import LLM, SamplingParams
-from tidemill.errors import InvalidRequest
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.events import Finished
+from tidemill.sampling import Grammar
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +105,110 @@ def test_stop_string_ends_one_sample(llm):
     assert not llm.core.has_work
 
 
-def test_one_wrong_prompt_leaves_nothing_behind(llm):
-    with pytest.raises(InvalidRequest):
-        llm.generate(["fine", []], GREEDY)
-    with pytest.raises(InvalidRequest):
-        llm.generate(["fine", [1.5]], GREEDY)
+@pytest.mark.parametrize("wrong", [[], [1.5], None, 7, {"text": "x"}, {"prompt": 7}, "long " * 200, [10**6]], ids=repr)
+def test_a_wrong_prompt_of_a_list_fails_alone(llm, wrong):
+    with pytest.warns(UserWarning, match=r"1 of 3 prompts failed \(1\)"):
+        first, failed, last = llm.generate(["fine", wrong, "fine"], GREEDY)
+    assert first.text == last.text == llm.generate("fine", GREEDY)[0].text
+    assert first.error is None
+    assert isinstance(failed.error, InvalidRequest)
+    assert "Prompt 1: " in str(failed.error)
+    with pytest.raises(InvalidRequest, match="Prompt 1: "):
+        _ = failed.outputs[0].text
+    with pytest.raises(InvalidRequest, match="Prompt 1: "):
+        _ = failed.text
     assert not llm.core.has_work
-    assert llm.generate("fine", GREEDY)[0].text
+
+
+def test_what_the_engine_refuses_later_fails_alone(llm):
+    params = [GREEDY, msgspec.structs.replace(GREEDY, grammar=Grammar("regex", "[a-")), GREEDY]
+    with pytest.warns(UserWarning, match="prompts failed"):
+        first, failed, last = llm.generate(["fine"] * 3, params)
+    assert first.text == last.text
+    assert "Prompt 1: " in str(failed.error)
+    assert not llm.core.has_work
+
+
+def test_a_single_wrong_prompt_is_raised(llm):
+    for wrong in ("long " * 200, [10**6], {"prompt_token_ids": ["a"]}):
+        with pytest.raises(InvalidRequest):
+            llm.generate(wrong, GREEDY)
+    assert not llm.core.has_work
+
+
+@pytest.mark.parametrize("wrong", [None, 7, object()], ids=["None", "7", "object"])
+def test_no_prompt_at_all(llm, wrong):
+    with pytest.raises(InvalidRequest, match=r"generate\(\) takes a prompt or a list of prompts"):
+        llm.generate(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["text", None, [], [{"content": "no role"}], {"role": "user"}], ids=repr)
+def test_chat_wants_messages(llm, wrong):
+    with pytest.raises(InvalidRequest, match=r'chat\(\) takes a list of messages.* \[\{"role": "user"'):
+        llm.chat(wrong)
+
+
+def test_one_wrong_conversation_fails_alone(llm):
+    one = [{"role": "user", "content": "hi"}]
+    with pytest.warns(UserWarning, match="prompts failed"):
+        first, failed = llm.chat([one, "text"], GREEDY)
+    assert first.text == llm.chat(one, GREEDY)[0].text
+    assert "chat() takes a list of messages" in str(failed.error)
+
+
+def test_prompts_as_vllm_takes_them(llm):
+    ids = llm.tokenizer.encode("hello")
+    plain = llm.generate("hello", GREEDY)[0].text
+    forms = [{"prompt": "hello"}, {"prompt_token_ids": ids}, {"prompt": "other", "prompt_token_ids": ids}]
+    for outputs in (llm.generate(forms, sampling_params=GREEDY, use_tqdm=False), *(llm.generate(one, GREEDY) for one in forms)):
+        assert {output.text for output in outputs} == {plain}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_contxt": 5}, "no option 'max_contxt'. Did you mean max_context?"),
+        ({"max_model_length": 5}, "Did you mean max_model_len?"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
+        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        ({"max_model_len": 5, "max_context": 5}, "max_context is given twice"),
+        ({"sampling_defaults": "mine"}, "Choose model or neutral"),
+        ({"default_max_tokens": -1}, "default_max_tokens is -1"),
+    ],
+)
+def test_a_wrong_option_is_named(tiny_folder, options, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        LLM(str(tiny_folder), progress=False, **options)
+
+
+def test_vllm_options(tiny_folder):
+    asked = {"max_model_len": 128, "max_num_seqs": 3, "block_size": 8, "enable_prefix_caching": False, "dtype": "float"}
+    asked |= {"tensor_parallel_size": 1, "quantization": None, "tokenizer": str(tiny_folder), "kv_cache_memory_bytes": 2**24}
+    with pytest.warns(UserWarning, match=r"without effect: enforce_eager, gpu_memory_utilization\."):
+        llm = LLM(str(tiny_folder), progress=False, gpu_memory_utilization=0.9, enforce_eager=True, seed=5, **asked)
+    config = llm.config
+    assert (config.max_context, config.max_requests, config.page_size, config.prefix_caching) == (128, 3, 8, False)
+    sampled = SamplingParams(max_tokens=8, temperature=1.5)
+    first = [output.text for output in llm.generate(["hello"] * 2, sampled)]
+    assert first[0] != first[1]
+    again = LLM(str(tiny_folder), progress=False, seed=5)
+    assert [output.text for output in again.generate(["hello"] * 2, sampled)] == first
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temprature": 1}, "There is no sampling parameter 'temprature'. Did you mean temperature?"),
+        ({"repeat_penalty": 1}, "Did you mean repetition_penalty?"),
+        ({"best_of": 2}, "best_of is not supported"),
+    ],
+)
+def test_a_wrong_parameter_is_named(given, words):
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        SamplingParams(**given)
+
+
+def test_parameters_as_vllm_takes_them(llm):
+    assert SamplingParams(temperature=None, stop=None, best_of=None, detokenize=True) == SamplingParams()
+    with pytest.raises(InvalidRequest, match="sampling_params is a SamplingParams"):
+        llm.generate("x", {"temperature": 0})

@@ -43,6 +43,7 @@ class Model:
 KINDS = [
     dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(typical_p=0.5), dict(temperature=0.0, presence_penalty=1.0),
     dict(logit_bias={3: 1.0}), dict(top_k=16, top_p=0.9, repetition_penalty=1.1), dict(min_tokens=99, stop_token_ids=(1,)),
+    dict(allowed_token_ids=(1, 2, 5)), dict(bad_word_ids=((1,), (1, 2), (1, 2, 3))),
 ]
 
 def set_params(state, num, first):

@@ -148,6 +148,7 @@ REQUESTS = {
         ids(5, 4),
         greedy(4, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.3, logit_bias={9: -3.0}, min_tokens=4),
     ),
+    "holds back": (ids(5, 7), greedy(4, allowed_token_ids=tuple(range(2, 40)), bad_word_ids=((5,), (6, 7)))),
     "one": ([*COMMON, 8], greedy(3)),
     "other": ([*COMMON, 9, 10], greedy(3)),
     "several": ([11] * 17, SamplingParams(temperature=1.0, seed=6, n=2, max_tokens=3)),

@@ -206,6 +206,8 @@ NAN = float("nan")
         *[("stop", v) for v in ("", ["a", ""], [1], ["x"] * 17, ["y" * 2000])],
         *[("stop_token_ids", v) for v in ([-1], ["a"], [2**31])],
         *[("ignore_eos", v) for v in ("no", 1, None)],
+        *[("allowed_token_ids", v) for v in ([-1], ["x"], list(range(2000)))],
+        *[("bad_word_ids", v) for v in ([[]], [3], [[-1]], [[1]] * 200, [[1] * 33])],
         *[("logit_bias", v) for v in ([1], {1: 101.0}, {1: NAN}, {-1: 0.0}, dict.fromkeys(range(2000), 0.0))],
     ],
 )

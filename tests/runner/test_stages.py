@@ -22,7 +22,9 @@ NAN, INF = math.nan, math.inf
 
 SETTINGS = {  # what asks for a stage, besides a temperature
     "grammar": [{}],
+    "allowed_tokens": [{"allowed_token_ids": (7, 11, 250, 7)}],
     "logit_bias": [{"logit_bias": {7: 4.0, 11: -100.0}}],
+    "bad_words": [{"bad_word_ids": tuple((token,) for token in range(100)) + ((5, 150), (150, 5, 151))}],
     "min_tokens": [{"min_tokens": 50, "stop_token_ids": (0, 5)}],
     "penalties": [{"repetition_penalty": 1.7}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}],
     "temperature": [{"temperature": 0.3}, {"temperature": 1.8}],
@@ -109,6 +111,24 @@ def test_each_stage_alone(stage):
     expected = sample_on_cpu(state, logits, rows)
     assert sample_on_gpu(state, logits, rows) == expected
     assert min(expected) >= 0
+
+
+def test_a_bad_word_is_held_back_where_the_output_ends_with_its_beginning():
+    state = make_state([SamplingParams()] * 5)
+    output = state.tokens[0, NUM_PROMPT:POSITION].tolist()
+    state.tokens[:] = state.tokens[0]
+    words = [
+        ((*output[-2:], 9),),  # it would be completed
+        ((output[-2], 9), (*output[-1:], 9)),  # the second would be
+        ((*output[-2:-1], 9), (8, *output[-1:], 9)),  # another beginning
+        ((state.tokens[0, NUM_PROMPT - 1].item(), *output, 9),),  # it would begin in the prompt
+        ((*output, 9),),
+    ]
+    state.params[:] = [SamplingParams(temperature=0.0, bad_word_ids=word) for word in words]
+    logits = random_logits(5)
+    logits[:, 9] = 100.0
+    for sample in (sample_on_cpu, sample_on_gpu):
+        assert [token == 9 for token in sample(state, logits, list(range(5)))] == [False, False, True, True, False]
 
 
 def test_combinations_of_stages_and_each_sequence_alone():

@@ -63,6 +63,9 @@ class Browser:
     def say(self, words: str) -> None:
         self.type("#text", words, Keys.ENTER)
 
+    def download_to(self, folder: Path) -> None:
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+
     def js(self, code: str, *given: Any) -> Any:
         return self.driver.execute_script(code, *given)
 

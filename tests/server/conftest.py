@@ -20,25 +20,24 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tests.helpers import byte_tokenizer, make_llama
+from tests.server.scripted import make_scripted
 from tidemill.server.protocol import BoundedProtocol
 
 
 class Server:
-    def __init__(self, model: Path, *options: str) -> None:
+    def __init__(self, model: Path | None, *options: str, patch: str = "") -> None:
+        """`model`: served as tiny; None: the options name the models. `patch`: Python that is run in the server first."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
             sys.executable,
-            "-m",
-            "tidemill",
+            *(("-c", f"{patch}\nfrom tidemill.cli.main import main\nmain()") if patch else ("-m", "tidemill")),
             "serve",
-            str(model),
+            *([str(model), "--served-name", "tiny"] if model else []),
             "--port",
             str(self.port),
-            "--served-name",
-            "tiny",
             "--no-request-log",  # nobody reads the pipe until the end
             "--data-dir",
             f"{tempfile.gettempdir()}/data-of-tests/{uuid.uuid4()}",  # made only if it is used
@@ -57,17 +56,23 @@ class Server:
             time.sleep(0.1)
         raise AssertionError("the server did not start")
 
-    def gauge(self, name: str) -> float:
+    def gauge(self, name: str, model: str | None = None) -> float:
+        """`model`: where there are several."""
+        labels = "" if model is None else f'{{model="{model}"}}'
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
-            if line.startswith(f"tidemill_{name} "):
+            if line.startswith(f"tidemill_{name}{labels} "):
                 return float(line.split()[1])
         raise KeyError(name)
 
     def engine_pid(self, missing: int = 0) -> int:
         """`missing`: what to say if there is none at the moment."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        found = [int(pid) for path in children for pid in path.read_text().split() if b"tidemill.engine" in command_of(pid)]
+        found = self.engine_pids()
         return found[0] if found else missing
+
+    def engine_pids(self) -> list[int]:
+        """In the order in which they were started."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for path in children for pid in path.read_text().split() if b"tidemill.engine" in command_of(pid))
 
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:
@@ -112,6 +117,16 @@ def roomy_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def roomy(roomy_folder):
     running = Server(roomy_folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory):
+    """A model that thinks and fills in the middle, always the same."""
+    path = tmp_path_factory.mktemp("scripted")
+    make_scripted(path)
+    running = Server(path).wait()
     yield running
     assert running.stop() == 0
 

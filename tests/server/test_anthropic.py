@@ -5,9 +5,14 @@ import json
 import anthropic
 import httpx
 import pytest
+from starlette.requests import Request
 
+from tests.server.conftest import behind_our_protocol
 from tidemill.frontend.output import TextDelta
-from tidemill.server.anthropic import MessagesRequest, MessageWriter
+from tidemill.frontend.parsers import Dialect
+from tidemill.server.anthropic import MessageWriter, _stream
+from tidemill.server.anthropic_types import MessagesRequest
+from tidemill.server.sse import EventStream
 from tidemill.wire import Delta
 
 ASK = {"model": "tiny", "max_tokens": 12, "messages": [{"role": "user", "content": "Hello there, how high is the water?"}]}
@@ -87,7 +92,8 @@ def test_each_of_several_calls_keeps_its_input(step, is_forced):
     calls = [json.dumps({"name": "high_water", "arguments": one}) for one in INPUTS]
     text = f"[{', '.join(calls)}]" if is_forced else "So: " + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
     choice = {"type": "any"} if is_forced else None
-    writer = MessageWriter("m", "tiny", MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice), 5)
+    asked = MessagesRequest(**ASK, tools=[TOOL], tool_choice=choice)
+    writer = MessageWriter("m", "tiny", asked, 5, Dialect.of("").reading("", asked.functions(), asked.must_call))
     parts = [text[i : i + step] for i in range(0, len(text), step)]
     events = [event for part in parts for event in writer.take(Delta("r", 0, [1]), TextDelta(part, 1, None))]
     events += writer.take(Delta("r", 0, [], "stop"), TextDelta("", 0, "stop"))
@@ -122,10 +128,22 @@ def test_several_calls_by_the_client(client):
         {"max_tokens": 0},
         {"max_tokens": None},
         {"messages": []},
-        {"messages": [{"role": "system", "content": "x"}]},
+        {"messages": [{"role": "system", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}]}
+            ]
+        },
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"temperature": "hot"},
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "sometimes"}},
+        {"container": "container_1"},
+        {"mcp_servers": [{"type": "url", "url": "x", "name": "x"}]},
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "tool_choice": {"type": "tool", "name": "web_search"}},
+        {"output_config": {"format": {"type": "json_schema"}}},
         {"tool_choice": {"type": "tool", "name": "nothing"}},
         {"nonsense": 1},
     ],
@@ -135,8 +153,171 @@ def test_what_cannot_be_served_is_told_as_the_client_expects(roomy, wrong):
     assert reply.status_code == 400
     assert reply.json()["type"] == "error"
     assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert str(next(iter(wrong))) in reply.text or "'image'" in reply.text or "schema" in reply.text
 
 
 def test_an_unknown_model(client):
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**ASK | {"model": "other"})
+
+
+def test_what_has_no_effect_is_accepted_and_named(client):
+    cached = {"type": "ephemeral", "ttl": "1h"}
+    said = [{"type": "text", "text": "Hello.", "cache_control": cached}]
+    reply = client.beta.messages.with_raw_response.create(
+        model="tiny",
+        max_tokens=5,
+        betas=["interleaved-thinking-2025-05-14", "context-management-2025-06-27"],
+        cache_control=cached,
+        system=[{"type": "text", "text": "Be brief.", "cache_control": cached}],
+        messages=[{"role": "user", "content": said}],
+        tools=[
+            TOOL | {"type": "custom", "cache_control": cached, "strict": True},
+            {"type": "web_search_20250305", "name": "web_search"},
+        ],
+        tool_choice={"type": "none"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        mcp_servers=[],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        extra_body={"container": None, "top_k": 5},
+    )
+    assert reply.headers["x-tidemill-ignored"].split(", ") == [
+        "budget_tokens", "cache_control", "context_management.clear_thinking", "metadata", "service_tier", "thinking",
+        "tools.web_search",
+    ]  # fmt: skip
+    assert reply.parse().id.startswith("msg_")
+
+
+def test_structured_output(client):
+    shape = {"type": "json_schema", "schema": TOOL["input_schema"]}
+    for more in ({"output_config": {"format": shape, "effort": "low"}}, {"extra_body": {"output_format": shape}}):
+        reply = client.messages.create(**ASK | {"max_tokens": 100}, **more)
+        assert json.loads(reply.content[0].text)["port"] in ("Brest", "Hull")
+
+
+def test_more_tokens_than_fit_the_context(client):
+    """Programs ask for the most their usual model can write."""
+    long = {"type": "json_schema", "schema": {"type": "string", "minLength": 5000}}  # it cannot end earlier
+    messages = [{"role": "user", "content": "x" * 4000}]
+    with client.messages.stream(model="tiny", max_tokens=32000, messages=messages, output_config={"format": long}) as stream:
+        reply = stream.get_final_message()
+    counted = client.messages.count_tokens(model="tiny", messages=messages).input_tokens
+    assert reply.stop_reason == "model_context_window_exceeded"
+    assert reply.usage.output_tokens == 4096 - counted
+
+
+def prompt_of(**body):
+    request = MessagesRequest(**ASK | body)
+    conversation = request.conversation()
+    return conversation, request.how(conversation)["continue_final_message"]
+
+
+def test_a_prefill_is_continued_as_text_or_as_blocks(client):
+    user = ASK["messages"]
+    for content in ("The water is", [{"type": "text", "text": "The water"}, {"type": "text", "text": " is"}]):
+        said, continues = prompt_of(messages=[*user, {"role": "assistant", "content": content}])
+        assert (said[-1]["content"], continues) == ("The water is", True)
+    texts = [
+        client.messages.create(
+            **ASK | {"messages": [*user, {"role": "assistant", "content": content}]}, extra_body=GREEDY
+        ).content
+        for content in ("The water is", [{"type": "text", "text": "The water is"}])
+    ]
+    assert texts[0] == texts[1]
+    called = [{"type": "text", "text": "So"}, {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}]
+    assert not prompt_of(messages=[*user, {"role": "assistant", "content": called}])[1]
+    assert not prompt_of(messages=[*user, {"role": "assistant", "content": ""}])[1]
+
+
+def test_a_conversation_of_every_block():
+    document = {"type": "document", "title": "Tables", "source": {"type": "text", "media_type": "text/plain", "data": "3 m"}}
+    found = {"type": "search_result", "source": "a.b", "title": "Tide", "content": [{"type": "text", "text": "5 m"}]}
+    thought = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
+    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": "é"}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "toolu_1",
+        "content": [{"type": "text", "text": "no"}, found],
+        "is_error": True,
+    }
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1f;"}
+    said, _ = prompt_of(
+        system=[billing, {"type": "text", "text": "One."}, {"type": "text", "text": "Two."}],
+        messages=[
+            {"role": "system", "content": "Three."},
+            {"role": "user", "content": [document, {"type": "text", "text": "How high?"}]},
+            {"role": "assistant", "content": [*thought, {"type": "text", "text": "Wait."}, call]},
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+            {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
+        ],
+    )
+    function = {"name": "f", "arguments": '{"a": "é"}'}
+    assert said == [
+        {"role": "system", "content": "One.\n\nTwo.\n\nThree."},
+        {"role": "user", "content": "Tables\n3 m\nHow high?"},
+        {
+            "role": "assistant", "content": "Wait.", "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "Error: noTide (a.b)\n5 m\n"},
+        {"role": "user", "content": "Well?"},
+        {"role": "system", "content": "Hurry."},
+    ]  # fmt: skip
+
+
+def test_every_block_by_the_client(client):
+    found = {"type": "search_result", "source": "a.b", "title": "Tide", "content": [{"type": "text", "text": "5 m"}]}
+    turns = [
+        *ASK["messages"],
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "So."}],
+        },
+        {"role": "system", "content": "Be quick."},
+        {"role": "user", "content": [found, {"type": "text", "text": "And?"}]},
+    ]
+    assert client.messages.create(**ASK | {"messages": turns}).usage.output_tokens > 0
+
+
+CALL = '<tool_call>{"name": "high_water", "arguments": {"port": "Brest"}}</tool_call>'
+SCRIPT = [
+    "<think>", "The tide", " turns.", "</think>", "\n", "At ", "noon.", "<tool_call>", '{"name": "high_water", ',
+    '"arguments": {"port": "Hull"}}', "</tool_call>", CALL,
+]  # fmt: skip
+
+
+async def scripted():
+    """What a reasoning model's tokens look like."""
+    for token in SCRIPT:
+        yield Delta("r", 0, [1], num_cached=3), TextDelta(token, 1, None)
+    yield Delta("r", 0, [1], "stop", num_cached=3), TextDelta("", 1, "stop")
+
+
+@pytest.mark.parametrize("display", ["summarized", "omitted"])
+async def test_thinking_and_several_calls_streamed_to_the_client(display):
+    async def app(scope, receive, send):
+        body = MessagesRequest(**json.loads(await Request(scope, receive).body()))
+        outputs = scripted()
+        writer = MessageWriter("msg_1", "tiny", body, 5)
+        await EventStream(_stream(writer, await anext(outputs), outputs), outputs, is_framed=True)(scope, receive, send)
+
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
+    async with behind_our_protocol(app) as port:
+        client = anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        async with client.messages.stream(**ASK, tools=[TOOL], thinking=thinking) as stream:
+            kinds = [event.type async for event in stream]
+            reply = await stream.get_final_message()
+        await client.close()
+    thought, text, *calls = reply.content
+    assert (thought.type, thought.thinking) == ("thinking", "The tide turns." if display == "summarized" else "")
+    assert thought.signature
+    assert ("thinking" in kinds) == (display == "summarized")
+    assert "signature" in kinds
+    assert text.text == "At noon."
+    assert [call.input for call in calls] == [{"port": "Hull"}, {"port": "Brest"}]
+    assert len({call.id for call in calls}) == 2
+    assert reply.stop_reason == "tool_use"
+    assert reply.usage.output_tokens_details.thinking_tokens == 5  # with what opens and ends it
+    assert (reply.usage.input_tokens, reply.usage.cache_read_input_tokens) == (2, 3)

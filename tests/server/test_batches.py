@@ -17,6 +17,7 @@ from tidemill.server import batch_lines, batches
 from tidemill.server.batch_lines import MAX_LINE_BYTES, problems_of
 from tidemill.server.batches import Batches
 from tidemill.server.guard import Access
+from tidemill.server.models import Models
 from tidemill.server.storage import Storage, StorageUnavailable
 
 CHAT = [{"role": "user", "content": "How high?"}]
@@ -262,7 +263,8 @@ async def test_batches_are_resumed_when_the_data_folder_is_usable_again(tmp_path
     await first.do(first.add_batch, "", "tiny", record)
     await first.do(first.add_result, "batch_1", 1, False, b"{}")
     ready = SimpleNamespace(config=SimpleNamespace(max_requests=1))
-    running = Batches(SimpleNamespace(ready=ready, model_name="tiny", is_draining=False), second, Access().caller_of, None)
+    models = Models([SimpleNamespace(ready=ready, model_name="tiny", is_draining=False)])
+    running = Batches(models, second, Access().caller_of, None)
     await running.resume()  # the other server still has the folder
     with pytest.raises(StorageUnavailable):
         await second.do(second.unfinished)

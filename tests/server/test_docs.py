@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "api.md").read_text(), re.DOTALL)
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_table_of_fields_without_effect():
+    from tidemill.server import fields_doc
+
+    assert fields_doc.table() in PAGE, "put the output of python -m tidemill.server.fields_doc into docs/api.md"
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))

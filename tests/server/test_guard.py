@@ -39,16 +39,18 @@ def ask(server, key=KEY, path="/v1/models", method="GET", **headers):
     return httpx.request(method, f"{server.url}{path}", headers=sent)
 
 
-def test_every_route_but_health_needs_a_key(server):
+def test_every_route_but_health_and_readiness_needs_a_key(server):
     assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
     routes = httpx.get(f"{server.url}/openapi.json", headers={"x-api-key": KEY}).json()["paths"]
     assert len(routes) > 5
     for path, methods in routes.items():
         for method in methods:
-            if path != "/health":
+            if path not in ("/health", "/ready"):
                 reply = httpx.request(method, f"{server.url}{path}")
                 assert reply.status_code == 401, path
                 assert reply.json()["error"]["code"] == "invalid_api_key"
+                assert reply.json().get("type") == ("error" if path.startswith("/v1/messages") else None)
     for key in (KEY, OTHER, ADMIN):
         assert ask(server, key).status_code == 200
     for key in ("x", KEY + "x", KEY[:-1], "é" * 20):
@@ -115,6 +117,16 @@ def test_a_page_of_an_allowed_origin_may_ask(server):
     asked = ask(server, "", method="OPTIONS", origin="https://chat.example", access_control_request_method="POST")
     assert asked.status_code == 204
     assert asked.headers["access-control-allow-origin"] == "https://chat.example"
+    names = "authorization, x-api-key, x-stainless-lang, x-stainless-retry-count, openai-organization"
+    asked = ask(server, "", method="OPTIONS", origin="https://chat.example", access_control_request_headers=names)
+    assert asked.headers["access-control-allow-headers"] == names
+    for key, path, status in (("", "/v1/models", 401), (KEY, "/v1/nothing", 404), (KEY, "/metrics", 403)):
+        refused = ask(server, key, path, origin="https://chat.example")
+        assert refused.status_code == status
+        assert refused.headers.get_list("access-control-allow-origin") == ["https://chat.example"]
+    refused = ask(server, "", origin="https://evil.example")
+    assert refused.status_code == 403
+    assert "access-control-allow-origin" not in refused.headers
     assert ask(server, origin="https://chat.example").headers["access-control-allow-origin"] == "https://chat.example"
     assert "access-control-allow-origin" not in ask(server).headers
 

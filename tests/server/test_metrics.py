@@ -17,4 +17,4 @@ def test_the_dashboard_and_the_metrics_agree():
     assert shown <= there, shown - there
     plain = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in there}
     assert plain == {re.sub(r"_(total|bucket)$", "", name) for name in shown}
-    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 12
+    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 13

@@ -168,7 +168,16 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "5000"),
     ({"prompt": "x", "stop": ["a", ""]}, "stop", ""),
     ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids", ""),
-    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"prompt": "x", "stream_options": {"nonsense": True}}, "stream_options", "not supported"),
+    ({"prompt": "x", "mirostat": 2}, "mirostat", "not supported"),
+    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", ""),
+    ({"prompt": "x", "allowed_token_ids": [5000]}, "allowed_token_ids", "5000"),
+    ({"prompt": "x", "bad_words": [""]}, "bad_words", ""),
+    ({"prompt": "x", "bad_words": ["w" * 100]}, "bad_words", "32 tokens"),
+    ({"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more"),
+    ({"prompt": "x", "repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty", "differ"),
+    ({"prompt": "x", "max_tokens": 3, "n_predict": 4}, "n_predict", "differ"),
+    ({"prompt": "x", "guided_regex": "a", "ebnf": "b"}, "ebnf", "both given"),
     ({"prompt": "x", "no_such_parameter": 1}, "no_such_parameter", "not supported"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
     ({"prompt": "x", "priority": 2**40}, "priority", ""),
@@ -183,7 +192,7 @@ def test_bad_requests_are_refused_by_name_and_the_next_works(server, client, str
     for body, param, words in BAD_COMPLETIONS:
         reply = httpx.post(
             f"{server.url}/v1/completions",
-            json=body | ({"stream": True} if stream and "stream_options" not in body else {}),
+            json=body | ({"stream": True} if stream else {}),
             timeout=60,
         )
         assert reply.status_code in (400, 404), (body, reply.status_code)
@@ -241,7 +250,13 @@ def test_bad_chats(server, client):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"messages": MESSAGES, "functions": []}, "functions"),
+        ({"messages": MESSAGES, "functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"messages": MESSAGES, "modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": MESSAGES, "audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+        ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options"),
+        ({"messages": MESSAGES, "documents": [{"text": "x"}]}, "documents"),
+        ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "messages"),
         ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         ({"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice"),
@@ -540,6 +555,6 @@ def test_embeddings_equal_transformers(client, tiny_folder, pooling):
     first, again = (client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling}) for _ in range(2))
     assert again.data[1].embedding == first.data[1].embedding  # from the cache or not
     assert len(client.embeddings.create(model="tiny", input="a text").data) == 1
-    for wrong in ({"input": []}, {"input": "x", "dimensions": 3}, {"input": "x", "encoding_format": "hex"}):
+    for wrong in ({"input": []}, {"input": "x", "dimensions": 10**6}, {"input": "x", "encoding_format": "hex"}):
         with pytest.raises(openai.BadRequestError):
             client.embeddings.create(model="tiny", **wrong)

@@ -1,13 +1,23 @@
 """OpenAI's Responses API with the official client."""
 
 import json
+import re
+import time
 
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
 
-from tidemill.server import responses
-from tidemill.server.responses import Store, Unknown
+from tests.server.conftest import behind_our_protocol
+from tidemill.frontend.output import TextDelta
+from tidemill.sampling import SamplingParams
+from tidemill.server import responses_store
+from tidemill.server.responses_store import Store, Unknown
+from tidemill.server.responses_types import ResponseRequest, messages_of
+from tidemill.server.responses_writer import ResponseWriter
+from tidemill.server.sse import EventStream, named_event
+from tidemill.wire import Delta
 
 TOOL = {
     "type": "function",
@@ -20,6 +30,7 @@ TOOL = {
     },
     "strict": True,
 }
+LARK = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
 ASK = {"model": "tiny", "input": "How high is the water?", "max_output_tokens": 20, "temperature": 0}
 
 
@@ -79,8 +90,7 @@ def test_responses_are_stored_and_continued(client):
 
 
 def test_cancel_in_the_middle(client):
-    long = {"type": "json_schema", "name": "long", "schema": {"type": "string", "minLength": 3000}}  # it cannot end earlier
-    events = client.responses.create(**ASK | {"max_output_tokens": 3500}, text={"format": long}, stream=True)
+    events = client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, stream=True)
     name = next(iter(events)).response.id
     assert client.responses.cancel(name).status == "cancelled"
     assert [event.type for event in events][-1] == "response.failed"
@@ -102,18 +112,297 @@ def test_tool_results_and_conversations_as_input(client):
     [
         {"input": [{"type": "input_image"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"tools": [{"type": "web_search"}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": []},
+        {"tools": [{"type": "file_search", "vector_store_ids": ["v"]}]},
+        {"tools": [{"type": "mcp", "server_label": "x", "server_url": "x"}]},
+        {"tools": [{"type": "computer_use_preview"}]},
         {"tool_choice": "required"},
-        {"background": True},
+        {"tool_choice": "required", "tools": [{"type": "web_search"}]},
+        {"tool_choice": {"type": "web_search"}},
+        {"tool_choice": {"type": "custom", "name": "patch"}, "tools": [{"type": "custom", "name": "patch", "format": LARK}]},
+        {"background": True, "stream": True},
+        {"background": True, "store": False},
         {"text": {"format": {"type": "json_schema"}}},
         {"max_output_tokens": 0},
-        {"truncation": "auto"},
+        {"truncation": "sometimes"},
+        {"include": ["nonsense"]},
+        {"prompt": {"id": "pmpt_1"}},
+        {"conversation": "conv_1", "previous_response_id": "resp_1"},
     ],
 )
 def test_what_is_not_supported_is_refused(roomy, wrong):
     reply = httpx.post(f"{roomy.url}/v1/responses", json=ASK | wrong)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == next(iter(wrong))
+
+
+def test_what_has_no_effect_is_accepted_and_named(client):
+    reply = client.responses.with_raw_response.create(
+        input="How high?",
+        max_output_tokens=5,
+        include=["reasoning.encrypted_content", "web_search_call.action.sources"],
+        reasoning={"effort": "low", "summary": "auto", "generate_summary": None},
+        text={"verbosity": "low"},
+        max_tool_calls=3,
+        metadata={"a": "b"},
+        parallel_tool_calls=True,
+        prompt_cache_key="k",
+        safety_identifier="s",
+        service_tier="auto",
+        store=False,
+        stream_options=None,
+        tools=[{"type": "web_search"}, {"type": "local_shell"}, {"type": "web_search_preview_2025_03_11"}],
+        truncation="auto",
+        user="u",
+        extra_body={"chat_template_kwargs": {"x": 1}, "client_metadata": {"a": "b"}, "top_k": 3, "seed": 5},
+    )
+    assert reply.headers["x-tidemill-ignored"].split(", ") == [
+        "client_metadata", "max_tool_calls", "prompt_cache_key", "reasoning.effort", "safety_identifier", "service_tier",
+        "summary", "tools.local_shell", "tools.web_search", "tools.web_search_preview", "user", "verbosity",
+    ]  # fmt: skip
+    made = reply.parse()
+    assert made.id.startswith("resp_")
+    assert made.output[0].id.startswith("msg_")
+    assert (made.metadata, made.truncation, made.model) == ({"a": "b"}, "auto", "tiny")
+    assert client.responses.create(input="x", include=[], max_output_tokens=2).status == "incomplete"
+
+
+def test_logprobs(client):
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = client.responses.create(**ASK, **more)
+    (part,) = whole.output[0].content
+    assert len(part.logprobs) == whole.usage.output_tokens
+    assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
+    assert b"".join(bytes(entry.bytes) for entry in part.logprobs).decode(errors="replace") == part.text
+    events = list(client.responses.create(**ASK, **more, stream=True))
+    streamed = [entry.logprob for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert streamed == [entry.logprob for entry in part.logprobs]
+    assert not client.responses.create(**ASK).output[0].content[0].logprobs
+
+
+def wait_for(client, name, *statuses):
+    while (found := client.responses.retrieve(name)).status not in statuses:
+        assert found.status in ("queued", "in_progress")
+        assert found.usage is None
+        time.sleep(0.02)
+    return found
+
+
+def test_in_the_background(client):
+    made = client.responses.create(**ASK, background=True)
+    assert made.status in ("queued", "in_progress")
+    assert made.background
+    done = wait_for(client, made.id, "completed", "incomplete")
+    assert done.output_text == client.responses.create(**ASK).output_text
+    assert client.responses.cancel(made.id).status == done.status  # too late
+    follow = client.responses.create(**ASK, previous_response_id=made.id)
+    assert follow.usage.input_tokens > done.usage.input_tokens
+
+
+LONG = {
+    "format": {"type": "json_schema", "name": "long", "schema": {"type": "string", "minLength": 3000}}
+}  # it cannot end earlier
+
+
+def test_a_response_in_the_background_is_cancelled_or_deleted(client, roomy):
+    made = client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True)
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**ASK, previous_response_id=made.id)
+    assert client.responses.cancel(made.id).status == "cancelled"
+    assert client.responses.retrieve(made.id).status == "cancelled"
+    other = client.responses.create(**ASK | {"max_output_tokens": 3500}, text=LONG, background=True)
+    wait_for(client, other.id, "in_progress")
+    client.responses.delete(other.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(other.id)
+    while roomy.gauge("requests_running"):
+        time.sleep(0.02)
+
+
+def test_a_background_response_that_fails(client):
+    made = client.responses.create(**ASK | {"max_output_tokens": 10**6}, background=True)
+    failed = wait_for(client, made.id, "failed")
+    assert failed.error.code == "context_length_exceeded"
+
+
+def test_input_items(client):
+    first = client.responses.create(**ASK)
+    items = [{"role": "user", "content": f"And {i}?"} for i in range(4)]
+    second = client.responses.create(**ASK | {"input": items}, previous_response_id=first.id)
+    page = client.responses.input_items.list(second.id, limit=2, order="asc")
+    assert page.has_more
+    listed = list(client.responses.input_items.list(second.id, limit=2, order="asc"))
+    assert [item.content[0].text for item in listed] == [ASK["input"], first.output_text, *(item["content"] for item in items)]
+    assert listed[1].id == first.output[0].id
+    assert [item.id for item in client.responses.input_items.list(second.id)] == [item.id for item in listed][::-1]
+    for wrong in ({"limit": 0}, {"order": "up"}, {"after": "msg_0"}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.input_items.list(second.id, **wrong)
+
+
+def test_input_tokens(client):
+    made = client.responses.create(**ASK, instructions="Be brief.", tools=[TOOL])
+    counted = client.responses.input_tokens.count(model="tiny", input=ASK["input"], instructions="Be brief.", tools=[TOOL])
+    assert counted.input_tokens == made.usage.input_tokens
+
+
+def test_what_was_sent_is_taken_back(client):
+    """As the client dumps it, as references, and by the id of the response: one prompt."""
+    forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300, "parallel_tool_calls": False}
+    first = client.responses.create(**ASK | forced)
+    (call,) = first.output
+    asked = {"role": "user", "content": [{"type": "input_text", "text": ASK["input"]}]}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": [{"type": "input_text", "text": "at noon"}]}
+    ways = [
+        {"input": [asked, call.model_dump(), result | {"id": "fco_1", "status": "completed"}]},
+        {"input": [asked, {"type": "item_reference", "id": call.id}, result]},
+        {"input": [asked, {"id": call.id}, result]},
+        {"input": [result], "previous_response_id": first.id},
+    ]
+    made = [client.responses.create(**ASK | way, tools=[TOOL]) for way in ways]
+    assert len({(one.usage.input_tokens, one.output_text) for one in made}) == 1
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**ASK | {"input": [asked, {"type": "item_reference", "id": "fc_0"}]})
+
+
+def test_items_as_messages():
+    said = {"type": "output_text", "text": "So.", "annotations": [], "logprobs": []}
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": None,
+         "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": "commentary", "content": [said]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}", "namespace": "mcp__x"},
+        {"type": "custom_tool_call", "id": "ctc_1", "call_id": "c2", "name": "patch", "input": "a\nb"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [], "encrypted_content": "x"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "mcp__x__f", "arguments": "{}"}},
+        {"id": "c2", "type": "function", "function": {"name": "patch", "arguments": '{"input": "a\\nb"}'}},
+    ]
+    assert messages_of(items) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "So.", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "2"},
+        {"role": "assistant", "content": "No."},
+    ]
+
+
+def test_conversations(client):
+    made = client.conversations.create(items=[{"role": "user", "content": "Hello."}], metadata={"a": "b"})
+    assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
+    assert client.conversations.update(made.id, metadata={"a": "c"}).metadata == {"a": "c"}
+    added = client.conversations.items.create(made.id, items=[{"role": "user", "content": "Are you there?"}])
+    assert added.data[0].content[0].text == "Are you there?"
+    first = client.responses.create(**ASK, conversation=made.id)
+    second = client.responses.create(**ASK | {"input": "And now?"}, conversation={"id": made.id})
+    assert second.conversation.id == made.id
+    assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+    texts = [item.content[0].text for item in client.conversations.items.list(made.id, order="asc")]
+    assert texts == ["Hello.", "Are you there?", ASK["input"], first.output_text, "And now?", second.output_text]
+    client.conversations.items.delete(added.data[0].id, conversation_id=made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.retrieve(added.data[0].id, conversation_id=made.id)
+    assert client.conversations.delete(made.id).deleted
+    for gone in (lambda: client.conversations.retrieve(made.id), lambda: client.responses.create(**ASK, conversation=made.id)):
+        with pytest.raises(openai.NotFoundError):
+            gone()
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(first.id)  # another kind of object
+
+
+def test_truncation(client):
+    """Of a conversation that is too long, the oldest turns go; what remains begins with a user's message."""
+    turns = [{"role": role, "content": f"{i} " + "x" * 500} for i in range(10) for role in ("user", "assistant")]
+    items = [*turns, {"role": "user", "content": "Well?"}]
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**ASK | {"input": items})
+    made = client.responses.create(**ASK | {"input": items}, instructions="Be brief.", truncation="auto")
+    counted = [
+        client.responses.input_tokens.count(input=items[2 * num :], instructions="Be brief.").input_tokens for num in range(4, 10)
+    ]
+    assert made.usage.input_tokens == max(num for num in counted if num + ASK["max_output_tokens"] <= 4096)
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**ASK | {"input": "x" * 5000}, truncation="auto")  # a turn that does not fit by itself
+
+
+def test_custom_tools_and_allowed_tools(client):
+    shape = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
+    tools = [TOOL, {"type": "custom", "name": "spell", "description": "spells", "format": shape}]
+    forced = {"tools": tools, "max_output_tokens": 300, "parallel_tool_calls": False}
+    made = client.responses.create(**ASK | forced, tool_choice={"type": "custom", "name": "spell"})
+    (call,) = made.output
+    assert call.type == "custom_tool_call"
+    assert call.id.startswith("ctc_")
+    assert re.fullmatch("[ab]{3}", call.input)
+    events = list(client.responses.create(**ASK | forced, tool_choice={"type": "custom", "name": "spell"}, stream=True))
+    done = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert [event.input for event in done] == [call.input]
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "well"}
+    assert client.responses.create(**ASK | {"input": [call.model_dump(), result]}, tools=tools).usage
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "high_water"}]}
+    (call,) = client.responses.create(**ASK | forced, tool_choice=allowed).output
+    assert call.name == "high_water"
+    assert call.id.startswith("fc_")
+    namespace = {"type": "namespace", "name": "mcp__sea", "description": "the sea", "tools": [TOOL]}
+    (call,) = client.responses.create(**ASK | forced | {"tools": [namespace]}, tool_choice="required").output
+    assert (call.name, call.namespace) == ("high_water", "mcp__sea")
+
+
+SCRIPT = [
+    "<think>", "The tide", " turns.", "</think>", "At ", "noon.", '<tool_call>{"name": "high_water", ',
+    '"arguments": {"port": "Hull"}}',
+    '</tool_call><tool_call>{"name": "note", "arguments": {"input": "a\\nb"}}</tool_call>',
+]  # fmt: skip
+OF_TEXT = ["content_part.added", "{}.delta", "{}.delta", "{}.done", "content_part.done"]
+
+
+async def test_reasoning_and_calls_streamed_to_the_client():
+    """Every event in OpenAI's order, of what a reasoning model writes."""
+
+    async def app(scope, receive, send):
+        body = ResponseRequest(**json.loads(await Request(scope, receive).body()))
+        writer = ResponseWriter("resp_1", "tiny", None, body, SamplingParams(), 5)
+
+        async def events():
+            for kind in ("response.created", "response.in_progress"):
+                yield named_event(writer.event(kind, response=writer.body()))
+            for i, token in enumerate(SCRIPT):
+                ending = "stop" if i == len(SCRIPT) - 1 else None
+                for event in writer.take(Delta("r", 0, [1], ending), TextDelta(token, 1, ending)):
+                    yield named_event(event)
+            yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
+
+        made = events()
+        await EventStream(made, made, is_framed=True)(scope, receive, send)
+
+    async with behind_our_protocol(app) as port:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        tools = [TOOL, {"type": "custom", "name": "note"}]
+        async with client.responses.stream(model="tiny", input="When?", tools=tools) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        await client.close()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    item = ["output_item.added", "{}", "output_item.done"]
+    expected = ["created", "in_progress"]
+    for name in ("reasoning_text", "output_text"):
+        expected += [item[0], *(kind.format(name) for kind in OF_TEXT), item[2]]
+    arguments = "function_call_arguments"
+    expected += [item[0], f"{arguments}.delta", f"{arguments}.done", item[2]]
+    expected += [item[0], "custom_tool_call_input.delta", "custom_tool_call_input.done", item[2], "completed"]
+    assert [event.type for event in events] == [f"response.{kind}" for kind in expected]
+    thought, said, call, note = final.output
+    assert thought.content[0].text == "The tide turns."
+    assert thought.id.startswith("rs_")
+    assert said.content[0].text == final.output_text == "At noon."
+    assert (json.loads(call.arguments), note.input) == ({"port": "Hull"}, "a\nb")
+    assert final.usage.output_tokens_details.reasoning_tokens == 4
 
 
 def has(store, tenant, name):
@@ -125,15 +414,17 @@ def has(store, tenant, name):
 
 @pytest.mark.parametrize(("num", "num_bytes"), [(4, 10**6), (10**6, 400)])
 def test_a_tenant_cannot_evict_the_responses_of_another(monkeypatch, num, num_bytes):
-    monkeypatch.setattr(responses, "MAX_STORED", num)
-    monkeypatch.setattr(responses, "MAX_STORED_BYTES", num_bytes)
-    monkeypatch.setattr(responses, "MAX_STORED_OF_ALL", 2 * num)
-    monkeypatch.setattr(responses, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
+    monkeypatch.setattr(responses_store, "MAX_STORED", num)
+    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES", num_bytes)
+    monkeypatch.setattr(responses_store, "MAX_STORED_OF_ALL", 2 * num)
+    monkeypatch.setattr(responses_store, "MAX_STORED_BYTES_OF_ALL", 2 * num_bytes)
     store = Store()
 
     def fill(tenant, number):
         for i in range(number):
-            store.put(tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "output": ["y" * 20]})
+            store.put(
+                tenant, [{"role": "user", "content": "x" * 40}], {"id": f"r{i}", "object": "response", "output": [{"id": "y"}]}
+            )
 
     fill("small", 2)
     fill("large", 50)

@@ -13,6 +13,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN, in_pieces, num_cells
+from tidemill.frontend.parsers import Dialect
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
@@ -20,6 +21,7 @@ from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.models import Models
 from tidemill.server.openai_types import ChatRequest, CompletionRequest
 from tidemill.server.openai_writers import MAX_LOGPROB_CELLS, ChatWriter, CompletionWriter
 from tidemill.server.service import MAX_DETOKENIZED, Service
@@ -41,7 +43,7 @@ class Behind(EngineClient):
     ticker = None
     at_turn = 0  # of the ticker, when everything had been generated
 
-    async def submit(self, request, timeout_s=None):
+    async def submit(self, request, timeout_s=None, tells_accepted=False):
         by_sample: dict[int, list[Delta]] = {}
         async for delta in super().submit(request, timeout_s):
             by_sample.setdefault(delta.index, []).append(delta)
@@ -72,8 +74,8 @@ async def service(roomy_folder):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service, tmp_path_factory):
-    storage, access = Storage(tmp_path_factory.mktemp("data"), 2**20), Access()
-    yield create_app(service, access, storage, Batches(service, storage, access.caller_of, None), None)
+    storage, access, models = Storage(tmp_path_factory.mktemp("data"), 2**20), Access(), Models([service])
+    yield create_app(models, access, storage, Batches(models, storage, access.caller_of, None), None)
     storage.close()
 
 
@@ -218,7 +220,8 @@ async def test_many_tokens_are_decoded_and_more_are_refused(app, service):
 def writer(tokenizer, prompts, **body):
     kind, made = (CompletionWriter, CompletionRequest) if "messages" not in body else (ChatWriter, ChatRequest)
     asked = made(**({"prompt": "x"} if kind is CompletionWriter else {}) | body)
-    return kind(tokenizer, prompts, asked.params(), asked)
+    more = [Dialect.of("").reading("")] if kind is ChatWriter else []
+    return kind(tokenizer, prompts, asked.params(), asked, *more)
 
 
 @pytest.mark.parametrize(

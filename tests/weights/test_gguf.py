@@ -13,6 +13,7 @@ from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.gguf import GGUFFile
+from tidemill.weights.gguf_codes import read_codes
 
 TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
@@ -115,6 +116,16 @@ def test_every_type_is_read_as_the_package_reads_it(qtype, tmp_path):
         tensor.read_into(out)
         expected = gguf.quants.dequantize(raw, qtype)
     assert np.array_equal(out.numpy().view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"])
+def test_iq_types_with_32_values_to_a_scale_keep_their_codes(name):
+    """Only the scale is rounded, to 16 bits: nothing is rounded anew to 8 bits."""
+    qtype = gguf.GGMLQuantizationType[name]
+    raw = np.random.default_rng(3).integers(0, 256, (5, 2 * gguf.GGML_QUANT_SIZES[qtype][1]), dtype=np.uint8)
+    raw.reshape(-1, gguf.GGML_QUANT_SIZES[qtype][1])[:, :2] = np.array([0.02], np.float16).view(np.uint8)
+    expected = gguf.quants.dequantize(raw, qtype)
+    assert np.abs(read_codes(name, raw).dequantize().numpy() - expected).max() <= 2**-11 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("qtype", ["Q8_0", "Q4_0", "Q4_1", "BF16", "F16"])

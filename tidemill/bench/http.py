@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from tidemill.bench.record import Record
 from tidemill.bench.workload import Item
@@ -43,8 +45,8 @@ async def run_load(
                 "model": model, "prompt": item.prompt_ids, "max_tokens": item.num_output, "temperature": 0.0,
                 "stream": True, "stream_options": {"include_usage": True},
             }  # fmt: skip
-            if ignore_eos:
-                body["ignore_eos"] = True
+            if ignore_eos:  # and no default of the model that would change what is computed
+                body |= {"ignore_eos": True, "repetition_penalty": 1.0}
             record.sent_s = time.perf_counter() - begin
             try:
                 async with client.stream("POST", "/completions", json=body) as reply:
@@ -70,6 +72,18 @@ async def run_load(
             tasks.append(asyncio.create_task(one(item, record)))
         await asyncio.gather(*tasks)
     return records
+
+
+def check_server(base_url: str) -> None:
+    """Nothing is measured where nothing listens."""
+    url = urlsplit(base_url)
+    try:
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"{base_url!r} is no address.", fix="Give one like http://127.0.0.1:8000/v1 with --base-url.")
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        fix = "Start it with `tidemill serve`, or give its address with --base-url."
+        raise ConfigError(f"No server responds at {base_url}: {error}.", fix=fix) from error
 
 
 async def event_lines(reply: Any) -> AsyncGenerator[str, None]:

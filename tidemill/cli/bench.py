@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tidemill.bench.record import summarize
 from tidemill.bench.workload import Item, arriving, read_trace, synthetic
+from tidemill.cli.foreign import Command
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import EPILOG, Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError
@@ -27,16 +28,21 @@ from tidemill.sched.policies import POLICIES
 app = typer.Typer(help="Measure an engine or a server.", no_args_is_help=True, rich_markup_mode=None)
 console = Console(stderr=True, highlight=False)
 
-NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How many requests.")]
-PromptLen = Annotated[int, typer.Option(min=1, help="Prompt tokens.")]
-OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
-Spread = Annotated[float, typer.Option(help="Lengths vary by this fraction around the given ones.")]
-SharedPrefix = Annotated[int, typer.Option(help="Tokens of a prefix that all prompts share.")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
-PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write pictures into this folder.")]
-TraceFile = Annotated[Path | None, typer.Option(help="Azure CSV or Mooncake JSONL instead of synthetic requests.")]
-TimeScale = Annotated[float, typer.Option(help="Multiply a trace's times by this.")]
-LengthScale = Annotated[float, typer.Option(help="Multiply a trace's lengths by this.")]
+NumRequests = Annotated[int, typer.Option("--requests", "-r", min=1, help="How many requests to send.")]
+PromptLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt, on average.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens to generate for each, on average.")]
+Spread = Annotated[float, typer.Option(help="How much lengths vary: 0.5 is from half to one and a half times the given ones.")]
+SharedPrefix = Annotated[int, typer.Option(help="Tokens at the beginning that all prompts share, to measure prefix caching.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures into this JSON file.")]
+PlotDir = Annotated[Path | None, typer.Option("--plot", help="Write charts (PNG) into this folder; needs matplotlib.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Replay a file of recorded traffic instead of synthetic requests: Azure's LLM trace (CSV) or Mooncake's (JSONL)."
+    ),
+]
+TimeScale = Annotated[float, typer.Option(help="Multiply the times in a trace by this: 0.5 sends twice as fast.")]
+LengthScale = Annotated[float, typer.Option(help="Multiply the prompt and output lengths in a trace by this.")]
 
 
 @app.callback()
@@ -44,13 +50,13 @@ def root() -> None:
     raise_on_interrupt()
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=EPILOG, cls=Command)
 @takes(*ENGINE_NAMES)
 def latency(
     settings: Settings,
     prompt_len: PromptLen = 128,
     output_len: OutputLen = 64,
-    repeats: Annotated[int, typer.Option(help="Runs after one warm-up.")] = 5,
+    repeats: Annotated[int, typer.Option(help="How many runs to take the median of; one more warms up.")] = 5,
     json_path: JsonPath = None,
 ) -> None:
     """One stream: time to first token and time per output token."""
@@ -80,7 +86,7 @@ def latency(
     _report(table, figures, json_path)
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=EPILOG, cls=Command)
 @takes(*ENGINE_NAMES)
 def throughput(
     settings: Settings,
@@ -108,10 +114,12 @@ def throughput(
     _report(_table({settings["model"]: figures}, f"{requests} requests, offline"), figures, json_path)
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
-    base_url: Annotated[str, typer.Option(help="Of any OpenAI-compatible API.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="The model's name there.")] = "smollm2",
+    base_url: Annotated[
+        str, typer.Option(help="The server's address, up to /v1; any OpenAI-compatible one.")
+    ] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option(help="The model's name at the server.")] = "smollm2",
     rate: Annotated[
         list[float] | None, typer.Option(help="Requests per second; several values make a sweep. Default: 1.")
     ] = None,
@@ -127,11 +135,13 @@ def serve(
     max_context: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens.")] = 4096,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
-    vocab: Annotated[int, typer.Option(min=200, help="Prompt tokens are drawn below this id.")] = 30_000,
+    vocab: Annotated[
+        int, typer.Option(min=200, help="Prompts are random token ids below this; at most the size of the model's vocabulary.")
+    ] = 30_000,
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for exactly the tokens planned (servers that refuse it: --no-ignore-eos).")
     ] = True,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key, if it needs one.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of prompts and arrivals. Default: a new one, so that nothing is cached.")
     ] = None,
@@ -139,8 +149,9 @@ def serve(
     plot: PlotDir = None,
 ) -> None:
     """Open-loop load on a server: requests are sent when they are due, whether or not earlier ones have finished."""
-    from tidemill.bench.http import run_load
+    from tidemill.bench.http import check_server, run_load
 
+    check_server(base_url)
     runs: dict[str, list[Any]] = {}
     summaries: dict[str, dict[str, Any]] = {}
     rates = [0.0] if trace else list(dict.fromkeys(rate or [1.0]))
@@ -186,7 +197,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=EPILOG, cls=Command)
 @takes(*(name for name in ENGINE_NAMES if name != "policy"), max_requests=8)
 def policies(
     settings: Settings,

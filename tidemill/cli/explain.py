@@ -18,7 +18,7 @@ from tidemill.errors import TidemillError
 
 def explain(
     request_id: Annotated[str, typer.Argument(help="The id of the response, like chatcmpl-...")],
-    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str, typer.Option(help="The server's key, if it has one. Default: TIDEMILL_API_KEY.")] = "",
 ) -> None:
     """Show where a request's time went, from arrival to last token."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,10 +17,21 @@ if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: always the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together have this probability.")]
-TopK = Annotated[int, typer.Option(help="Sample among this many likeliest tokens; 0: all.")]
+# Without a value: the model's default (tidemill models MODEL shows it).
+MaxTokens = Annotated[
+    int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate. Default: --default-max-tokens.")
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", "-t", help="0: always the likeliest token. Default: the model's.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample among the likeliest tokens that together have this probability. Default: the model's."),
+]
+TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens; 0: all. Default: the model's.")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1: tokens that occurred before become less likely. Default: the model's.")
+]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
 
 
@@ -28,17 +39,24 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same out
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     settings: Settings,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 0.95,
-    top_k: TopK = 0,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
 ) -> None:
     """Complete a text and print it as it is generated."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ())
+    params = given_params(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
     )
     from tidemill.engine.llm import LLM  # brings torch
 
@@ -62,6 +80,11 @@ def generate(
     console.print(summary(llm), style="dim", soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
+
+
+def given_params(**given: Any) -> SamplingParams:
+    """What is None was not given: the model's default counts."""
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def summary(llm: LLM) -> str:

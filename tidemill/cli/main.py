@@ -7,14 +7,15 @@ import sys
 import typer
 from rich.console import Console
 
-from tidemill.cli import bench, chat, explain, generate, memory, models, serve
+from tidemill.cli import bench, chat, completion, explain, generate, memory, models, ollama, serve
+from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
 from tidemill.version import __version__
 
 app = typer.Typer(
     name="tidemill",
-    help="Run and serve language models on this machine.",
+    help="Run and serve language models on this machine. Start with: tidemill serve",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -29,16 +30,23 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
         raise typer.Exit
 
 
-app.command(epilog=EPILOG)(serve.serve)
-app.command(epilog=EPILOG)(generate.generate)
-app.command(epilog=EPILOG)(chat.chat)
-app.command()(models.models)
-app.command(epilog=EPILOG)(memory.memory)
-app.command()(explain.explain)
+app.command(epilog=EPILOG, cls=Command)(serve.serve)
+app.command(epilog=EPILOG, cls=Command)(chat.chat)
+app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(cls=Command)(ollama.pull)
+app.command(cls=Command)(models.models)
+app.command(epilog=EPILOG, cls=Command)(memory.memory)
+app.command(cls=Command)(explain.explain)
 app.add_typer(bench.app, name="bench")
+app.command(cls=Command)(completion.completion)
+app.command("run", hidden=True, epilog=EPILOG, cls=Command)(chat.chat)
+for name in ("list", "ls", "show"):
+    app.command(name, hidden=True, cls=Command)(models.models)
+ollama.add_hints(app)
 
 
 def main() -> None:
+    completion.answer_shell()
     try:
         app(standalone_mode=True)
     except KeyboardInterrupt:

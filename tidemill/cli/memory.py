@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import KV_BYTES, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
+from tidemill.config import KV_BYTES, ModelConfig, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 
@@ -19,11 +19,13 @@ console = Console(highlight=False)
 @takes("model", "device", "dtype")
 def memory(
     settings: Settings,
-    context: Annotated[int | None, typer.Option(help="Tokens of each request. Default: the model's own context.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests at the same time.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(help="Prompt plus output of each request, in tokens. Default: the model's own context.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="How many requests at the same time.")] = 1,
     available: Annotated[str | None, typer.Option(help="Memory to plan for, like 16G. Default: what is free here.")] = None,
 ) -> None:
-    """Estimate memory: weights, KV cache, activations, and how many requests fit."""
+    """Estimate the memory a model needs, and how many requests fit. Exits with 1 if those asked for do not."""
     from tidemill.kernels.machine import detect
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
@@ -59,8 +61,17 @@ def memory(
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")
     console.print(table)
+    for note in _notes(config, dtype):
+        console.print(note, markup=False)
     fits = max(0, room) // (per_token * tokens)
     console.print(
         f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
         + ("." if fits >= requests else f", fewer than the {requests} requested.")
     )
+    if fits < requests:
+        raise typer.Exit(1)
+
+
+def _notes(config: ModelConfig, dtype: str) -> list[str]:
+    kinds = config.unpacked_types(dtype)
+    return [f"{', '.join(kinds)} is unpacked to 8 bits when it is loaded: more memory than the file."] if kinds else []

@@ -10,14 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.config import ModelConfig, fmt_bytes
+from tidemill.config import EngineOptions, ModelConfig, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
 from tidemill.weights.locate import PACKAGED, locate, packaged_file
 
 console = Console(highlight=False)
 
 
 def models(
-    model: Annotated[str | None, typer.Argument(help="Show this one; without it, list what is installed.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Show what this one holds: a name, file, folder or hub id. Without it, list what is installed."),
+    ] = None,
 ) -> None:
     """List installed models, or show what a checkpoint holds."""
     if model is None:
@@ -47,7 +50,9 @@ def _list() -> None:
 
 
 def _inspect(model: str) -> None:
+    from tidemill.frontend.sampling_defaults import sampling_defaults
     from tidemill.frontend.tokenizer import Tokenizer
+    from tidemill.kernels.machine import detect
     from tidemill.models.registry import model_class
     from tidemill.weights.checkpoint import open_checkpoint
 
@@ -55,6 +60,10 @@ def _inspect(model: str) -> None:
     checkpoint = open_checkpoint(path)
     config = model_class(checkpoint).read_config(checkpoint)
     tokenizer = Tokenizer.load(path)
+    defaults = sampling_defaults(path, config.num_parameters)
+    machine, options = detect(), EngineOptions(model=model)
+    device, _ = decide_device(options, machine)
+    kv_dtype, _ = decide_kv_dtype(decide_dtype(options, device, config, machine)[0], device)
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors():
@@ -73,10 +82,11 @@ def _inspect(model: str) -> None:
         "vocabulary": f"{config.vocab_size:,} tokens",
         "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
         "chat template": "yes" if tokenizer.chat_template else "no",
-        "KV per token": f"{fmt_bytes(config.kv_bytes_per_token('float32'))} in float32",
+        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens",
+        "KV per token": f"{fmt_bytes(config.kv_bytes_per_token(kv_dtype))} in {kv_dtype}",
         "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
     }
-    for key, value in [*rows.items(), *(("note", note) for note in config.notes)]:
+    for key, value in [*rows.items(), *(("note", note) for note in (*config.notes, *defaults.notes))]:
         table.add_row(key, value)
     console.print(table, markup=False)
 

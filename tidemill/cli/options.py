@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tidemill.config import DTYPES, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
+from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.sched.policies import POLICIES
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
@@ -42,6 +43,7 @@ class Option:
     high: float | None = None
     is_list: bool = False  # may be given several times
     is_secret: bool = False  # never printed
+    spellings: tuple[tuple[str, str], ...] = ()  # other words for a choice
 
     def __post_init__(self) -> None:
         if self.field:
@@ -104,7 +106,7 @@ class Option:
         text = given.strip() if isinstance(given, str) else None
         is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
         if self.kind == "text":
-            return text or None
+            return dict(self.spellings).get(text or "", text) or None
         if self.kind == "switch":
             return given if isinstance(given, bool) else _SWITCH.get((text or "").lower())
         if self.kind == "size":
@@ -132,11 +134,13 @@ def _service_link(given: object) -> str:
 OPTIONS = (
     Option(
         "model", "text", ENGINE, field="model",
-        help="smollm2, a .gguf file, a folder with config.json and safetensors, or a hub id like org/name.",
+        help="smollm2, a .gguf file, a folder with config.json and safetensors, or a model of the Hugging Face hub: org/name, or "
+        "org/name:Q4_K_M for one quantization of a GGUF repository.",
     ),
     Option("device", "text", ENGINE, field="device", choices=("auto", *DTYPES), help="Where to compute: auto, cpu or cuda."),
     Option(
         "dtype", "text", ENGINE, field="dtype", choices=("auto", *DTYPES["cpu"], *DTYPES["cuda"]),
+        spellings=(("float", "float32"), ("f32", "float32"), ("bf16", "bfloat16")),
         help="Weights and matmuls: quantized (a quantized checkpoint keeps its 4 or 8 bits; CPU), float32 (CPU), bfloat16 (GPU), "
         "or auto.",
     ),
@@ -144,56 +148,95 @@ OPTIONS = (
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
         help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",
     ),
-    Option("max-context", "integer", ENGINE, field="max_context", automatic="the model's own, or what the KV memory holds",
+    Option("max-context", "integer", ENGINE, field="max_context", low=1, automatic="the model's own, or what the KV memory holds",
            help="Longest prompt plus output, in tokens."),
-    Option("max-requests", "integer", ENGINE, field="max_requests", automatic="64; 256 on a GPU",
+    Option("max-requests", "integer", ENGINE, field="max_requests", low=1, automatic="64; 256 on a GPU",
            help="Slots: sequences computed at the same time; further ones are queued."),
-    Option("token-budget", "integer", ENGINE, field="token_budget", automatic="256; 2048 on a GPU",
+    Option("token-budget", "integer", ENGINE, field="token_budget", low=1, automatic="256; 2048 on a GPU",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
+    Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
+           help="Most memory for weights, activations and KV cache of one model, like 16G."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
-    Option("page-size", "integer", ENGINE, field="page_size", automatic="16; 64 on a GPU",
+    Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
-           help=f"How requests are batched: {', '.join(POLICIES)}."),
-    Option("prefix-caching", "switch", ENGINE, field="prefix_caching", help="Compute identical prefixes once."),
-    Option("threads", "integer", ENGINE, field="threads", automatic="the physical cores this process may use",
-           help="CPU threads."),
+           help="How requests share steps: continuous is for serving, the others are for comparison "
+           f"({', '.join(name for name in POLICIES if name != 'continuous')})."),
+    Option("prefix-caching", "switch", ENGINE, field="prefix_caching",
+           help="Keep the KV cache of prompts, so that a prefix that was computed before is not computed again."),
+    Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
+           help="CPU threads for computing."),
+    Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
+           help="A file with a Jinja chat template, or the template itself."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
+    Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
+           help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
+    Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
+           automatic="the model's max_new_tokens; 1024 below a billion parameters, else 16384",
+           help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),
 
-    Option("host", "text", SERVING, "Address to listen on.", "127.0.0.1"),
+    Option("host", "text", SERVING,
+           "Address to listen on. 0.0.0.0 is every network of this machine, and needs an API key.", "127.0.0.1"),
     Option("port", "integer", SERVING, "Port to listen on; 0 takes any free one.", 8000, low=0, high=65535),
+    Option("unix-socket", "text", SERVING, "Listen on a Unix socket of this path instead of host and port."),
+    Option("unix-socket-mode", "text", SERVING, "Permissions of the Unix socket, in octal.", "600"),
+    Option("root-path", "text", SERVING, "Prefix of all paths behind a reverse proxy, like /llm."),
+    Option("tls-cert", "text", ACCESS, "Certificate chain (PEM): serve HTTPS."),
+    Option("tls-key", "text", ACCESS, "Private key (PEM) of the certificate.", automatic="in the file of the certificate"),
+    Option("tls-client-ca", "text", ACCESS, "Certificates (PEM) of authorities: clients must show a certificate of one of them."),
     Option("served-name", "text", SERVING, field="served_name", automatic="the model as given",
-           help="The model's name in the API."),
+           help="The model's name in the API: what clients send as model."),
+    Option("memory-budget", "size", SERVING, automatic="what is free at the start",
+           help="Memory for all models of the server together; those that do not fit beside others are swapped on demand."),
+    Option("max-loaded", "integer", SERVING, low=1, automatic="as many as fit",
+           help="Most models that are loaded at the same time."),
+    Option("idle-unload", "number", SERVING, low=0, automatic="never",
+           help="Unload a model after so many seconds without a request; the next request loads it again."),
     Option("structured-backend", "text", SERVING, field="structured_backend", choices=("llguidance", "xgrammar"),
            help="Library for structured output: llguidance, or xgrammar (slower, and only for trusted clients)."),
+    Option("tool-parser", "text", SERVING, "How the model writes tool calls: as its chat template does (auto), none, or a name.",
+           "auto", choices=("auto", "none", *TOOL_PARSERS)),
+    Option("reasoning-parser", "text", SERVING, "How the model writes its reasoning: likewise.", "auto",
+           choices=("auto", "none", *REASONING_PARSERS)),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,
-           "On SIGINT or SIGTERM, how long running requests may take to finish.", 30.0, low=0),
+           "When the server is stopped (Ctrl-C, SIGTERM), how long running requests may take to finish.", 30.0, low=0),
     Option("stall-seconds", "number", SERVING,
-           "How long the engine may have work and complete no step before it is replaced.", 60.0, low=1),
+           "How long the engine may have work and complete no step before it is restarted.", 60.0, low=1),
     Option("start-seconds", "number", SERVING,
-           "How long the engine may show no progress while it starts.", 300.0, low=1),
+           "How long the engine may show no progress while it loads the model before that is an error.", 300.0, low=1),
 
-    Option("api-key", "text", ACCESS, "A key that clients must send.", is_list=True, is_secret=True),
-    Option("api-key-file", "text", ACCESS, "A file of keys, or of sha256:HEX of keys, one a line."),
-    Option("admin-key", "text", ACCESS, "A key for metrics and for requests of all tenants.", is_list=True, is_secret=True),
-    Option("allowed-host", "text", ACCESS, "A host name besides localhost and addresses that requests may be addressed to.",
-           is_list=True),
-    Option("allowed-origin", "text", ACCESS, "The origin of a web page that may send requests, like https://a.b.", is_list=True),
+    Option("api-key", "text", ACCESS, is_list=True, is_secret=True,
+           help="A key that clients must send: 16 or more characters, or sha256:HEX of one. A file or the variable keeps it "
+           "out of the process list."),
+    Option("api-key-file", "text", ACCESS,
+           "A file of keys, or of sha256:HEX of keys, one a line. After a key, priority=N (-100 most urgent, 100 least) sets the "
+           "priority of its requests."),
+    Option("admin-key", "text", ACCESS, is_list=True, is_secret=True,
+           help="A key that may also read metrics and the live view, and see requests made with any key."),
+    Option("allowed-host", "text", ACCESS, is_list=True,
+           help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
+    Option("allowed-origin", "text", ACCESS, is_list=True,
+           help="The origin of a web page that may call the server from a browser, like https://app.example.org."),
+    Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 
-    Option("data-dir", "text", STORAGE, "Folder of files and batches.", automatic="~/.local/share/tidemill"),
-    Option("data-quota", "size", STORAGE, "Most bytes that files and batches may take.", "10GB"),
+    Option("data-dir", "text", STORAGE, "Folder for uploaded files and batches.", automatic="~/.local/share/tidemill"),
+    Option("data-quota", "size", STORAGE, "Most that uploaded files and batches may take on disk.", "10GB"),
 
-    Option("request-log", "switch", LOGGING, "One line per finished request.", True),
+    Option("request-log", "switch", LOGGING, "Write one line for each finished request.", True),
     Option("log-format", "text", LOGGING, "Format of the request log: text or json.", "text", choices=("text", "json")),
     Option("log-file", "text", LOGGING, "File of the request log; it may be rotated at any time.", automatic="stderr"),
+    Option("otlp-endpoint", "text", LOGGING, automatic="OTEL_EXPORTER_OTLP_ENDPOINT, or no spans",
+           help="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a span per request; needs tidemill[otel]."),
 )  # fmt: skip
 
 BY_NAME = {option.name: option for option in OPTIONS}
 ENGINE_NAMES = tuple(option.name for option in OPTIONS if option.section == ENGINE)
 # Not in the table: a config file cannot name another.
 CONFIG = Option("config", "text", SERVING, "A TOML file of options, like max-context = 4096.")
+# Of a table [[models]] in a config file.
+ALIASES = Option("aliases", "text", SERVING, "Other names of the model in the API.", is_list=True)

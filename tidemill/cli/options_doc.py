@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tidemill.cli.foreign import table
 from tidemill.cli.options import ACCESS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
 
 _INTRO = f"""# Options
@@ -41,6 +42,15 @@ _SECTIONS = {
 }
 
 
+_FOREIGN = """## Flags of vLLM and llama.cpp
+
+Commands also take these flags. Most mean the same as one of ours. What changes no answer and has no counterpart is accepted
+with a note; what would change answers is refused with the reason. Underscores count as hyphens. They are flags only: variables
+and config files take our names. More in [migrating.md](migrating.md).
+
+"""
+
+
 def _line(option: Option) -> str:
     """A line of a table. The variable is not listed: it follows from the name."""
     more = " May be given several times." if option.is_list else ""
@@ -53,6 +63,7 @@ def page() -> str:
     for section, words in _SECTIONS.items():
         lines = [_line(option) for option in OPTIONS if option.section == section]
         parts.append("\n".join([f"## {section}", "", words, "", "| option | default | meaning |", "|---|---|---|", *lines, ""]))
+    parts.append(_FOREIGN + "\n".join(table()) + "\n")
     return "\n".join(parts)
 
 

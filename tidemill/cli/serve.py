@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,27 +17,33 @@ from rich.table import Table
 from tidemill.cli.options import BY_NAME
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
+from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
+
+if TYPE_CHECKING:
+    from tidemill.server.listen import Listen
+    from tidemill.server.models import Models, Served
 
 console = Console(stderr=True, highlight=False)
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
 
 
-@takes(*BY_NAME)
+@takes(*BY_NAME, model="several")
 def serve(
     settings: Settings,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print each option's value and source, and exit.")] = False,
 ) -> None:
-    """Serve a model over the OpenAI API."""
+    """Serve one or more models: OpenAI, Anthropic, Ollama and llama.cpp APIs, and a page to chat."""
     if show_config:
         print_settings(settings)
         return
     from tidemill.server.call import RequestLog
     from tidemill.server.guard import Access
-    from tidemill.server.run import data_folder
+    from tidemill.server.run import Sharing, data_folder
     from tidemill.server.run import serve as run_server
     from tidemill.server.storage import Storage
+    from tidemill.server.tracing import make_tracing
 
     access = Access.of(
         list(settings["api-key"]),
@@ -44,21 +51,28 @@ def serve(
         list(settings["admin-key"]),
         list(settings["allowed-host"]),
         list(settings["allowed-origin"]),
+        settings["trust-request-chat-template"],
     )
-    access.check_host_is_safe(settings["host"])
+    listen = _listen(settings)
+    if listen.unix_socket is None:
+        access.check_host_is_safe(listen.host)
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
     log = RequestLog(_path(settings["log-file"]), settings["log-format"]) if settings["request-log"] else None
-    options = settings.engine_options()
-    locate(options.model, fetch=True)
+    tracing = make_tracing(settings["otlp-endpoint"])
+    served = _served(settings)
+    for one in served:
+        locate(one.engine.model, fetch=True)
+    sharing = Sharing(budget_bytes=settings["memory-budget"], max_loaded=settings["max-loaded"], idle_s=settings["idle-unload"])
     bar = Progress(*_COLUMNS, console=console, transient=True)
     task = bar.add_task("Loading weights", total=None)
 
-    def on_loading(message: Loading) -> None:
-        bar.update(task, completed=message.done_bytes, total=message.total_bytes)
+    def on_loading(name: str, message: Loading) -> None:
+        what = "Loading weights" if len(served) == 1 else f"Loading {name}"
+        bar.update(task, description=what, completed=message.done_bytes, total=message.total_bytes)
 
-    def on_ready(ready: Ready, port: int) -> None:
+    def on_ready(models: Models, port: int) -> None:
         bar.stop()
-        print_ready(options.served_name or options.model, settings["host"], port, ready, bool(access.keys or access.admin_keys))
+        print_ready(models, listen, port, bool(access.keys or access.admin_keys))
 
     raise_on_interrupt()
     bar.start()
@@ -66,17 +80,20 @@ def serve(
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
             run_loop(
                 run_server(
-                    options,
-                    settings["host"],
-                    settings["port"],
+                    served,
+                    listen,
                     on_loading,
                     on_ready,
                     drain_s=settings["drain-seconds"],
                     stall_seconds=settings["stall-seconds"],
                     start_seconds=settings["start-seconds"],
+                    tool_parser=settings["tool-parser"],
+                    reasoning_parser=settings["reasoning-parser"],
                     access=access,
                     data=data,
                     log=log,
+                    tracing=tracing,
+                    sharing=sharing,
                 )
             )
     finally:
@@ -91,17 +108,73 @@ def print_settings(settings: Settings) -> None:
     table = Table("option", "value", "source")
     for row in settings.shown():
         table.add_row(*row)
+    for model in settings.tables:
+        table.add_row("[[models]]", model.engine.get("served_name") or model.engine["model"], model.source)
     Console(highlight=False).print(table, markup=False)
 
 
-def print_ready(name: str, host: str, port: int, ready: Ready, needs_key: bool) -> None:
-    console.print(budget_table(name, ready))
-    shown = f"[{host}]" if ":" in host else host
-    console.print(f"Tidemill serves {name} on http://{shown}:{port}   (Ctrl-C stops it)\n", style="bold", markup=False)
+def _listen(settings: Settings) -> Listen:
+    from tidemill.server.listen import Listen
+
+    mode = settings["unix-socket-mode"]
+    if not re.fullmatch("(0o?)?[0-7]{3}", mode):
+        raise ConfigError(f"unix-socket-mode is {mode!r}.", fix="Give three octal digits, like 660.", param="unix_socket_mode")
+    return Listen(
+        host=settings["host"],
+        port=settings["port"],
+        unix_socket=_path(settings["unix-socket"]),
+        unix_socket_mode=int(mode[-3:], 8),
+        tls_cert=_path(settings["tls-cert"]),
+        tls_key=_path(settings["tls-key"]),
+        tls_client_ca=_path(settings["tls-client-ca"]),
+        root_path=(settings["root-path"] or "").rstrip("/"),
+    )
+
+
+def _served(settings: Settings) -> list[Served]:
+    """The models, from the command line, or else from [[models]] of the config file, or else the one of the options."""
+    from tidemill.server.models import Served
+
+    if settings.models and settings.tables:
+        raise ConfigError("There are models on the command line and in the config file.", fix="Give them in one place.")
+    given = [_named(text) for text in settings.models or ([] if settings.tables else [settings["model"]])]
+    if len(given) + len(settings.tables) > 1 and settings["served-name"]:
+        fix = "Name each model: NAME=MODEL on the command line, or name in its [[models]] table."
+        raise ConfigError("--served-name is for a single model.", fix=fix, param="served_name")
+    served = []
+    for names, model in given:
+        own = {"model": model} | ({"served_name": names[0]} if names else {})
+        served.append(Served(settings.engine_options(**own), tuple(names[1:])))
+    served += [Served(settings.engine_options(**table.engine), table.aliases) for table in settings.tables]
+    Served.check_names(served)
+    return served
+
+
+def _named(text: str) -> tuple[list[str], str]:
+    """NAME,ALIAS=MODEL: the names, if there are any, and the model."""
+    names, is_named, model = text.partition("=")
+    if not is_named or Path(text).expanduser().exists():
+        return [], text
+    found = [name.strip() for name in names.split(",")]
+    if not model or not all(found):
+        raise ConfigError(f"The model is {text!r}.", fix="Write NAME=MODEL, or NAME,ALIAS=MODEL.", param="model")
+    return found, model
+
+
+def print_ready(models: Models, listen: Listen, port: int, needs_key: bool) -> None:
+    for service in models:
+        console.print(budget_table(service.model_name, service.ready))
+    if len(models.names) > 1:
+        states = ", ".join(f"{name} ({state})" for name, state in models.states().items())
+        console.print(f"Models: {states}", markup=False)
+    name, url = models.default.model_name, listen.url(port)
+    where = f"{url} through {listen.unix_socket}" if listen.unix_socket else url
+    console.print(f"Tidemill serves {', '.join(models.names)} on {where}   (Ctrl-C stops it)\n", style="bold", markup=False)
     console.print("Open that address in a browser, or try, in another terminal:", style="dim")
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is a tide mill?"}}]}}'
     headers = "-H 'Content-Type: application/json'" + (" -H 'Authorization: Bearer YOUR_KEY'" if needs_key else "")
-    curl = f"  curl http://{shown}:{port}/v1/chat/completions {headers} -d '{body}'\n"
+    through = f"--unix-socket {listen.unix_socket} " if listen.unix_socket else ""
+    curl = f"  curl {through}{url}/v1/chat/completions {headers} -d '{body}'\n"
     console.print(curl, markup=False, soft_wrap=True)
 
 
@@ -140,6 +213,8 @@ def budget_table(name: str, ready: Ready) -> Table:
     )
     table.add_row("step", f"{config.token_budget} tokens", why["token_budget"])
     table.add_row("policy", config.policy, "prefix caching on" if config.prefix_caching else "prefix caching off")
+    if kinds := model.unpacked_types(config.dtype):
+        table.add_row("note", "", f"{', '.join(kinds)} is unpacked to 8 bits: more memory than the file")
     for note in (*model.notes, *([f"slower than it could be: {why['kernels']}"] if "kernels" in why else ())):
         table.add_row("note", "", note)
     return table

@@ -8,25 +8,32 @@ import os
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tidemill.cli.options import BY_NAME, CONFIG, OPTIONS, Option
+from tidemill.cli.foreign import option_for
+from tidemill.cli.options import ALIASES, BY_NAME, CONFIG, OPTIONS, Option
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
+from tidemill.weights.hub import cached_models
+from tidemill.weights.locate import PACKAGED
 
 EPILOG = "Options can also be set by environment variables (TIDEMILL_MAX_CONTEXT) and in a TOML file (--config); flags win."
+_MODELS = "models"  # the tables of the config file
 _METAVARS = {"text": "TEXT", "integer": "INTEGER", "number": "FLOAT", "size": "SIZE"}
 
 
 class Settings:
     """What the options of a command are, and where each value came from."""
 
-    def __init__(self, values: dict[str, Any], sources: dict[str, str]) -> None:
+    def __init__(self, values: dict[str, Any], sources: dict[str, str], tables: Sequence[ModelTable] = ()) -> None:
         self._values, self._sources = values, sources
+        self.tables = tables  # [[models]] of the config file
+        self.models: list[str] = []  # as given on the command line, where several may be
 
     @staticmethod
     def read(
@@ -57,18 +64,23 @@ class Settings:
             sources[name] = source
             if given is not None:
                 values[name] = option.read(given, source)
-        return Settings(values, sources)
+        return Settings(values, sources, [ModelTable.read(table, path or "") for table in file.get(_MODELS, ())])
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
+
+    def source(self, name: str) -> str:
+        """The flag, variable or file that a value came from; empty for a default."""
+        return self._sources[name]
 
     @property
     def engine(self) -> dict[str, Any]:
         """The fields of EngineOptions that are among the options."""
         return {option.field: self._values[option.name] for option in OPTIONS if option.field and option.name in self._values}
 
-    def engine_options(self) -> EngineOptions:
-        return EngineOptions(**self.engine)
+    def engine_options(self, **own: Any) -> EngineOptions:
+        """`own`: of a model, where they differ."""
+        return EngineOptions(**self.engine | own)
 
     def shown(self) -> list[tuple[str, str, str]]:
         """Name, value and source of each; secrets are counted, not shown."""
@@ -86,6 +98,35 @@ class Settings:
         return ConfigError(f"{error.message} It is set by {source}.", fix=error.fix, param=error.param)
 
 
+@dataclass(frozen=True)
+class ModelTable:
+    """A table [[models]] of the config file: a model with its names and its own values of engine options."""
+
+    engine: dict[str, Any]  # by field of EngineOptions
+    aliases: tuple[str, ...]
+    source: str  # the file
+
+    @staticmethod
+    def read(table: dict[str, Any], path: str) -> ModelTable:
+        known = {option.key: option for option in OPTIONS if option.field} | {"name": BY_NAME["served-name"], "aliases": ALIASES}
+        engine: dict[str, Any] = {}
+        aliases: tuple[str, ...] = ()
+        for name, given in table.items():
+            option = known.get(name.replace("-", "_"))
+            if option is None:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                fix = f"Did you mean {nearest.replace('_', '-')}?"
+                raise ConfigError(f"A [[models]] table of {path} sets {name!r}, which is not an option of a model.", fix=fix)
+            value = option.read(given, f"{name} in [[models]] of {path}")
+            if option is ALIASES:
+                aliases = value
+            else:
+                engine[option.field] = value
+        if "model" not in engine:
+            raise ConfigError(f"A [[models]] table of {path} names no model.", fix='Add model = "PATH" to it.', param=_MODELS)
+        return ModelTable(engine, aliases, path)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """The config file by keys with underscores; names of options are checked, their values are not yet."""
     try:
@@ -96,12 +137,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         fix = "Write options like max-context = 4096."
         raise ConfigError(f"The config file {path} is not TOML: {error}.", fix=fix, param=CONFIG.key) from error
     known = {option.key: option.name for option in OPTIONS}
-    found: dict[str, Any] = {}
+    models = table.pop(_MODELS, [])
+    if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+        raise ConfigError(f"models in {path} is not a list of tables.", fix="Write [[models]] before each model.", param=_MODELS)
+    found: dict[str, Any] = {_MODELS: models}
     for name, value in table.items():
         key = name.replace("-", "_")
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {known[nearest]}?", param=name)
+            nearest = option_for(key) or known[difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]]
+            raise ConfigError(f"{path} sets {name!r}, which is not an option.", fix=f"Did you mean {nearest}?", param=name)
         if key in found:
             raise ConfigError(f"{path} sets {known[key]} twice, with hyphens and with underscores.", fix="Keep one of them.")
         found[key] = value
@@ -122,7 +166,8 @@ def misspelled(environ: Mapping[str, str]) -> list[str]:
 def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options of the table: flags in its signature, and their values as its parameter `settings`.
 
-    `model`: how it is given, as an argument or as an option. `defaults`: of this command, where they differ.
+    `model`: how it is given, as an argument or as an option; or several, as either. `defaults`: of this command, where they
+    differ.
     """
     options = [BY_NAME[name] for name in names]
     own_defaults = {name.replace("_", "-"): value for name, value in defaults.items()}
@@ -134,10 +179,21 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
             if parameter.name != "settings"
         ]
         made = [_parameter(option, model, own_defaults) for option in (*options, CONFIG)]
+        if model == "several":
+            info = typer.Option("--model", "-m", help="The same as MODEL.", metavar="TEXT")
+            kind = Annotated[list[str] | None, info]
+            made.append(inspect.Parameter("more_models", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        is_first = model == "argument" and made[0].name == "model"  # before arguments of the command's own
+        parameters = [made[0], *own, *made[1:]] if is_first else own + made
 
         def run(**given: Any) -> None:
             flags = {option.name: given.pop(option.key) for option in options}
+            models: list[str] = []
+            if model == "several":
+                models = [*(flags["model"] or ()), *(given.pop("more_models") or ())]
+                flags["model"] = models[0] if models else None
             settings = Settings.read(names, flags, config=given.pop(CONFIG.key), defaults=own_defaults)
+            settings.models = models
             for line in misspelled(os.environ):
                 print(f"warning: {line}", file=sys.stderr)
             try:
@@ -146,8 +202,8 @@ def takes(*names: str, model: str = "argument", **defaults: Any) -> Callable[[Ca
                 raise settings.explained(error) from error.__cause__
 
         run.__name__, run.__doc__, run.__module__ = function.__name__, function.__doc__, function.__module__
-        run.__signature__ = inspect.Signature(own + made)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in own + made}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
@@ -160,12 +216,31 @@ def _parameter(option: Option, model: str, defaults: Mapping[str, Any]) -> inspe
     if default:
         words += f" Default: {default}."
     if option.name == "model" and model == "argument":
-        info: Any = typer.Argument(help=words, metavar="MODEL")
+        info: Any = typer.Argument(help=words, metavar="MODEL", autocompletion=_known_models)
+    elif option.name == "model" and model == "several":
+        info = typer.Argument(
+            help=f"{words} NAME=MODEL names it. May be given several times.", metavar="MODEL", autocompletion=_known_models
+        )
+        annotation = Annotated[list[str] | None, info]
+        return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
     else:
         flags = [option.flag, "-m"] if option.name == "model" else [option.flag]
-        info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind))
+        complete = _known_models if option.name == "model" else _completion(option.choices) if option.choices else None
+        info = typer.Option(*flags, help=words, metavar=_METAVARS.get(option.kind), autocompletion=complete)
     kind: Any = bool | None if option.kind == "switch" else list[str] | None if option.is_list else str | None
     return inspect.Parameter(option.key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+def _completion(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def _known_models(incomplete: str) -> list[str]:
+    """For shell completion: names that need no path. Of paths the shell knows more."""
+    return [name for name in (*PACKAGED, *cached_models()) if name.startswith(incomplete)]
 
 
 def raise_on_interrupt() -> None:

@@ -29,6 +29,7 @@ from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, error_from
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
+from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import (
     Abort,
@@ -51,6 +52,7 @@ STALL_S = 60.0
 MAX_DEATHS = 3  # of engines at a request, without a token from them, before it is given up
 MAX_FAILED_STARTS = 3  # in a row, before the engine is given up
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 10.0  # between two attempts to start
+PROBE = -(2**31)  # the priority of requests that only show that the engine works
 _WATCH_EVERY_S = 0.5
 _STALL_STEPS = 20  # a stalled engine has taken as long as this many of the longest steps
 _FORGET_LONGEST = 0.99  # per step
@@ -71,6 +73,7 @@ class _Pending:
     has_token: bool = False  # from it
     num_deaths: int = 0  # of engines that may have died of it
     is_known: bool = False  # an engine has reported it as submitted
+    tells_accepted: bool = False  # its reader wants to know
 
     @property
     def is_over(self) -> bool:
@@ -119,7 +122,10 @@ class EngineClient:
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
-        self._reported: set[str] = set()  # samples that an engine has reported as submitted, and none as ended
+        self._reported: set[str] = set()  # samples that were reported as submitted, and not as ended
+        self._is_held = False  # the engine gets nothing new
+        self.on_change: Callable[[], None] | None = None  # called when a request must wait for an engine, and when one has ended
+        self.used_s = time.monotonic()  # when a request last came or ended
         self.death = ""  # why there will be no engine any more
         self.gave_up = asyncio.Event()
         self.num_restarts = 0
@@ -127,7 +133,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """There is an engine, or it is being started again."""
+        """There is an engine, or one is or can be started."""
         return not self.death and self.ready is not None
 
     @property
@@ -139,9 +145,12 @@ class EngineClient:
         """Seconds since a step was reported."""
         return time.monotonic() - self._last_step_s
 
-    async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
-        """Raises what went wrong, if anything does."""
-        link = EngineLink()
+    async def start(
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: EngineLink | None = None
+    ) -> Ready:
+        """Raises what went wrong, if anything does. After `stop`, or after an engine was given up, another may be started: it
+        gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
+        link = link or EngineLink()
         try:
             self.ready = await link.start(options, on_loading, self._start_s)
         except BaseException as error:
@@ -150,23 +159,90 @@ class EngineClient:
                 raise EngineDead(f"The engine process cannot be started: {error}.") from error
             raise
         self._link = link
-        self._last_step_s = time.monotonic()
-        self._supervisor = asyncio.create_task(self._supervise(_settled(options, self.ready.config)))
+        self._last_step_s = self.used_s = time.monotonic()
+        self.death = ""
+        self.gave_up.clear()
+        self._forget_engine()
+        self._supervisor = asyncio.create_task(self._supervise(settled(options, self.ready.config)))
+        self.release()
         return self.ready
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
 
-    async def submit(self, request: Submit, timeout_s: float | None = None) -> AsyncGenerator[Delta, None]:
-        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no engine has."""
+        return sum(not pending.is_submitted and not pending.is_over for pending in self._pending.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """The engine has nothing to do, and has reported the end of all that it had."""
+        if self._leaving or any(pending.is_submitted and not pending.is_over for pending in self._pending.values()):
+            return False
+        return all(name.partition(":")[0] in self._pending for name in self._reported)
+
+    def hold(self) -> None:
+        """From now on requests wait; those that the engine has go on."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """The engine gets the requests that wait; those that may have killed one, one at a time."""
+        self._is_held = False
+        waiting = [
+            pending
+            for name, pending in self._pending.items()
+            if not pending.is_submitted and not pending.is_over and name not in self._leaving
+        ]
+        for pending in waiting:
+            if not pending.num_deaths:
+                self._submit(pending)
+        suspects = sorted((pending for pending in waiting if pending.num_deaths), key=lambda one: one.trial_rank)
+        self._suspects = deque(one.request.request_id for one in suspects)
+        if self._on_trial is None or self._on_trial in self._suspects:
+            self._try_next()
+
+    async def stop(self) -> None:
+        """End the engine, if there is one; it should be idle. Requests wait until another is started, and continue there."""
+        self.hold()
+        await self._end_supervisor()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
+        self.death = ""
+        self.gave_up.clear()
+        self._forget_engine()
+
+    def _forget_engine(self) -> None:
+        """That it had requests: it is gone."""
+        self._leaving.clear()
+        self._on_trial = None
+        for pending in self._pending.values():
+            pending.is_submitted = pending.is_admitted = pending.has_token = False
+        self._report_lost(list(self._reported))
+
+    def fail_all(self, why: TidemillError) -> None:
+        """Every request that is not computed in full raises `why`."""
+        for pending in list(self._pending.values()):
+            if not pending.is_over:
+                self._end(pending, why)
+
+    async def submit(
+        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of all samples, until each has finished. `timeout_s`: from now until the last. `tells_accepted`: the first delta
+        is empty if it takes longer to compute a token than to accept the request."""
         if request.request_id in self._pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
-        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)])
+        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
+        if self._is_held:
+            self._queue(pending)
         self._pending[request.request_id] = pending
+        self._note_use(request)
         num_left = request.params.n
         alarm = None
         if timeout_s is not None:
@@ -175,6 +251,8 @@ class EngineClient:
         try:
             if request.request_id not in self._leaving:
                 self._submit(pending)
+            if self._is_held and self.on_change:
+                self.on_change()
             while num_left:
                 delta = await pending.inbox.take()
                 num_left -= delta.finish_reason is not None
@@ -201,9 +279,28 @@ class EngineClient:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
         self._send(ShowPages())
 
+    def _queue(self, pending: _Pending) -> None:
+        """No engine takes it yet, so the queue's bound is checked and it is reported here."""
+        assert self.ready is not None
+        request, background = pending.request, pending.request.priority >= BACKGROUND
+        waiting = [
+            one.request
+            for one in self._pending.values()
+            if not one.is_submitted and not one.is_over and (one.request.priority >= BACKGROUND) == background
+        ]
+        num_waiting = sum(one.params.n for one in waiting)
+        num_own = sum(one.params.n for one in waiting if one.tenant == request.tenant)
+        check_room(self.ready.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
+        pending.is_known = True
+        now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+        for index in range(request.params.n):
+            name = request.request_id if index == 0 else f"{request.request_id}:{index}"
+            submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
+            self._report([submitted, events.Deferred(now, name, why)])
+
     def _submit(self, pending: _Pending) -> None:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
-        if self._link is not None:
+        if self._link is not None and not self._is_held:
             pending.is_submitted = True
             self._send(pending.again())
 
@@ -214,15 +311,29 @@ class EngineClient:
         if self._pending.get(request_id) is not pending:
             return
         del self._pending[request_id]
+        self._note_use(pending.request)
         if why is not None:
             pending.inbox.fail(why)
         if pending.is_submitted and pending.num_finished < len(pending.outputs):
             self._leaving.add(request_id)
             self._send(Abort(request_id, "client left" if why is None else why.kind))
         if not pending.is_submitted:  # the current engine knows nothing of it
-            self._report_lost(name for name in list(self._reported) if name.partition(":")[0] == request_id)
+            self._report_lost(self._names_of(request_id))
+            if self._is_held and self._link is None and self.ready is not None:  # nobody else tells how many are left
+                left = sum(len(one.outputs) - len(one.over) for one in self._pending.values())
+                self._report([events.RequestsLeft(time.monotonic(), 0, left, self.ready.config.num_pages)])
         if self._on_trial == request_id:
             self._try_next()
+        if self.on_change:
+            self.on_change()
+
+    def _note_use(self, request: Submit) -> None:
+        if request.priority != PROBE:
+            self.used_s = time.monotonic()
+
+    def _names_of(self, request_id: str) -> list[str]:
+        """Its samples that were reported as submitted, and not as ended."""
+        return [name for name in self._reported if name.partition(":")[0] == request_id]
 
     def _send(self, message: ToEngine) -> None:
         if self._link is not None:
@@ -231,16 +342,19 @@ class EngineClient:
 
     async def close(self) -> None:
         """Safe to call twice."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            await asyncio.wait([self._supervisor])
-            self._supervisor = None
+        await self._end_supervisor()
         self._give_up("The engine has been shut down.")
         link, self._link = self._link, None
         if link is not None:
             await link.close()
 
     # ---- supervision
+
+    async def _end_supervisor(self) -> None:
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.wait([supervisor])
 
     async def _supervise(self, options: EngineOptions) -> None:
         try:
@@ -316,7 +430,6 @@ class EngineClient:
         if not any(pending.is_admitted or pending.has_token for pending in under_way):
             for pending in under_way:  # it died before it could say which it had begun with
                 pending.is_admitted = pending.is_submitted
-        suspects = []
         for pending in under_way:
             if pending.may_have_killed:
                 pending.num_deaths += 1
@@ -326,14 +439,10 @@ class EngineClient:
             if pending.num_deaths >= MAX_DEATHS:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
                 self._end(pending, EngineDead(what, fix="Try again, perhaps with a smaller request."))
-            elif pending.num_deaths:
-                suspects.append(pending)
-            else:
-                self._submit(pending)
         self._report_lost(list(self._reported))
-        self._suspects = deque(one.request.request_id for one in sorted(suspects, key=lambda one: one.trial_rank))
         self._report([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
-        self._try_next()
+        if not self._is_held:
+            self.release()
 
     def _report_lost(self, names: Iterable[str]) -> None:
         """Report samples as aborted that have ended, but not in an engine that lived to report it."""
@@ -355,10 +464,10 @@ class EngineClient:
 
     def _give_up(self, why: str) -> None:
         self.death = self.death or why
-        for pending in list(self._pending.values()):
-            if not pending.is_over:  # what was computed in full may still be read
-                self._end(pending, EngineDead(self.death, fix="Restart the server."))
+        self.fail_all(EngineDead(self.death, fix="Restart the server."))  # what was computed in full may still be read
         self.gave_up.set()
+        if self.on_change:
+            self.on_change()
 
     # ---- messages from the engine
 
@@ -382,6 +491,8 @@ class EngineClient:
             if pending.is_submitted:
                 pending.num_finished = len(pending.outputs)
                 self._end(pending, error_from(message))
+                if not pending.is_admitted:  # reported here, not by the engine
+                    self._report_lost(self._names_of(message.request_id))
 
     def _take_delta(self, delta: Delta) -> None:
         pending = self._pending.get(delta.request_id)
@@ -410,6 +521,8 @@ class EngineClient:
                 if isinstance(event, events.Submitted):
                     self._reported.add(event.request_id)
                 if pending is not None and pending.is_submitted:
+                    if pending.tells_accepted and not pending.is_known and not pending.has_token:
+                        pending.inbox.put(Delta(pending.request.request_id, 0, []))
                     pending.is_known = True
                     pending.is_admitted |= isinstance(event, events.Admitted)
         if self._on_events:
@@ -419,7 +532,7 @@ class EngineClient:
                 _log.exception("a reader of events failed")
 
 
-def _settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
+def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
     """What the first start resolved, for the next ones: memory that is taken for a moment must not make them smaller."""
     return dataclasses.replace(
         options,

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.config import EngineConfig, EngineOptions, ModelConfig, resolve
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, QueueFull, TidemillError
+from tidemill.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFailed, TidemillError
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.kernels import machine
@@ -23,17 +23,25 @@ from tidemill.models.base import CausalLM, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
-from tidemill.sampling import Grammar
+from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
+from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, Request
 from tidemill.sched.scheduler import Progress, Scheduler
-from tidemill.weights.checkpoint import open_checkpoint
+from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Finish, Pages, Refused, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
+
+
+def inspect(model: str) -> tuple[Checkpoint, type[CausalLM], ModelConfig]:
+    """A checkpoint, without its weights."""
+    checkpoint = open_checkpoint(locate(model))
+    architecture = model_class(checkpoint)
+    return checkpoint, architecture, architecture.read_config(checkpoint)
 
 
 class EngineCore:
@@ -73,9 +81,7 @@ class EngineCore:
         """From a user's options to an engine that can run."""
         make_policy(options.policy)  # a wrong name is an error before gigabytes are read
         check_backend(options.structured_backend)
-        checkpoint = open_checkpoint(locate(options.model))
-        architecture = model_class(checkpoint)
-        model_config = architecture.read_config(checkpoint)
+        checkpoint, architecture, model_config = inspect(options.model)
         config = resolve(options, model_config, machine.detect())
         machine.set_threads(config.threads)
         if options.load_format not in ("auto", "dummy"):
@@ -110,7 +116,8 @@ class EngineCore:
         if request.resumed is None:
             outputs = {index: [] for index in range(request.params.n)}
         grammar = request.params.grammar
-        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()))
+        how = request.params.reasoning
+        matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()), how)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
@@ -129,20 +136,9 @@ class EngineCore:
             self.structured.start(sample.seq, matcher)
 
     def _check_queue(self, request: Submit) -> None:
-        """The queue is bounded, and one tenant's part of it is half of what the others leave, so that there is always room for
-        another tenant. Without API keys there is one tenant, the one without a name, and only the bound applies."""
-        in_background, most, num_new = request.priority >= BACKGROUND, self.config.max_waiting, request.params.n
-        num_waiting = self.scheduler.waiting.num_waiting(in_background)
-        if num_waiting + num_new > most:
-            raise QueueFull(f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later.")
-        num_own = self.scheduler.waiting.num_waiting(in_background, request.tenant)
-        most_own = (most - num_waiting + num_own) // 2
-        if request.tenant and num_own and num_own + num_new > most_own:
-            raise QueueFull(
-                f"{num_own} requests of this API key are waiting; at most {most_own} may, half of the {most} places less those "
-                f"that other keys hold.",
-                fix="Try again when some of them have started.",
-            )
+        waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND
+        num_waiting, num_own = waiting.num_waiting(in_background), waiting.num_waiting(in_background, request.tenant)
+        check_room(self.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
 
     def _check_prompt(self, prompt_ids: list[int], max_tokens: int | None) -> None:
         vocab_size, context = self.model_config.vocab_size, self.config.max_context
@@ -264,8 +260,7 @@ class EngineCore:
         failed = []
         for item in plan.items if min(result.tokens.values(), default=0) < 0 else ():
             if item.seq in self._live_of and result.tokens.get(item.row, 0) < 0:
-                words = "The model's logits are not numbers on this request."
-                error = ModelFailed(words, fix="Change the prompt or the parameters.")
+                error = _nothing_to_draw(next(iter(self._live_of[item.seq].requests.values())).params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
 
@@ -303,3 +298,12 @@ class EngineCore:
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:
     return Refused(request_id, type(error).__name__, error.message, error.fix, error.param)
+
+
+def _nothing_to_draw(params: SamplingParams) -> TidemillError:
+    fix = "Change the prompt or the parameters."
+    if params.allowed_token_ids or params.bad_word_ids:
+        name = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
+        what = "No token is left that may be generated: the parameters exclude all, or the model's logits are not numbers."
+        return InvalidRequest(what, fix=fix, param=name)
+    return ModelFailed("The model's logits are not numbers on this request.", fix=fix)

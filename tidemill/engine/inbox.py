@@ -51,7 +51,7 @@ class Inbox:
         waiting = self._waiting.pop(index)
         parts = [waiting.popleft()]
         num_cells = cells(parts[0])
-        while waiting and num_cells + cells(waiting[0]) <= PIECE_CELLS:
+        while waiting and parts[0].token_ids and num_cells + cells(waiting[0]) <= PIECE_CELLS:
             num_cells += cells(waiting[0])
             parts.append(waiting.popleft())
         if waiting:

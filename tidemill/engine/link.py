@@ -9,14 +9,28 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from tidemill.config import EngineOptions
 from tidemill.errors import ERRORS_BY_NAME, EngineDead, TidemillError
-from tidemill.wire import FromEngine, Loading, Ready, Refused, Shutdown, Start, ToEngine, decode_from_engine, encode
+from tidemill.wire import (
+    FromEngine,
+    Inspect,
+    Inspected,
+    Loading,
+    Ready,
+    Refused,
+    Shutdown,
+    Start,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+
+T = TypeVar("T")
 
 START_S = 300.0  # without a sign of progress, after which a start has failed
 _STOP_S = 5.0
@@ -41,12 +55,22 @@ class EngineLink:
     ) -> Ready:
         """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead if it ends or makes no
         progress for `within_s`; OSError if this process lacks what it takes: file descriptors, a temporary folder."""
+        ready = await self._ask(Start(options), Ready, on_loading, within_s)
+        self._is_ready = True
+        return ready
+
+    async def inspect(self, model: str, within_s: float = START_S) -> Inspected:
+        """A model's shape, from a process that is not started. May be called several times."""
+        return await self._ask(Inspect(model), Inspected, None, within_s)
+
+    async def _ask(self, message: ToEngine, kind: type[T], on_loading: Callable[[Loading], None] | None, within_s: float) -> T:
+        """Send a message to the process, which is spawned if there is none, and wait for its answer."""
         try:
             process, socket = await self._spawn()
         except zmq.ZMQError as error:
             raise OSError(error.errno, str(error)) from error
         died = asyncio.create_task(process.wait())
-        starting = asyncio.ensure_future(socket.send(encode(Start(options))))  # waits until the process connects
+        starting = asyncio.ensure_future(socket.send(encode(message)))  # waits until the process connects
         receiving = None
         try:
             while True:
@@ -58,20 +82,21 @@ class EngineLink:
                     await asyncio.wait([receiving], timeout=_LAST_MESSAGES_S)
                 if not receiving.done():
                     raise EngineDead(f"The engine process ended with code {process.returncode} while starting.")
-                message = decode_from_engine(receiving.result())
-                if isinstance(message, Loading) and on_loading:
-                    on_loading(message)
-                elif isinstance(message, Refused):
-                    raise error_from(message)
-                elif isinstance(message, Ready):
-                    self._is_ready = True
-                    return message
+                reply = decode_from_engine(receiving.result())
+                if isinstance(reply, Loading) and on_loading:
+                    on_loading(reply)
+                elif isinstance(reply, Refused):
+                    raise error_from(reply)
+                elif isinstance(reply, kind):
+                    return reply
         finally:
             for task in (died, starting, receiving):
                 if task is not None:
                     task.cancel()
 
     async def _spawn(self) -> tuple[asyncio.subprocess.Process, zmq.asyncio.Socket]:
+        if self._process is not None and self._socket is not None:
+            return self._process, self._socket
         self._folder = tempfile.mkdtemp(prefix="tidemill-")  # mode 0700
         self._socket = socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         for option in (zmq.LINGER, zmq.RCVHWM, zmq.SNDHWM):

@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import threading
+import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
+import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tidemill.config import EngineOptions
+from tidemill.config import EngineOptions, parse_bytes
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
-from tidemill.errors import InvalidRequest
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
+from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import SamplingParams, sample_seed
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
 _MAX_EVENTS = 100_000
 _NO_LIMIT = 2**31 - 1  # a script may queue any number of requests
 
-Prompt: TypeAlias = str | Sequence[int]
+# vLLM's names of options: those that are ours under another name, those that cannot change an answer, and those of which only
+# one value can be had.
+_SAME = {
+    "max_model_len": "max_context",
+    "max_num_seqs": "max_requests",
+    "max_num_batched_tokens": "token_budget",
+    "block_size": "page_size",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_memory_bytes": "kv_memory_bytes",
+    "served_model_name": "served_name",
+    "kv_memory": "kv_memory_bytes",
+}
+_WITHOUT_EFFECT = frozenset({
+    "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "disable_log_stats", "download_dir", "swap_space",
+    "cpu_offload_gb", "max_seq_len_to_capture", "disable_custom_all_reduce", "enable_chunked_prefill", "max_logprobs",
+    "tokenizer_mode", "disable_cascade_attn", "compilation_config", "distributed_executor_backend",
+})  # fmt: skip
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "quantization": (None, "gguf"),
+    "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,), "kv_cache_dtype": (None, "auto"),
+    "enable_lora": (None, False), "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
+    "runner": (None, "auto", "generate"), "task": (None, "auto", "generate"),
+}  # fmt: skip
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = dict[str, Any]
 
 
@@ -44,16 +72,29 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
+    """The answer to one prompt. If that prompt failed, `error` says why, and its `outputs` cannot be read: they raise it."""
+
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[Completion]
+    samples: list[Completion]
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0  # prompt tokens found in the prefix cache
+    error: TidemillError | None = None
+
+    @property
+    def outputs(self) -> list[Completion]:
+        if self.error is not None:
+            raise self.error
+        return self.samples
 
     @property
     def text(self) -> str:
         """Of the first sample."""
         return self.outputs[0].text
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or all(sample.finish_reason for sample in self.samples)
 
 
 @dataclass(slots=True)
@@ -61,21 +102,24 @@ class _Pending:
     output: RequestOutput
     streams: list[TextStream]
 
-    @property
-    def done(self) -> bool:
-        return all(sample.finish_reason for sample in self.output.outputs)
-
 
 class LLM:
-    """A model loaded in this process. Options are those of `EngineOptions`."""
+    """A model loaded in this process. Options are those of `EngineOptions`, or of vLLM's LLM.
 
-    def __init__(self, model: str = "smollm2", *, progress: bool = True, **options: Any) -> None:
+    `seed`: of requests without one, so that a script gives the same answers each time. Without it each request draws its own.
+    """
+
+    def __init__(self, model: str = "smollm2", *, progress: bool = True, seed: int | None = None, **options: Any) -> None:
+        settings = _engine_options(options, model)
+        if seed is not None:
+            SamplingParams(seed=seed)  # checked
         path = locate(model, fetch=True)
-        settings: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT} | options
-        self.tokenizer = Tokenizer.load(path)
+        defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
+        engine_options = EngineOptions(**defaults | settings)
+        self.tokenizer = Tokenizer.load(path, engine_options.chat_template)
         with _loading_bar(progress) as (bar, task):
             self.core = EngineCore.load(
-                EngineOptions(**settings),
+                engine_options,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
@@ -83,6 +127,9 @@ class LLM:
         self._pending: dict[str, _Pending] = {}
         self.config = self.core.config
         self.model_config = self.core.model_config
+        chosen = engine_options.sampling_defaults, engine_options.default_max_tokens
+        self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
+        self._seed = seed
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
@@ -90,37 +137,54 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Complete texts or token ids. One set of parameters for all, or one each."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: list[Any] = [prompts] if single else list(prompts)
-        encoded = [self._encode(prompt) for prompt in batch]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
-        return self._run(texts, encoded, params, progress, priority)
+        """Complete texts or token ids. One set of parameters for all, or one each.
+
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. A prompt of a list that cannot be
+        served fails alone: its output has `error`.
+        """
+        batch, is_list = _prompt_list(prompts)
+        return self._run(batch, is_list, self._encode, sampling_params, _shows(progress, use_tqdm), priority)
 
     def chat(
         self,
-        conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Reply to one conversation (a list of messages) or many."""
-        batch: list[Any] = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
-        encoded = [self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context) for messages in batch]
-        return self._run([None] * len(batch), encoded, params, progress, 0)
+        """Reply to one conversation (a list of messages) or many. One of many that cannot be served fails alone."""
+        batch, is_list = _conversation_list(messages)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        def encode(conversation: Any) -> tuple[str | None, list[int]]:
+            how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
+            return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
+
+        return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Text of one completion as it is generated. Leaving the loop early ends the request."""
-        yield from self._stream(self._encode(prompt), params or SamplingParams())
+        yield from self._stream(self._encode(prompt)[1], sampling_params)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        ids = self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context)
-        yield from self._stream(ids, params or SamplingParams())
+    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        yield from self._stream(self._encode_chat(messages), sampling_params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets."""
+        return self.defaults.fill(SamplingParams(), self.config.max_context)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     def interrupt(self) -> None:
         """End the running stream after the step at hand. Safe to call from a signal handler."""
@@ -128,54 +192,68 @@ class LLM:
 
     # ---- inside
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            prompt = _of_mapping(prompt)
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, max_tokens=self.config.max_context)
-        ids = list(prompt)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise InvalidRequest("A prompt is a text or a list of token ids.", param="prompt")
-        return ids
+            return prompt, self.tokenizer.encode(prompt, max_tokens=self.config.max_context)
+        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
+            raise InvalidRequest(
+                f"A prompt is a text or a list of token ids; got {_shown(prompt)}.",
+                fix='Give "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}.',
+                param="prompt",
+            )
+        return None, list(prompt)
+
+    def _encode_chat(self, messages: Any, **how: Any) -> list[int]:
+        _check_messages(messages)
+        return self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context, **how)
 
     def _run(
         self,
-        texts: Sequence[str | None],
-        encoded: list[list[int]],
+        batch: list[Any],
+        is_list: bool,
+        encode: Callable[[Any], tuple[str | None, list[int]]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
         priority: int,
     ) -> list[RequestOutput]:
-        each = (
-            [params or SamplingParams()] * len(encoded) if params is None or isinstance(params, SamplingParams) else list(params)
-        )
-        if len(each) != len(encoded):
-            raise InvalidRequest(f"{len(encoded)} prompts and {len(each)} sets of sampling parameters.", param="params")
+        each = _params_list(params, len(batch))
         self.events.clear()
+        outputs: list[RequestOutput] = []
         ids: list[str] = []
         try:
-            for text, prompt_ids, one in zip(texts, encoded, each, strict=True):
-                ids.append(self._submit(text, prompt_ids, one, priority))
-            outputs = [self._pending[request_id].output for request_id in ids]
+            for prompt, one in zip(batch, each, strict=True):
+                try:
+                    text, prompt_ids = encode(prompt)
+                    ids.append(self._submit(text, prompt_ids, one, priority))
+                    outputs.append(self._pending[ids[-1]].output)
+                except TidemillError as error:
+                    outputs.append(RequestOutput(prompt if isinstance(prompt, str) else None, [], [], error=error))
+                    if not is_list:
+                        raise
             with _request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
                 unfinished = set(ids)
                 while unfinished:
                     self._step()
                     unfinished &= self._pending.keys()
                     bar.update(task, completed=len(ids) - len(unfinished))
-            return outputs
+            return _reported(outputs, is_list)
         finally:
             for request_id in ids:  # after an error or Ctrl-C
                 self._abandon(request_id)
             self.events.extend(self.core.take_events())
 
-    def _stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[str]:
+    def _stream(self, prompt_ids: list[int], params: SamplingParams | None) -> Iterator[str]:
+        (checked,) = _params_list(params, 1)
         self.events.clear()
-        request_id = self._submit(None, prompt_ids, params, 0)
+        request_id = self._submit(None, prompt_ids, checked, 0)
         output = self.last = self._pending[request_id].output
         given = 0
         try:
             while request_id in self._pending and not self._interrupted:
                 self._step()
-                text = output.outputs[0].text
+                text = output.text
                 if len(text) > given:
                     yield text[given:]
                     given = len(text)
@@ -187,6 +265,9 @@ class LLM:
     def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int) -> str:
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
+        params = self.defaults.fill(params, self.config.max_context - len(prompt_ids))
+        if self._seed is not None and params.seed is None:
+            params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
         self.core.submit(Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority))
         samples = [Completion(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
         streams = [TextStream(self.tokenizer, params) for _ in range(params.n)]
@@ -204,14 +285,16 @@ class LLM:
         for delta in output.deltas:
             self._take(delta)
         for refused in failed:
-            self._pending.pop(refused.request_id or "", None)
-            raise error_from(refused)
+            pending = self._pending.pop(refused.request_id or "", None)
+            if pending is None:
+                raise error_from(refused)
+            pending.output.error = error_from(refused)
 
     def _take(self, delta: Delta) -> None:
         pending = self._pending.get(delta.request_id)
-        if pending is None or pending.output.outputs[delta.index].finish_reason:
+        if pending is None or pending.output.samples[delta.index].finish_reason:
             return
-        sample = pending.output.outputs[delta.index]
+        sample = pending.output.samples[delta.index]
         text = pending.streams[delta.index].push(delta.token_ids, delta.finish_reason)
         sample.text += text.text
         sample.token_ids += delta.token_ids[: text.num_tokens]
@@ -224,8 +307,117 @@ class LLM:
         sample.finish_reason = text.finish_reason
         if text.finish_reason and not delta.finish_reason:
             sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
-        if pending.done:
+        if pending.output.finished:
             del self._pending[delta.request_id]
+
+
+# ---- what a script gives
+
+
+def _engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
+    """The fields of EngineOptions. Options of vLLM that cannot change an answer are dropped with a warning."""
+    known = {field.name for field in fields(EngineOptions)} - {"model"}
+    made: dict[str, Any] = {}
+    dropped = []
+    for name, value in given.items():
+        target = _SAME.get(name, name)
+        if target in known:
+            if target in made:
+                raise ConfigError(f"{target} is given twice, also as {name}.", fix="Give one.", param=name)
+            if value is not None:
+                made[target] = value
+        elif name in _ONLY:
+            if value not in _ONLY[name] and not (name == "tokenizer" and value == model):
+                raise ConfigError(f"{name}={value!r} is not supported.", fix=f"Leave {name} out.", param=name)
+        elif name in _WITHOUT_EFFECT:
+            dropped.append(name)
+        else:
+            nearest = difflib.get_close_matches(name, [*known, *_SAME, *_ONLY, "progress", "seed"], n=1, cutoff=0.5)
+            fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(sorted(known))}."
+            raise ConfigError(f"LLM has no option {name!r}.", fix=fix, param=name)
+    if dropped:
+        warnings.warn(f"LLM: without effect: {', '.join(sorted(dropped))}.", stacklevel=3)
+    if "dtype" in made:  # also as torch.float32
+        dtype = str(made["dtype"]).removeprefix("torch.")
+        made["dtype"] = {"float": "float32"}.get(dtype, dtype)
+    if isinstance(made.get("kv_memory_bytes"), str):
+        made["kv_memory_bytes"] = parse_bytes(made["kv_memory_bytes"])
+    return made
+
+
+def _params_list(params: Any, num: int) -> list[SamplingParams]:
+    each = [params or SamplingParams()] * num if params is None or isinstance(params, SamplingParams) else params
+    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+        raise InvalidRequest(
+            f"sampling_params is a SamplingParams or a list of them; got {_shown(params)}.",
+            fix="Write SamplingParams(temperature=0, max_tokens=100).",
+            param="sampling_params",
+        )
+    if len(each) != num:
+        raise InvalidRequest(f"{num} prompts and {len(each)} sets of sampling parameters.", param="sampling_params")
+    return list(each)
+
+
+def _prompt_list(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts, and whether they came as a list of them."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts], False
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"generate() takes a prompt or a list of prompts; got {_shown(prompts)}.",
+            fix='Give "text", a list of token ids, or a list of these.',
+            param="prompts",
+        )
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], int)
+    return ([prompts], False) if is_ids else (list(prompts), True)
+
+
+def _conversation_list(messages: Any) -> tuple[list[Any], bool]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        _check_messages(messages)
+    return ([messages], False) if isinstance(messages[0], Mapping) else (list(messages), True)
+
+
+def _check_messages(messages: Any) -> None:
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+    if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise InvalidRequest(
+            f"chat() takes a list of messages; got {_shown(messages)}.",
+            fix='Write [{"role": "user", "content": "text"}], or use generate() to continue a text.',
+            param="messages",
+        )
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> Any:
+    """vLLM's {"prompt": text} and {"prompt_token_ids": ids}; of both, the ids are the prompt."""
+    unknown = [name for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids", "cache_salt") and value]
+    if unknown or (prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None):
+        what = f"not {unknown[0]!r}" if unknown else "neither is there"
+        raise InvalidRequest(f"A prompt as a dict has prompt or prompt_token_ids; {what}.", param="prompt")
+    return prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:50]}... ({type(value).__name__})"
+
+
+def _shows(progress: bool | None, use_tqdm: bool | Callable[..., Any] | None) -> bool | None:
+    """`use_tqdm` is vLLM's name of `progress`; a tqdm class is taken as True."""
+    return progress if use_tqdm is None else bool(use_tqdm)
+
+
+def _reported(outputs: list[RequestOutput], is_list: bool) -> list[RequestOutput]:
+    """Failures of prompts in a list are named with their indices, in their errors and in a warning. A single one is raised."""
+    failed = [(i, output.error) for i, output in enumerate(outputs) if output.error is not None]
+    for i, error in failed:
+        if not is_list:
+            raise error
+        outputs[i].error = type(error)(f"Prompt {i}: {error.message}", fix=error.fix, param=error.param)
+    if failed:
+        which = ", ".join(str(i) for i, _ in failed[:10]) + (", ..." if len(failed) > 10 else "")
+        warnings.warn(f"{len(failed)} of {len(outputs)} prompts failed ({which}); their outputs have .error.", stacklevel=4)
+    return outputs
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
-from tidemill.engine.core import EngineCore, refusal
+from tidemill.engine.core import EngineCore, inspect, refusal
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
+from tidemill.kernels import machine
 from tidemill.kernels.cuda import compile_server
 from tidemill.sampling import SamplingParams
 from tidemill.wire import (
@@ -26,6 +27,8 @@ from tidemill.wire import (
     Finish,
     FromEngine,
     Gone,
+    Inspect,
+    Inspected,
     Loading,
     Ready,
     Refused,
@@ -67,12 +70,9 @@ class EngineProcess:
         zmq.Context.instance().term()
 
     def run(self) -> None:
-        self._poller.poll(None)
-        if not self._socket.poll(0):
-            self._parent_gone()
+        start = self._first_message()
+        if start is None:
             return
-        start = decode_to_engine(self._socket.recv())
-        assert isinstance(start, Start)
         try:
             core = EngineCore.load(start.options, self._report)
             of_start = core.take_events()
@@ -96,6 +96,21 @@ class EngineProcess:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+
+    def _first_message(self) -> Start | None:
+        """Start, or None if the process is to end. Models may be inspected before."""
+        while True:
+            self._poller.poll(None)
+            if not self._socket.poll(0):
+                self._parent_gone()
+                return None
+            message = decode_to_engine(self._socket.recv())
+            if not isinstance(message, Inspect):
+                return message if isinstance(message, Start) else None
+            try:
+                self.send(Inspected(inspect(message.model)[2], machine.detect()))
+            except TidemillError as error:
+                self.send(refusal(None, error))
 
     def _announce(self, admitted: list[Event]) -> None:
         """If the step ends the process, its parent must know which requests were in it for the first time."""

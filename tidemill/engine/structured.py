@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
+
+import numpy as np
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import Grammar
+from tidemill.sampling import Grammar, Reasoning
 from tidemill.sched.plan import StepItem
 
 
@@ -22,7 +25,8 @@ class StructuredOutput:
         self.tokenizer_path: Path | None = None  # loaded for the first grammar
         self._backend, self._num_tokens = backend, num_tokens
         self._grammars: Grammars | None = None
-        self._matchers: dict[int, Matcher] = {}  # by seq
+        self._matchers: dict[int, Matcher | AfterReasoning] = {}  # by seq
+        self._tokenizer: Tokenizer | None = None
 
     def __len__(self) -> int:
         """Samples with a grammar."""
@@ -40,22 +44,33 @@ class StructuredOutput:
             if self._grammars is None:
                 if self.tokenizer_path is None:
                     raise InvalidRequest("Structured output needs a tokenizer, and this engine has none.", param="grammar")
-                self._grammars = Grammars.of(self._backend, Tokenizer.load(self.tokenizer_path), self._num_tokens)
+                self._tokenizer = Tokenizer.load(self.tokenizer_path)
+                self._grammars = Grammars.of(self._backend, self._tokenizer, self._num_tokens)
             return self._grammars.compile(grammar)
 
-    def matchers(self, grammar: Grammar, compiled: Matcher | None, outputs: Sequence[Sequence[int]]) -> list[Matcher]:
+    def matchers(
+        self,
+        grammar: Grammar,
+        compiled: Matcher | None,
+        outputs: Sequence[Sequence[int]],
+        reasoning: Reasoning | None = None,
+    ) -> list[Matcher | AfterReasoning]:
         """One for each sample, after the output that it has. `compiled`: of this grammar, if it was compiled just now."""
         with _contained():
             if self._grammars is None:
                 compiled = self.compile(grammar)
             assert self._grammars is not None
             first = self._grammars.matcher(grammar, compiled)
-            made = [first.copy() for _ in outputs]
+            assert self._tokenizer is not None
+            made: list[Matcher | AfterReasoning] = [
+                first.copy() if reasoning is None else AfterReasoning(first.copy(), reasoning, self._tokenizer, self._num_tokens)
+                for _ in outputs
+            ]
             for matcher, output_ids in zip(made, outputs, strict=True):
                 matcher.take(list(output_ids))
             return made
 
-    def start(self, seq: int, matcher: Matcher) -> None:
+    def start(self, seq: int, matcher: Matcher | AfterReasoning) -> None:
         self._matchers[seq] = matcher
 
     def stop(self, seq: int) -> None:
@@ -70,9 +85,10 @@ class StructuredOutput:
             if matcher is not None:
                 try:
                     with _contained():
-                        mask = matcher.mask().tobytes()
+                        mask = matcher.mask()
                         _check(matcher)
-                    masks[item.row] = mask
+                    if mask is not None:
+                        masks[item.row] = mask.tobytes()
                 except InvalidRequest as error:
                     broken[item.seq] = error
         return masks, broken
@@ -87,7 +103,79 @@ class StructuredOutput:
             return matcher.is_over
 
 
-def _check(matcher: Matcher) -> None:
+class _Phase(Enum):
+    BEFORE = auto()  # the output may open the reasoning, or begin with what the grammar allows
+    REASONING = auto()
+    ANSWER = auto()
+
+
+class AfterReasoning:
+    """A matcher that begins where the reasoning ends. Marks are compared as bytes: they may be cut into tokens in many ways."""
+
+    def __init__(self, matcher: Matcher, reasoning: Reasoning, tokenizer: Tokenizer, num_tokens: int) -> None:
+        self._tokenizer, self._num_tokens = tokenizer, num_tokens
+        self._opening, self._ending = reasoning.opening.encode(), reasoning.ending.encode()
+        self._phase = _Phase.REASONING if reasoning.is_open else _Phase.BEFORE
+        self._matcher = matcher
+        self._fresh = matcher.copy()
+        self._is_followed = True  # before the reasoning: the output so far may be the grammar's as well
+        self._seen = b""  # of the opening, or the last bytes of the reasoning
+
+    def mask(self) -> np.ndarray | None:
+        """None: any token may come."""
+        if self._phase is _Phase.REASONING:
+            return None
+        words = self._matcher.mask()
+        if self._phase is _Phase.BEFORE:
+            words = words.copy() if self._is_followed else np.zeros_like(words)
+            for token in self._tokenizer.prefix_tokens(self._opening[len(self._seen) :]):
+                if token < self._num_tokens:
+                    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+        return words
+
+    def take(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            if self._phase is _Phase.ANSWER:
+                self._matcher.take([token])
+            elif self._phase is _Phase.REASONING:
+                self._take_reasoning(token)
+            else:
+                self._take_before(token)
+
+    def _take_before(self, token: int) -> None:
+        text = self._tokenizer.token_bytes(token)
+        if not text or not self._opening.startswith(self._seen + text):
+            self._phase = _Phase.ANSWER
+            self._matcher.take([token])
+            return
+        self._seen += text
+        if self._seen == self._opening:
+            self._phase, self._seen, self._matcher, self._is_followed = _Phase.REASONING, b"", self._fresh, True
+            return
+        self._is_followed = self._is_followed and bool(self._matcher.mask()[token // 32] >> (token % 32) & 1)
+        if self._is_followed:
+            self._matcher.take([token])
+
+    def _take_reasoning(self, token: int) -> None:
+        self._seen += self._tokenizer.token_bytes(token)
+        _, found, rest = self._seen.partition(self._ending)
+        if not found:
+            self._seen = self._seen[-(len(self._ending) - 1) :]
+            return
+        self._phase = _Phase.ANSWER
+        if rest := rest.strip():  # the token that ends the reasoning has begun the answer
+            self._matcher.take(self._tokenizer.encode(rest.decode(errors="replace"), add_special=False))
+
+    @property
+    def is_over(self) -> bool:
+        return self._phase is not _Phase.REASONING and self._is_followed and self._matcher.is_over
+
+    @property
+    def error(self) -> str:
+        return "" if self._phase is _Phase.REASONING else self._matcher.error
+
+
+def _check(matcher: Matcher | AfterReasoning) -> None:
     if matcher.error:
         raise InvalidRequest(f"The grammar cannot be followed further: {_line(matcher.error)}", param="grammar")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
+from tidemill.frontend.parsers import Reading
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Delta
@@ -79,13 +80,17 @@ class TextDelta:
     num_tokens: int  # of the tokens pushed, those up to the stop string
     finish_reason: str | None
     stop: str | int | None = None  # which stop string or token ended it
+    num_reasoning: int = 0  # of these tokens; less than none if earlier ones turned out to be the mark that ends the reasoning
 
 
 class TextStream:
-    """One sample's text."""
+    """One sample's text. `reading`: special tokens that its parser needs are not skipped, and tokens of reasoning are counted."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, reading: Reading | None = None) -> None:
+        marks = reading.marks if reading is not None else frozenset()
+        self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens, marks)
+        self._counter = reading.counter() if reading is not None else None
+        self._token_bytes = tokenizer.token_bytes
         self._finder = StopFinder(params.stop, params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._enders = frozenset(params.stop_token_ids) | (
@@ -95,6 +100,16 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:
         """`finish_reason`: from the engine, with the last tokens."""
+        made = self._push(token_ids, finish_reason)
+        if self._counter is None:
+            return made
+        before = self._counter.num_tokens
+        for token_id in token_ids[: made.num_tokens]:
+            if token_id != made.stop:
+                self._counter.push(self._token_bytes(token_id))
+        return replace(made, num_reasoning=self._counter.num_tokens - before)
+
+    def _push(self, token_ids: Sequence[int], finish_reason: str | None) -> TextDelta:
         pieces: list[str] = []
         for i, token_id in enumerate(token_ids):
             self._num_tokens += 1

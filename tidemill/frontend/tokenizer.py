@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
@@ -50,6 +51,7 @@ class Tokenizer:
         self._before_chat = self._before if bos_in_chat else []
         self.vocab_size = backend.get_vocab_size()
         self._token_bytes, self.special_ids = _byte_table(backend)
+        self._special_but: dict[frozenset[str], frozenset[int]] = {frozenset(): self.special_ids}  # a few: one a dialect
         self._longest_bytes = max(map(len, self._token_bytes.values()), default=1)
         self._eos_text = backend.id_to_token(self.eos_token_ids[0]) if self.eos_token_ids else ""
         self._bos_text = backend.id_to_token(bos_token_id) if bos_token_id is not None else ""
@@ -58,16 +60,18 @@ class Tokenizer:
         self._no_chat = "This model has no chat template."
         if chat_template:
             try:
-                self.chat_template = ChatTemplate(chat_template, self._control_texts())
+                self.chat_template = ChatTemplate(chat_template, self.control_texts())
             except CheckpointError as error:  # completions work all the same
                 self._no_chat = str(error)
 
     @staticmethod
-    def load(path: Path) -> Tokenizer:
-        """From a checkpoint: a GGUF file or a Hugging Face folder."""
+    def load(path: Path, chat_template: str | None = None) -> Tokenizer:
+        """From a checkpoint: a GGUF file or a Hugging Face folder. `chat_template`: a file or the text of another one."""
         with _typed_errors(f"The tokenizer of {path}"):
             made = _from_folder(path) if path.is_dir() else _from_gguf(path)
         made.path = path
+        if chat_template:
+            made.chat_template = ChatTemplate(_read_template(chat_template), made.control_texts())
         return made
 
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
@@ -90,6 +94,12 @@ class Tokenizer:
         """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
         self.chat_template = template
         self._marks = self._try_marks(template)
+
+    def with_template(self, template: Template) -> Tokenizer:
+        """The same tokenizer, with another chat template."""
+        made = copy.copy(self)
+        made.use_template(template)
+        return made
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, max_tokens: int | None = None, **how: Any) -> list[int]:
         """`how`: as of `render_chat`. Control tokens in what the client gave are encoded as plain text."""
@@ -137,7 +147,7 @@ class Tokenizer:
 
     # ---- control tokens in content
 
-    def _control_texts(self) -> list[str]:
+    def control_texts(self) -> list[str]:
         """Of tokens that are never part of an output. Others (`<think>`, `<tool_call>`) clients may send back as they came."""
         return [text for token in sorted(self.special_ids) if (text := self._backend.id_to_token(token))]
 
@@ -155,7 +165,7 @@ class Tokenizer:
         control = template.control
         unsafe = [
             text
-            for text in self._control_texts()
+            for text in self.control_texts()
             if text not in control.texts
             or self.special_ids.intersection(self.encode(control.mark(f"x{text}y"), add_special=False, marked=True))
         ]
@@ -166,11 +176,33 @@ class Tokenizer:
         _log.warning("The model's chat template rewrites content: control tokens in messages are not distinguished from its own.")
         return False
 
+    def token_id(self, token: str) -> int | None:
+        """Of a token by its name in the vocabulary."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def prefix_tokens(self, text: bytes) -> list[int]:
+        """Tokens that the text begins with."""
+        return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, list[int]]:
+        made: dict[bytes, list[int]] = {}
+        for token, text in self._token_bytes.items():
+            made.setdefault(text, []).append(token)
+        return made
+
+    def special_but(self, texts: frozenset[str]) -> frozenset[int]:
+        """Special tokens, without those of these texts."""
+        if texts not in self._special_but:
+            self._special_but[texts] = frozenset(token for token in self.special_ids if self.token_text(token) not in texts)
+        return self._special_but[texts]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         skipped = self.special_ids if skip_special else frozenset()
@@ -195,11 +227,12 @@ def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
 
 
 class StreamDecoder:
-    """Ids to text as they come: a character is given out when its last byte is there, never half of it."""
+    """Ids to text as they come: a character is given out when its last byte is there, never half of it. `shown`: texts of special
+    tokens that are not skipped."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: frozenset[str] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = tokenizer.special_but(shown) if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -263,6 +296,17 @@ def _typed_errors(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the library raises bare Exception, and PanicException, which is not an Exception
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}.") from error
+
+
+def _read_template(given: str) -> str:
+    """Of a user: a template has braces, a path has none."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "Give a file with a Jinja template, or the template itself."
+        raise ConfigError(f"chat_template {given!r} cannot be read: {error}.", fix=fix, param="chat_template") from error
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -56,7 +56,9 @@ class CudaSampler:
         self._columns = torch.arange(state.tokens.shape[1], device=self._device)
         self._adjustments = {
             "grammar": self._apply_grammar,
+            "allowed_tokens": self._keep_allowed,
             "logit_bias": self._add_bias,
+            "bad_words": self._hold_back_words,
             "min_tokens": self._hold_back_stops,
             "penalties": self._penalize,
         }
@@ -108,7 +110,8 @@ class CudaSampler:
         hidden_TH.zero_()
         everything = SamplingParams(
             top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
-            stop_token_ids=(0,), logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS, pooling="mean",
+            stop_token_ids=(0,), allowed_token_ids=(0, 1), bad_word_ids=((0,), (0, 1)), logprobs=MAX_LOGPROBS,
+            prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
         before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
@@ -159,6 +162,29 @@ class CudaSampler:
         where, tokens, values = zip(*biases, strict=True)
         place = (self._ints(where), self._ints(tokens))
         logits.index_put_(place, logits[place] + self._floats(values))
+
+    def _keep_allowed(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        where, tokens = zip(*((i, token) for i in which for token in asked.params[i].allowed_token_ids), strict=True)
+        place = (self._ints(where), self._ints(tokens))
+        kept = logits[place]
+        logits[self._ints(which)] = self._never
+        logits.index_put_(place, kept)
+
+    def _hold_back_words(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
+        """The last token of a word may not follow the others. What the output ends with is known on the device alone."""
+        words = [(i, word) for i in which for word in asked.params[i].bad_word_ids]
+        longest = max(max(len(word) for _, word in words) - 1, 1)
+        begun = np.full((len(words), longest), -1, np.int64)  # -1: any token; words are aligned at their end
+        for number, (_, word) in enumerate(words):
+            begun[number, longest - len(word) + 1 :] = word[:-1]
+        positions = np.array([asked.positions[i] for i, _ in words])[:, None] - np.arange(longest, 0, -1)
+        outside = positions < np.array([self._state.num_prompt[asked.rows[i]] for i, _ in words])[:, None]
+        begun[outside & (begun >= 0)] = -2  # no token
+        ends = self._state.tokens[self._ints([asked.rows[i] for i, _ in words])[:, None], self._ints(positions.clip(0))]
+        wanted = self._ints(begun)
+        follows = ((ends == wanted) | (wanted == -1)).all(1)
+        place = (self._ints([i for i, _ in words]), self._ints([word[-1] for _, word in words]))
+        logits.index_put_(place, torch.where(follows, self._never, 0.0), accumulate=True)  # two words may end alike
 
     def _hold_back_stops(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
         stops = [(i, token) for i in which for token in asked.held_back(i, self._state)]

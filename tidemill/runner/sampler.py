@@ -27,7 +27,9 @@ _LIKELIEST = 512
 # What is done to logits, in this order, and for which parameters. A grammar applies where the step has a mask for the sequence.
 ADJUSTMENTS: dict[str, Callable[[SamplingParams], bool]] = {
     "grammar": lambda p: False,
+    "allowed_tokens": lambda p: bool(p.allowed_token_ids),
     "logit_bias": lambda p: bool(p.logit_bias),
+    "bad_words": lambda p: bool(p.bad_word_ids),
     "min_tokens": lambda p: p.min_tokens > 0,
     "penalties": lambda p: p.has_penalties,
 }
@@ -76,7 +78,9 @@ class Sampler:
         self._state = state
         self._stages = {
             "grammar": self._apply_grammar,
+            "allowed_tokens": _keep_allowed,
             "logit_bias": self._add_bias,
+            "bad_words": self._hold_back_words,
             "min_tokens": self._hold_back_stops,
             "penalties": self._penalize,
             "temperature": _divide,
@@ -134,6 +138,13 @@ class Sampler:
             bias = asked.params[i].logit_bias
             logits_SV[i, list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float32)
 
+    def _hold_back_words(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+        for i in which:
+            row = asked.rows[i]
+            output = self._state.tokens[row, self._state.num_prompt[row] : asked.positions[i]].tolist()
+            words = asked.params[i].bad_word_ids
+            logits_SV[i, [word[-1] for word in words if output[len(output) - len(word) + 1 :] == list(word[:-1])]] = _NEVER
+
     def _hold_back_stops(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
         for i in which:
             logits_SV[i, asked.held_back(i, self._state)] = _NEVER
@@ -143,6 +154,14 @@ class Sampler:
             row = asked.rows[i]
             tokens, num_prompt = self._state.tokens[row], self._state.num_prompt[row]
             penalize(logits_SV[i], tokens[:num_prompt], tokens[num_prompt : asked.positions[i]], asked.params[i])
+
+
+def _keep_allowed(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
+    for i in which:
+        allowed = list(asked.params[i].allowed_token_ids)
+        kept = logits_SV[i, allowed]
+        logits_SV[i] = _NEVER
+        logits_SV[i, allowed] = kept
 
 
 def _divide(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:

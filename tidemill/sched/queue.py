@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tidemill.errors import QueueFull
 from tidemill.sched.request import Request
 
 AGEING_S = 10.0
@@ -196,3 +197,19 @@ def _place(request: Request) -> tuple[int, int]:
 
 def _age(request: Request) -> tuple[bool, float, int]:
     return not request.is_aged, request.queued_s, request.seq
+
+
+def check_room(most: int, num_waiting: int, num_own: int, num_new: int, tenant: str) -> None:
+    """Raise QueueFull if `num_new` more cannot be queued.
+
+    One tenant's part of the queue is half of what the others leave, so that there is always room for another tenant. Without API
+    keys there is one tenant, the one without a name, and only the bound applies."""
+    if num_waiting + num_new > most:
+        raise QueueFull(f"{num_waiting} requests are waiting; at most {most} may.", fix="Try again later.")
+    most_own = (most - num_waiting + num_own) // 2
+    if tenant and num_own and num_own + num_new > most_own:
+        raise QueueFull(
+            f"{num_own} requests of this API key are waiting; at most {most_own} may, half of the {most} places less those "
+            f"that other keys hold.",
+            fix="Try again when some of them have started.",
+        )

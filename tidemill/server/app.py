@@ -1,6 +1,8 @@
-"""The application: the routes of every API over one Service, and health checks."""
+"""The application: the routes of every API over the Models, and health checks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -9,10 +11,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, openai, page, responses
+from tidemill.server import anthropic, batches, errors, files, llamacpp, ollama, openai, page, responses
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
-from tidemill.server.service import Service
+from tidemill.server.listen import UnderPath
+from tidemill.server.models import Models
 from tidemill.server.sse import EventStream
 from tidemill.server.storage import Storage
 from tidemill.version import __version__
@@ -20,42 +23,62 @@ from tidemill.version import __version__
 _READY_WITHIN_S = 10.0
 
 
-def create_app(service: Service, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None) -> ASGIApp:
+def create_app(
+    models: Models, access: Access, storage: Storage, runner: batches.Batches, log: RequestLog | None, root_path: str = ""
+) -> ASGIApp:
     app = FastAPI(
-        title="Tidemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=errors.DESCRIBED
+        title="Tidemill",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=errors.DESCRIBED,
+        servers=[{"url": root_path}] if root_path else None,
     )
-    app.add_middleware(Guard, access=access)
     errors.install(app)
-    app.include_router(openai.make_router(service))
-    app.include_router(responses.make_router(service))
-    app.include_router(anthropic.make_router(service))
+    for service in models:
+        service.allows_templates = access.request_templates
+    app.include_router(openai.make_router(models))
+    app.include_router(responses.make_router(models))
+    app.include_router(anthropic.make_router(models))
+    app.include_router(llamacpp.make_router(models))
+    app.include_router(ollama.make_router(models))
     app.include_router(page.make_router())
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))
 
+    def told() -> dict[str, Any]:
+        return {"models": models.states()} if len(models.names) > 1 else {}
+
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: the process can serve. It stays healthy while the engine restarts."""
-        alive = service.client.alive
-        return JSONResponse({"status": "ok" if alive else "engine is down"}, 200 if alive else 503)
+        """Liveness: the process can serve. It stays healthy while an engine restarts, and while one of several models works."""
+        alive = models.alive
+        return JSONResponse({"status": "ok" if alive else "engine is down"} | told(), 200 if alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Readiness: the engine has completed a step recently, or completes one now."""
+        """Readiness: an engine has completed a step recently, or completes one now; or models are loaded on demand."""
         try:
-            await service.prove(_READY_WITHIN_S)
+            await models.prove(_READY_WITHIN_S)
         except TidemillError as error:
             return JSONResponse({"status": error.message}, 503)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready"} | told())
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/engine/live", include_in_schema=False)  # it does not end; generated clients would wait for that
     async def live(request: Request) -> Response:
         caller = request.state.caller
-        watcher = service.live.watch(lambda: service.is_draining, None if caller.is_admin else caller.tenant)
+        chosen = models.of(request.query_params.get("model"))
+        watcher = chosen.live.watch(lambda: models.is_draining, None if caller.is_admin else caller.tenant)
         return EventStream(watcher.frames(), also_close=watcher, is_framed=True)
 
-    return Called(app, log)
+    called = Called(Guard(app, access), log)
+    return UnderPath(called, root_path) if root_path else called

@@ -26,7 +26,7 @@ from tidemill.server.call import Call, RequestLog, new_id
 from tidemill.server.errors import error_body, internal_error
 from tidemill.server.files import kept_s, page, read_limit, read_query
 from tidemill.server.guard import Caller
-from tidemill.server.service import Service
+from tidemill.server.models import Models
 from tidemill.server.storage import OVER, BatchUnknown, ContentLost, QuotaExceeded, Storage, StorageFull, StorageUnavailable
 
 _MAX_UNFINISHED = 100  # batches of one tenant
@@ -76,13 +76,13 @@ class Batches:
     """`caller_of`: the caller behind a tenant's name, or None if its key is no longer accepted."""
 
     def __init__(
-        self, service: Service, storage: Storage, caller_of: Callable[[str], Caller | None], log: RequestLog | None
+        self, models: Models, storage: Storage, caller_of: Callable[[str], Caller | None], log: RequestLog | None
     ) -> None:
-        self._service, self._storage, self._caller_of, self._log = service, storage, caller_of, log
+        self._models, self._storage, self._caller_of, self._log = models, storage, caller_of, log
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._resuming: asyncio.Task[None] | None = None
         # Lines at once, of all batches: enough for a full engine.
-        self._slots = asyncio.Semaphore(service.ready.config.max_requests)
+        self._slots = asyncio.Semaphore(models.default.ready.config.max_requests)
         self._steps = {
             "validating": self._validate,
             "in_progress": self._execute,
@@ -102,7 +102,7 @@ class Batches:
 
     async def _resume(self) -> None:
         for batch_id, tenant, model in await self._storage.do(self._storage.unfinished):
-            is_ours = model == self._service.model_name and self._caller_of(tenant) is not None
+            is_ours = model in self._models.names and self._caller_of(tenant) is not None
             if is_ours and batch_id not in self._tasks:
                 self._start(tenant, batch_id)
 
@@ -122,10 +122,10 @@ class Batches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def create(self, tenant: str, body: BatchRequest) -> dict[str, Any]:
-        if self._service.is_draining:
+        if self._models.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
-        if body.endpoint not in self._service.whole_responses:
-            known = ", ".join(self._service.whole_responses)
+        if body.endpoint not in self._models.whole_responses:
+            known = ", ".join(self._models.whole_responses)
             raise InvalidRequest(f"The endpoint is {body.endpoint[:100]!r}.", fix=f"It may be {known}.", param="endpoint")
         window_s, storage = body.window_s(), self._storage
         if body.output_expires_after is not None:
@@ -135,8 +135,8 @@ class Batches:
             raise InvalidRequest(f"The file's purpose is {file['purpose']!r}, not 'batch'.", param="input_file_id")
         if sum(theirs == tenant for _, theirs, _ in await storage.do(storage.unfinished)) >= _MAX_UNFINISHED:
             raise TooManyBatches(f"{_MAX_UNFINISHED} batches are not finished.", fix="Wait for one, or cancel one.")
-        record = _batch_object(body, window_s, self._service.model_name)
-        await storage.do(storage.add_batch, tenant, self._service.model_name, record)
+        record = _batch_object(body, window_s, self._models.default.model_name)
+        await storage.do(storage.add_batch, tenant, self._models.default.model_name, record)
         self._start(tenant, record["id"])
         return record
 
@@ -158,7 +158,7 @@ class Batches:
 
     async def _run(self, tenant: str, batch_id: str) -> None:
         is_gone = False
-        while not self._service.is_draining and not is_gone:
+        while not self._models.is_draining and not is_gone:
             try:
                 batch = await self._storage.do(self._storage.batch, tenant, batch_id)
                 if batch["status"] in OVER:
@@ -237,7 +237,7 @@ class Batches:
     async def _execute_line(self, tenant: str, batch: dict[str, Any], number: int, text: bytes, begins: asyncio.Event) -> None:
         async with self._slots:
             begins.set()
-            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant, is_named=True)
+            line, call = _parse(text), Call(new_id("batch_req"), path=batch["endpoint"], tenant=tenant)
             known = self._caller_of(tenant)
             assert known is not None, "batches are begun for accepted keys only"
             caller = replace(known, in_background=True, call=call)
@@ -258,7 +258,7 @@ class Batches:
 
     async def _respond(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
         """As the route would: a mistake in the line is its response; a fault of the server is not."""
-        model, respond = self._service.whole_responses[endpoint]
+        model, respond = self._models.whole_responses[endpoint]
         while True:
             try:
                 return 200, await respond(parse(model, body), caller)
@@ -268,7 +268,7 @@ class Batches:
             except Draining:
                 raise
             except TidemillError as error:
-                if isinstance(error, EngineDead) and not self._service.client.alive:
+                if isinstance(error, EngineDead) and not self._models.alive:
                     raise
                 caller.call.error = error.kind
                 return error.status, batch_lines.encode(error_body(error))

@@ -62,12 +62,12 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None and name not in cls.without_effect}
 
 
-def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency that reads the body as `model`."""
+def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaitable[M]]:
+    """A dependency that reads the body as `model`. `untyped`: of any content type, unless a web page sends it."""
 
     async def read(request: Request) -> M:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
+        if content_type != "application/json" and (not untyped or "origin" in request.headers):
             raise NotJSON(
                 f"The content type is {content_type[:100]!r}.",
                 fix="Send application/json (curl: -H 'Content-Type: application/json').",

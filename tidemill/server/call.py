@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.errors import ConfigError, InvalidRequest
+from tidemill.errors import ConfigError
 
 MAX_ID_CHARS = 128
 ID_PATTERN = rf"^[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}$"
@@ -31,6 +31,8 @@ _PREFIXES = {
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
 }
+_UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
+_TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
 _REFUSED_AT_ONCE, _REFUSED_PER_S = 50, 5.0
 _log = logging.getLogger("tidemill.server")
@@ -55,15 +57,17 @@ class Call:
     finish_reason: str = ""
     error: str = ""  # its type
     status: int = 0
-    is_named: bool = False  # by the client
+    labels: list[str] = field(default_factory=list)  # what the client calls it; others may be called the same
+    trace: dict[str, str] = field(default_factory=dict)  # traceparent and tracestate, as the client sent them
     ignored: set[str] = field(default_factory=set)  # fields of the body that have no effect
 
     def fields(self) -> dict[str, Any]:
         """Of the log line; empty ones are left out."""
         now = time.monotonic()
         fields: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "time": _now(),
             "id": self.request_id,
+            "label": " ".join(self.labels),
             "status": self.status,
             "method": self.method[:16],
             "route": self.path[:200],
@@ -83,15 +87,12 @@ class Call:
         return fields | {"total_ms": round(1000 * (now - self.begun_s), 1)}
 
 
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def check_id(given: str) -> None:
-    if not re.fullmatch(ID_PATTERN, given):
-        raise InvalidRequest(
-            "The request id is not valid.", fix=f"Give 1 to {MAX_ID_CHARS} letters, digits, '.', '_' or '-'.", param="request_id"
-        )
+    return f"{prefix}{'_' if prefix in _UNDERSCORED else '-'}{uuid.uuid4().hex}"
 
 
 class RequestLog:
@@ -118,6 +119,13 @@ class RequestLog:
         fields = call.fields()
         if self._num_unlogged:
             fields["refusals_not_logged"], self._num_unlogged = self._num_unlogged, 0
+        self._emit(fields)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """A line that is not about a call."""
+        self._emit({"time": _now(), "event": event} | fields)
+
+    def _emit(self, fields: dict[str, Any]) -> None:
         text = msgspec.json.encode(fields).decode() if self._is_json else _as_text(fields)
         try:
             self._handler.emit(logging.LogRecord("tidemill.requests", logging.INFO, "", 0, text, None, None))
@@ -149,7 +157,8 @@ def _as_text(fields: dict[str, Any]) -> str:
 
 
 class Called:
-    """The outermost layer: gives each call an id, sends it back, and writes the log line at the end."""
+    """The outermost layer: gives each call an id, sends it or the client's label back, and writes the log line at the end. A name
+    that is not valid is ignored."""
 
     def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
         self._app, self._log = app, log
@@ -160,15 +169,16 @@ class Called:
             return
         path = scope["path"]
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
-        is_named = re.fullmatch(ID_PATTERN, given) is not None
-        name = given if is_named else new_id(_PREFIXES.get(path, "req"))
-        call = Call(name, scope["method"], path, is_named=is_named)
+        labels = [given] if re.fullmatch(ID_PATTERN, given) else []
+        trace = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
+        call = Call(new_id(_PREFIXES.get(path, "req")), scope["method"], path, labels=labels, trace=trace)
         scope.setdefault("state", {})["call"] = call
 
         def sending(message: Message) -> Awaitable[None]:  # once a token: no coroutine of its own
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+                name = call.labels[0] if call.labels else call.request_id
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
                 if call.ignored:
                     message["headers"].append((b"x-tidemill-ignored", ", ".join(sorted(call.ignored)).encode()))
             return send(message)

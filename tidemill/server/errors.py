@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tidemill.errors import TidemillError
+from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed, TidemillError
 from tidemill.server.sse import ClientGone
 
 _log = logging.getLogger("tidemill.server")
@@ -32,6 +32,26 @@ DESCRIBED: dict[int | str, dict[str, Any]] = {
 }
 
 
+_FINAL = (Cancelled, ClientTooSlow, DeadlineExceeded, ModelFailed)  # the same request would end in the same way
+_TRY_AGAIN = (408, 409, 429)
+
+
+def shaped(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """An error as the clients of that path's API expect it."""
+    if path.startswith("/api/"):  # Ollama's
+        return {"error": body["error"]["message"]}
+    return {"type": "error"} | body if path.startswith("/v1/messages") else body
+
+
+def headers_of(error: TidemillError) -> dict[str, str]:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if isinstance(error, _FINAL) or (error.status < 500 and error.status not in _TRY_AGAIN):
+        headers["x-should-retry"] = "false"
+    if error.status in (408, 413):  # the rest of the body will not be read
+        headers["Connection"] = "close"
+    return headers
+
+
 def error_body(error: TidemillError) -> dict[str, Any]:
     return _body(str(error), error.kind, error.param, error.code)
 
@@ -48,16 +68,13 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(TidemillError)
     async def typed(request: Request, error: TidemillError) -> Response:
         request.state.call.error = error.kind
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
-        if error.status in (408, 413):  # the rest of the body will not be read
-            headers["Connection"] = "close"
-        shape = {"type": "error"} if request.url.path.startswith("/v1/messages") else {}  # as Anthropic's clients expect it
-        return JSONResponse(shape | error_body(error), error.status, headers)
+        return JSONResponse(shaped(request.url.path, error_body(error)), error.status, headers_of(error))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         kind = request.state.call.error = "invalid_request_error" if error.status_code < 500 else "internal_error"
-        return JSONResponse(_body(str(error.detail), kind, None, None), error.status_code, error.headers)
+        body = shaped(request.url.path, _body(str(error.detail), kind, None, None))
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, __: ClientGone) -> Response:
@@ -67,4 +84,4 @@ def install(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         request.state.call.error = "internal_error"
         _log.exception("unexpected error in %s", request.url.path, exc_info=error)
-        return JSONResponse(internal_error(), 500)
+        return JSONResponse(shaped(request.url.path, internal_error()), 500)

@@ -22,14 +22,19 @@ from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
-from tidemill.server.call import Call, check_id
-from tidemill.server.errors import error_body
+from tidemill.server.call import Call
+from tidemill.server.errors import error_body, headers_of, shaped
 
-OPEN_PATHS = frozenset({"/health"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
-ADMIN_PATHS = frozenset({"/metrics", "/v1/engine/live"})  # they show the requests of all tenants
+OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
+ADMIN_PATHS = frozenset({"/metrics", "/slots", "/v1/engine/live"})  # they show the requests of all tenants
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16
-_FOR_PAGES = ((b"access-control-expose-headers", b"x-request-id"), (b"vary", b"origin"))
+_FOR_PAGES = (
+    (b"access-control-expose-headers", b"x-request-id, x-tidemill-ignored, x-should-retry, retry-after"),
+    (b"vary", b"origin"),
+)
+_PREFLIGHT_S = 600  # for which a browser may remember the answer
+_ALLOWED_HEADERS = "authorization, content-type, x-api-key, x-request-id, anthropic-version"
 
 
 class Unauthorized(TidemillError):
@@ -59,21 +64,31 @@ class Access:
     admin_keys: Mapping[bytes, int] = field(default_factory=dict)
     hosts: frozenset[str] = frozenset()  # names besides localhost and addresses
     origins: frozenset[str] = frozenset()  # of web pages besides the server's own
+    request_templates: bool = False  # a request may bring a chat template
 
     @staticmethod
-    def of(keys: list[str], key_file: str | None, admin_keys: list[str], hosts: list[str], origins: list[str]) -> Access:
+    def of(
+        keys: list[str],
+        key_file: str | None,
+        admin_keys: list[str],
+        hosts: list[str],
+        origins: list[str],
+        request_templates: bool = False,
+    ) -> Access:
         """A key, in an option or on a line of the file: `KEY` or `sha256:HEX`, then optionally ` priority=N`."""
-        given = list(keys)
+        given = [(key, "api_key", "") for key in keys]
         if key_file is not None:
             try:
-                given += [line.strip() for line in Path(key_file).read_text().splitlines() if line.strip() and line[0] != "#"]
+                lines = list(enumerate(Path(key_file).expanduser().read_text().splitlines(), 1))
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"The key file cannot be read: {error}.") from error
+                raise ConfigError(f"The key file cannot be read: {error}.", param="api_key_file") from error
+            given += [(line, "api_key_file", f"{key_file}, line {at}: ") for at, line in lines if line.strip() and line[0] != "#"]
         return Access(
             keys=_parse_keys(given),
-            admin_keys=_parse_keys(admin_keys),
+            admin_keys=_parse_keys((key, "admin_key", "") for key in admin_keys),
             hosts=frozenset(host.lower() for host in hosts),
-            origins=frozenset(origin.rstrip("/").lower() for origin in origins),
+            origins=frozenset(map(_origin_given, origins)),
+            request_templates=request_templates,
         )
 
     def caller_of(self, tenant: str) -> Caller | None:
@@ -121,13 +136,6 @@ class Caller:
     in_background: bool = False  # a line of a batch
     call: Call = field(default_factory=Call)
 
-    def rename(self, request_id: str) -> None:
-        """Take the request id from the body, unless a header has given another."""
-        if self.call.is_named and request_id != self.call.request_id:
-            name = self.call.request_id
-            raise InvalidRequest(f"The request already has the id {name!r}.", fix="Give one id.", param="request_id")
-        self.call.request_id = request_id
-
     def priority_of(self, asked: int | None) -> int:
         """The priority of a request that asks for this one. A key may lower the urgency of its requests; an admin may choose."""
         priority = self.priority if asked is None else asked
@@ -145,11 +153,23 @@ def tenant_name(digest: bytes) -> str:
     return digest.hex()[:16]
 
 
-def _parse_keys(given: Iterable[str]) -> dict[bytes, int]:
+def _origin_given(origin: str) -> str:
+    url = urlsplit(origin)
+    if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.fragment:
+        fix = "It must be a scheme and a host, and a port if there is one, like https://app.example.org."
+        raise ConfigError(f"An allowed origin is {origin!r}.", fix=fix, param="allowed_origin")
+    return origin.rstrip("/").lower()
+
+
+def _parse_keys(given: Iterable[tuple[str, str, str]]) -> dict[bytes, int]:
+    """Of each: the text, the option it came from, and words that say where in it."""
     keys: dict[bytes, int] = {}
-    for text in given:
+    for text, param, where in given:
         key, _, settings = text.strip().partition(" ")
-        digest, priority = _digest_given(key), _priority_given(settings.strip())
+        try:
+            digest, priority = _digest_given(key), _priority_given(settings.strip())
+        except ConfigError as error:
+            raise ConfigError(where + error.message, fix=error.fix, param=param) from None
         if keys.setdefault(digest, priority) != priority:
             raise ConfigError(f"A key is given twice, with priority {keys[digest]} and {priority}.", fix="Give it once.")
     return keys
@@ -196,9 +216,9 @@ class Guard:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get(b"origin", "").rstrip("/").lower()
         call: Call = scope["state"]["call"]
+        if origin in self._access.origins:
+            send = _with_origin(send, origin)
         try:
-            if b"x-request-id" in headers:
-                check_id(headers[b"x-request-id"])
             self._check_path(scope)
             if sum(name == b"host" for name, _ in scope["headers"]) > 1:
                 raise InvalidRequest("There is more than one Host header.")
@@ -206,19 +226,21 @@ class Guard:
             self._check_origin(origin, headers.get(b"host", ""))
             self._check_length(scope["path"], headers.get(b"content-length", "0"))
             if scope["method"] == "OPTIONS":
-                await _preflight(origin, send)
+                await _preflight(origin, headers.get(b"access-control-request-headers", ""), send)
                 return
             caller = self._caller(scope["path"], headers)
         except TidemillError as error:
             call.error = error.kind
-            await _refuse(error, send)
+            await _refuse(error, scope["path"], send)
             return
         call.tenant = caller.tenant
         scope["state"]["caller"] = replace(caller, call=call)
-        await self._app(scope, receive, _with_origin(send, origin) if origin in self._access.origins else send)
+        await self._app(scope, receive, send)
 
     def _check_path(self, scope: Scope) -> None:
         raw = scope.get("raw_path", b"").lower()
+        if raw.startswith(b"/v1/models/"):
+            raw = raw.replace(b"%2f", b"/")  # a model's name may have one
         if b"//" in raw or b"%2f" in raw or b"%5c" in raw or b"%00" in raw or b"/.." in raw or b"\\" in raw:
             raise NotFound("There is nothing under this path.")
 
@@ -264,21 +286,22 @@ class Guard:
         return caller
 
 
-async def _refuse(error: TidemillError, send: Send) -> None:
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+async def _refuse(error: TidemillError, path: str, send: Send) -> None:
+    named = headers_of(error) | {"content-type": "application/json", "connection": "close"}
     if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        named["www-authenticate"] = "Bearer"
+    headers = [(name.lower().encode(), value.encode()) for name, value in named.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error_body(error)).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(shaped(path, error_body(error))).encode()})
 
 
-async def _preflight(origin: str, send: Send) -> None:
-    """A CORS preflight. Its origin has been checked."""
+async def _preflight(origin: str, asked: str, send: Send) -> None:
+    """A CORS preflight. Its origin has been checked. `asked`: names of headers; browser SDKs have many of their own."""
+    allowed = asked if re.fullmatch(r"[A-Za-z0-9_ ,-]{1,4096}", asked) else _ALLOWED_HEADERS
     headers = [
-        (b"access-control-allow-origin", origin.encode()),
         (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, anthropic-version"),
-        (b"vary", b"origin"),
+        (b"access-control-allow-headers", allowed.encode()),
+        (b"access-control-max-age", str(_PREFLIGHT_S).encode()),
     ]
     await send({"type": "http.response.start", "status": 204, "headers": headers if origin else []})
     await send({"type": "http.response.body"})

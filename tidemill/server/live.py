@@ -77,6 +77,8 @@ class Live:
         self._watchers: set[Watcher] = set()
         self._secret = secrets.token_bytes(16)  # of the aliases
         self._num_changes = 0
+        self.states: Callable[[], dict[str, str]] = dict  # of the server's models, by name
+        self.model = ""  # its name
         self._forget()
 
     def _forget(self) -> None:
@@ -120,7 +122,7 @@ class Live:
                     self._planned.pop(event.step - _NUM_STEPS, None)  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
-                case events.EngineRestarted():
+                case events.EngineRestarted() | events.ModelLoaded():
                     self._planned.clear()
                     self._ask_again_s = 0.0
             words = _words(event)
@@ -157,13 +159,13 @@ class Live:
     @property
     def moment(self) -> object:
         """Differs when the state does."""
-        return self._num_changes, self._client.working
+        return self._num_changes, self._client.working, self.states()
 
     def opening(self) -> bytes:
         """The first frame: settings, which do not change."""
         ready = self._client.ready
         settings = {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
-        return named_event({"type": "engine", **settings})
+        return named_event({"type": "engine", "model": self.model, **settings})
 
     def state(self) -> _Frame:
         """Made once for all watchers within half a frame's time; `state_moment` says how new it is."""
@@ -171,6 +173,12 @@ class Live:
         if self._state is None or now - self._state_made_s > _FRAME_EVERY_S / 2:
             self._state, self._state_made_s, self.state_moment = _Frame(self._body(now), self._secret), now, self.moment
         return self._state
+
+    def _engine(self) -> str:
+        state = self.states().get(self.model, "")
+        if state in ("unloaded", "loading", "unloading"):
+            return state
+        return "running" if self._client.working else "restarting" if self._client.alive else "down"
 
     def _body(self, now: float) -> dict[str, Any]:
         running: list[Story] = []
@@ -181,7 +189,8 @@ class Live:
         return {
             "type": "state",
             "time_s": round(now, 4),
-            "engine": "running" if self._client.working else "restarting" if self._client.alive else "down",
+            "engine": self._engine(),
+            "models": self.states(),
             "totals": self._metrics.totals(),
             "requests": [_request(story, now) for story in listed],
             "num_unlisted": len(running) + len(queued) - len(listed),
@@ -243,4 +252,12 @@ def _words(event: Event) -> str | None:
             return f"{event.reason} after {event.num_output} tokens"
         case events.EngineRestarted():
             return f"engine restarted; {event.num_requests} requests continue"
+        case events.ModelLoading():
+            return f"loading {event.model}: {event.reason}"
+        case events.ModelLoaded():
+            return f"loaded {event.model} in {event.duration_s:.1f} s"
+        case events.ModelHeld():
+            return f"{event.model} takes no new requests: {event.reason}"
+        case events.ModelUnloaded():
+            return f"unloaded {event.model}: {event.reason}"
     return None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from tidemill import events
 from tidemill.events import Event
@@ -29,6 +33,10 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
+        self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
+        self.loads = self._counter("model_loads", "Times the model was loaded")
+        self.unloads = self._counter("model_unloads", "Times the model was unloaded, or its engine given up")
+        self.load_s = self._histogram("model_load_seconds", "Loading the model", _LATENCY_S)
         self.running = self._gauge("requests_running", "Requests being prefilled or decoded")
         self.waiting = self._gauge("requests_waiting", "Requests queued or preempted")
         self.free_pages = self._gauge("kv_pages_free", "KV pages that are empty or evictable")
@@ -63,6 +71,13 @@ class Metrics:
                 self.restarts.inc()
                 self.running.set(0)
                 self.waiting.set(0)
+            case events.ModelLoaded():
+                self.loaded.set(1)
+                self.loads.inc()
+                self.load_s.observe(event.duration_s)
+            case events.ModelUnloaded():
+                self.loaded.set(0)
+                self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
             case events.StepPlanned():
@@ -103,3 +118,23 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def render_by_model(metrics: Mapping[str, Metrics]) -> bytes:
+    """The metrics of several models, with the label `model`."""
+    registry = CollectorRegistry()
+    registry.register(_ByModel(metrics))
+    return generate_latest(registry)
+
+
+class _ByModel(Collector):
+    def __init__(self, metrics: Mapping[str, Metrics]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for model, metrics in self._metrics.items():
+            for family in metrics.registry.collect():
+                made = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                made.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
+        return families.values()

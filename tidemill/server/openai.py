@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import struct
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +18,14 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
-from tidemill.sampling import SamplingParams
+from tidemill.frontend.parsers import Reading
+from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
 from tidemill.server.body import body_of, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
+from tidemill.server.models import Models
 from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatMessages,
@@ -37,6 +41,8 @@ from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.wire import Delta, Timings
 
+_EMBEDDED_AT_ONCE = 64  # texts of one request
+
 _json = msgspec.json.Encoder().encode
 
 
@@ -45,6 +51,7 @@ class _Usage:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
+    num_reasoning: int = 0
 
     def body(self) -> dict[str, Any]:
         return {
@@ -52,6 +59,7 @@ class _Usage:
             "completion_tokens": self.num_output,
             "total_tokens": self.num_prompt + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
+            "completion_tokens_details": {"reasoning_tokens": self.num_reasoning},
         }
 
 
@@ -85,15 +93,17 @@ class _Clock:
 class _Job:
     """A completion or a chat completion: what to run, and the writer of its response."""
 
-    model: str
+    service: Service
     prompts: list[list[int]]
     params: SamplingParams
     asked: SamplingRequest
     writer: Writer
     caller: Caller
+    reading: Reading | None = None  # of a chat
     usage: _Usage = field(default_factory=_Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
+    has_begun: bool = False  # a chunk was made
 
     @property
     def num_choices(self) -> int:
@@ -101,85 +111,84 @@ class _Job:
 
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         request_id = self.caller.call.request_id
-        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.model, "choices": choices}
-        if usage:
+        body = {"id": request_id, "object": name, "created": self.created_s, "model": self.service.model_name, "choices": choices}
+        if usage or self.asked.wants_usage_always:
             body["usage"] = self.usage.body()
         if is_last and self.asked.timings:
             body["timings"] = self.clock.body(self.usage.num_output)
         return body
 
     def chunk(self, choice: dict[str, Any], is_last: bool = False) -> bytes:
-        return _json(self.body(self.writer.chunk_name, [choice], False, is_last))
+        body = self.body(self.writer.chunk_name, [choice], False, is_last)
+        if not self.has_begun:
+            body, self.has_begun = body | self.writer.prompt_ids(), True
+        return _json(body)
 
 
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service)]}
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service) for service in models]}
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
-        service.check_model(model_id)
-        return _model_card(service)
+        return _model_card(models.of(model_id))
 
     @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
     async def completions(request: Request, body: CompletionRequest = Depends(body_of(CompletionRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_completion)
+        return await _respond(models, request, body, _prepare_completion)
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _respond(service, request, body, _prepare_chat)
+        return await _respond(models, request, body, _prepare_chat)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        made = await until_disconnect(request, _embeddings(service, body, request.state.caller))
+        made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
         return Response(made, media_type="application/json")
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
-        service.check_model(body.model)
+        service = models.of(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
         return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
 
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("Give either prompt or messages.", param="prompt")
-        if body.messages is not None:
-            ids = await service.encode_chat([message.model_dump(exclude_none=True) for message in body.messages])
-        else:
-            ids = await service.encode(body.prompt or "", body.add_special_tokens)
-        return _json_response({"tokens": ids, "count": len(ids), "max_model_len": service.max_context})
+        service = models.of(body.model)
+        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+            raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
+        return _json_response(await _tokenized(service, body))
 
     @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
     async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
-        service.check_model(body.model)
-        return _json_response({"prompt": await service.decode(body.tokens)})
+        service = models.of(body.model)
+        text = await service.decode(body.tokens)
+        return _json_response({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
-        """Where its time went, for each of its prompts and samples."""
+        """Where its time went, for each of its prompts and samples; of a label, for the latest requests with it."""
         caller = request.state.caller
-        stories = service.explainer.find(request_id, None if caller.is_admin else caller.tenant)
-        if not stories:
+        parts = models.explain(request_id, None if caller.is_admin else caller.tenant)
+        if not parts:
             raise RequestUnknown(f"There are no records of a request {request_id[:100]!r}.", param="request_id")
-        return {"id": request_id, "object": "list", "data": [story.body() for story in stories]}
+        return {"id": request_id, "object": "list", "data": parts}
 
     @router.delete("/v1/requests/{request_id}")
     async def cancel(request: Request, request_id: str) -> dict[str, Any]:
         caller = request.state.caller
-        if not service.cancel(request_id, None if caller.is_admin else caller.tenant):
+        if not models.cancel(request_id, None if caller.is_admin else caller.tenant):
             raise RequestUnknown(f"There is no request {request_id[:100]!r} in progress.", param="request_id")
         return {"id": request_id, "object": "request", "cancelled": True}
 
-    service.whole_responses |= {
-        "/v1/completions": (CompletionRequest, partial(_respond_whole, service, _prepare_completion)),
-        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, service, _prepare_chat)),
-        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, service)),
+    models.whole_responses |= {
+        "/v1/completions": (CompletionRequest, partial(_respond_whole, models, _prepare_completion)),
+        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, _prepare_chat)),
+        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, models)),
     }
     return router
 
@@ -200,6 +209,9 @@ def _model_card(service: Service) -> dict[str, Any]:
         "created": service.created_s,
         "owned_by": "tidemill",
         "max_model_len": service.max_context,
+        "sampling_defaults": service.defaults.shown(),
+        "aliases": list(service.aliases),
+        "state": service.state,
     }
 
 
@@ -210,65 +222,135 @@ _Prepare = Callable[[Service, Any, Caller], Awaitable[_Job]]
 _Output = tuple[int, Delta, TextDelta]  # of the choice of that number
 
 
-async def _respond(service: Service, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
+async def _respond(models: Models, request: Request, body: SamplingRequest, prepare: _Prepare) -> Response:
     caller: Caller = request.state.caller
     if not body.stream:
-        whole = await until_disconnect(request, _respond_whole(service, prepare, body, caller))
+        whole = await until_disconnect(request, _respond_whole(models, prepare, body, caller))
         return Response(whole, media_type="application/json")
-    job = await _prepare(service, prepare, body, caller)
-    outputs = _outputs(service, job)
-    # The first output is awaited before the headers are sent, so that a refused request gets its status code.
-    first = await until_disconnect(request, anext(outputs))
+    job = await _prepare(models, prepare, body, caller)
+    outputs = _outputs(job)
+    first = await until_disconnect(request, _until_accepted(job, outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
-async def _respond_whole(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
-    job = await _prepare(service, prepare, body, caller)
+async def _until_accepted(job: _Job, outputs: AsyncGenerator[_Output, None]) -> list[_Output]:
+    """The outputs until the engine has accepted every prompt: a request that is refused gets a status code, one that waits gets
+    its headers."""
+    got: list[_Output] = []
+    accepted: set[int] = set()
+    while len(accepted) < len(job.prompts):
+        got.append(await anext(outputs))
+        accepted.add(got[-1][0] // job.params.n)
+    return got
+
+
+async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
+    job = await _prepare(models, prepare, body, caller)
     writer = job.writer
-    async with aclosing(_outputs(service, job)) as outputs:
+    async with aclosing(_outputs(job)) as outputs:
         async for number, delta, text in outputs:
-            writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
-    return _json(job.body(writer.object_name, writer.choices(), True, True))
+            if text.num_tokens or text.finish_reason:
+                writer.take_ids(number, delta.token_ids[: text.num_tokens])
+                writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
+    return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.prompt_ids())
 
 
-async def _prepare(service: Service, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
-    service.check_model(body.model)
-    if body.request_id is not None:
-        caller.rename(body.request_id)
+async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
+    service = models.of(body.model)
+    if body.request_id is not None and body.request_id not in caller.call.labels:
+        caller.call.labels.append(body.request_id)
     job = await prepare(service, body, caller)
-    job.params = job.writer.bounded(service.max_context, bool(body.stream))
+    job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit)
     await service.check_grammar(job.params)
     return job
 
 
 async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
-    params = body.params()
-    prompts = await _prompts(service, body.prompt)
+    params = await _params(service, body)
+    if body.suffix:
+        prompts, params = await _filled_in(service, body, params)
+    else:
+        prompts = await _prompts(service, body.prompt, body.add_special_tokens)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    return _Job(service, prompts, params, body, writer, caller)
+
+
+async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
+    """Prompts for what comes between prompt and suffix."""
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("With suffix, the prompt must be a text.", param="prompt")
+    if body.echo:
+        raise InvalidRequest("There can be no echo with suffix.", fix="Give one.", param="echo")
+    how: Any = {"max_tokens": service.max_context}
+    prompts = [await asyncio.to_thread(infill_prompt, service.tokenizer, text, body.suffix or "", **how) for text in texts]
+    tokens = infill_tokens(service.tokenizer)
+    ends = tokens.ends if tokens else ()
+    return prompts, msgspec.structs.replace(params, stop_token_ids=params.stop_token_ids + ends)
 
 
 async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
-    params = body.params()
+    params = await _params(service, body)
+    _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
-    writer = ChatWriter(service.tokenizer, prompts, params, body)
-    return _Job(service.model_name, prompts, params, body, writer, caller)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
+    reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
+    params = reading.gated(params)
+    writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
+    return _Job(service, prompts, params, body, writer, caller, reading)
 
 
-async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]:
+async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
+    params = body.params()
+    if not body.bad_words:
+        return params
+    # A word has other tokens after a space.
+    words = [await service.encode(text, add_special=False) for word in body.bad_words for text in (word, f" {word}")]
+    if max(map(len, words)) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(f"A bad word may have {MAX_BAD_WORD_TOKENS} tokens.", fix="Give shorter words.", param="bad_words")
+    return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
+
+
+def _truncated(service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None = 1) -> list[list[int]]:
+    """The last `num` tokens of each; -1: as many as leave room for the output."""
+    if num is None:
+        return prompts
+    if num == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
+    num = num if num > 0 else max(service.max_context - (max_tokens or 1), 1)
+    return [prompt[-num:] for prompt in prompts]
+
+
+def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None:
+    """A template that does not know the effort of reasoning does without; documents would be lost."""
+    template = service.tokenizer.chat_template
+    source = body.chat_template or ("" if template is None else template.source)
+    if body.documents is not None and "documents" not in source:
+        raise InvalidRequest(
+            "The model's chat template does not know documents.", fix="Send them in messages.", param="documents"
+        )
+    known = "reasoning_effort" in source or (body.reasoning_effort == "none" and "enable_thinking" in source)
+    if body.reasoning_effort is not None and not known:
+        caller.call.ignored.add("reasoning_effort")
+
+
+async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
     streams = [
-        service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout)
+        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout, job.reading)
         for i, prompt in enumerate(job.prompts)
     ]
-    async with aclosing(_merge(streams)) as merged:
+    async with aclosing(merge(streams)) as merged:
         async for i, (delta, text) in merged:
             job.usage.num_output += text.num_tokens
-            job.clock.first_s = job.clock.first_s or time.monotonic()
+            job.usage.num_reasoning += text.num_reasoning
+            if text.num_tokens:
+                job.clock.first_s = job.clock.first_s or time.monotonic()
             job.clock.engine = delta.timings or job.clock.engine
             if delta.prompt_logprobs:
                 await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
@@ -277,13 +359,14 @@ async def _outputs(service: Service, job: _Job) -> AsyncGenerator[_Output, None]
             yield i * job.params.n + delta.index, delta, text
 
 
-async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
+async def _stream(job: _Job, first: list[_Output], rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
     try:
         for number in range(job.num_choices):
             if (opening := job.writer.first_chunk(number)) is not None:
                 yield job.chunk(opening)
-        for chunk in _chunks(job, first):
-            yield chunk
+        for output in first:
+            for chunk in _chunks(job, output):
+                yield chunk
         async for output in rest:
             for chunk in _chunks(job, output):
                 yield chunk
@@ -297,6 +380,7 @@ async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]
 
 def _chunks(job: _Job, output: _Output) -> list[bytes]:
     number, delta, text = output
+    job.writer.take_ids(number, delta.token_ids[: text.num_tokens])
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
@@ -304,7 +388,7 @@ def _chunks(job: _Job, output: _Output) -> list[bytes]:
     return [job.chunk(choice, choice["finish_reason"] is not None) for choice in choices]
 
 
-async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
+async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tuple[int, Any], None]:
     """Several streams as one, in order of arrival. When it ends, for whatever reason, they are all closed. The queue is bounded:
     what a slow reader has not taken stays in the streams."""
     if len(streams) == 1:
@@ -343,31 +427,79 @@ async def _merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embeddings(service: Service, body: EmbeddingRequest, caller: Caller) -> bytes:
-    service.check_model(body.model)
+async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
+    service = models.of(body.model)
     prompts = await _prompts(service, body.input)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens)
+    size = service.ready.model.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
     vectors = [msgspec.Raw(b"[]")] * len(prompts)
-    streams = [service.stream(caller, prompt, params, i) for i, prompt in enumerate(prompts)]
-    async with aclosing(_merge(streams)) as merged:
-        async for i, (delta, _) in merged:  # encoded as they arrive, not all at the end
-            vectors[i] = msgspec.Raw(_encoded_vector(delta.embedding or [], body.encoding_format == "base64"))
+    left = iter(enumerate(prompts))
+    streams = [_embedded(service, caller, left, params) for _ in range(min(_EMBEDDED_AT_ONCE, len(prompts)))]
+    async with aclosing(merge(streams)) as merged:
+        async for _, (i, vector) in merged:  # encoded as they arrive, not all at the end
+            vectors[i] = msgspec.Raw(_encoded_vector(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     num_tokens = sum(map(len, prompts))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return _json({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
 
+async def _embedded(
+    service: Service, caller: Caller, left: Iterator[tuple[int, list[int]]], params: SamplingParams
+) -> AsyncGenerator[tuple[int, list[float]], None]:
+    """Of one prompt after another, while there are any left: all at once would take everybody's places in the queue."""
+    for i, prompt in left:
+        async with aclosing(service.stream(caller, prompt, params, i)) as outputs:
+            async for delta, _ in outputs:
+                if delta.embedding is not None:
+                    yield i, delta.embedding
+
+
+def _shortened(vector: list[float], num: int | None) -> list[float]:
+    """The first dimensions, of length 1 again."""
+    if num is None or num == len(vector):
+        return vector
+    norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0
+    return [value / norm for value in vector[:num]]
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    if body.messages is not None:
+        chat = body.chat()
+        ids = await service.encode_chat(chat.conversation(), **chat.how())
+    else:
+        text = body.prompt if body.prompt is not None else body.content or ""
+        given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        ids = await service.encode(text, body.prompt is not None if given is None else given)
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+    if body.return_token_strs:
+        made["token_strs"] = [service.tokenizer.token_text(token) for token in ids]
+    if body.with_pieces:
+        made["tokens"] = [{"id": token, "piece": _piece(service.tokenizer.token_bytes(token))} for token in ids]
+    return made
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text; its bytes if they are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
 def _encoded_vector(vector: list[float], as_base64: bool) -> bytes:
     return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector)
 
 
-async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
+async def _prompts(service: Service, prompt: Any, add_special: bool = True) -> list[list[int]]:
     """Of any of the four kinds that the request model accepts."""
     if isinstance(prompt, str):
-        return [await service.encode(prompt)]
+        return [await service.encode(prompt, add_special)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
     if isinstance(prompt[0], int):
         return [prompt]
-    return [await service.encode(one) if isinstance(one, str) else one for one in prompt]
+    return [await service.encode(one, add_special) if isinstance(one, str) else one for one in prompt]

@@ -1,28 +1,41 @@
-"""Request bodies of the OpenAI API. Unknown parameters are refused by name; values are checked by SamplingParams."""
+"""Request bodies of the OpenAI API, with the extensions of vLLM, SGLang and llama.cpp; values are checked by SamplingParams."""
 
 from __future__ import annotations
 
 from json import dumps
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.tools import call_grammar
-from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_N, MAX_STOPS, Grammar, SamplingParams
+from tidemill.frontend.parsers import call_grammar
+from tidemill.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOPS,
+    Grammar,
+    SamplingParams,
+)
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 
 MAX_CHOICES = 256  # prompts times samples of one request
+MAX_INPUTS = 2048  # texts to embed
 MAX_MESSAGES = 2**14
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 PromptField = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]})]
 
 
 class StreamOptions(Body):
+    without_effect = frozenset({"include_obfuscation"})
     include_usage: bool | None = False
+    continuous_usage_stats: bool = False  # the usage so far in every chunk
 
 
 class StructuredOutputs(Body):
@@ -40,8 +53,11 @@ class StructuredOutputs(Body):
                 "structured_outputs takes exactly one of json, regex, grammar and choice.", param="structured_outputs"
             )
         ((kind, value),) = given
-        text = value if isinstance(value, str) else dumps(value)
-        return Grammar("json_schema" if kind == "json_" else kind, text)
+        return _grammar("json_schema" if kind == "json_" else kind, value)
+
+
+def _grammar(kind: str, value: Any) -> Grammar:
+    return Grammar(kind, value if isinstance(value, str) else dumps(value))
 
 
 class JSONSchemaFormat(Body):
@@ -54,19 +70,55 @@ class JSONSchemaFormat(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def to_grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return Grammar("json_schema", '{"type": "object"}')
-        if self.json_schema is None or self.json_schema.schema_ is None:
+        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        if schema is None and self.type == "json_schema":
             raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
-        return Grammar("json_schema", dumps(self.json_schema.schema_))
+        return Grammar("json_schema", dumps({"type": "object"} if schema is None else schema))
+
+
+# What else asks for structured output: the parameter and the kind of grammar. Names of vLLM, SGLang and llama.cpp.
+_GRAMMARS = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+_OFF = 0, -1
+# Parameters of other engines that are not supported, and the values at which they do nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # llama.cpp
+    "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
+    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "repeat_last_n": (-1,), "lora": ([],),
+    "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
+    "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],),
+    # vLLM
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,), "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
+    # SGLang
+    "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,), "return_hidden_states": (False,),
+    "tfs_z": (1,),
+}  # fmt: skip
 
 
 class SamplingRequest(Body):
     """The parameters that completions and chat share."""
+
+    without_effect = frozenset({
+        # OpenAI
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+        "user", "verbosity",
+        # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep",
+    })  # fmt: skip
 
     model: str | None = None
     stream: bool | None = False
@@ -79,52 +131,96 @@ class SamplingRequest(Body):
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    user: str | None = Field(default=None, max_length=1024)  # for the caller's own records
     # Beyond OpenAI's, under the names other engines use.
     top_k: int | None = None
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None  # the same
     min_tokens: int | None = None
+    n_predict: int | None = Field(default=None, ge=-1)  # llama.cpp's max_tokens; -1: up to the end of the context
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    bad_words: list[BadWord] | None = Field(default=None, max_length=MAX_BAD_WORDS // 2)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # keep this many of the prompt's last tokens
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # in logprobs
     cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     prompt_logprobs: int | None = None
     timings: bool = False  # report where the time went
-    request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # as X-Request-Id
+    request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any, info: ValidationInfo) -> Any:
+        """A parameter at a value that changes nothing is dropped."""
+        if not isinstance(given, dict):
+            return given
+        dropped = {name for name in given.keys() & NEUTRAL.keys() if given[name] in NEUTRAL[name]}
+        if info.context is not None:
+            info.context.ignored.update(dropped)
+        return {name: value for name, value in given.items() if name not in dropped}
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def most_tokens(self, given: int | None) -> int | None:
+        """`given`: as max_tokens."""
+        if self.n_predict is None or self.n_predict == given:
+            return given
+        if given is not None and "max_tokens" in self.model_fields_set:
+            raise InvalidRequest("max_tokens and n_predict differ.", fix="Give one.", param="n_predict")
+        return None if self.n_predict == -1 else self.n_predict
 
     def sampling(self, **more: Any) -> SamplingParams:
         """Parameters not given keep the defaults of SamplingParams."""
         names = (
             "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p", "typical_p",
             "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+            "prompt_logprobs",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.repeat_penalty is not None and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty:
+            raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if self.stop_token_ids is not None:
-            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                given[name] = tuple(getattr(self, name))
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
-        if self.prompt_logprobs is not None:
-            given["prompt_logprobs"] = self.prompt_logprobs
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream.", param="stream_options")
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise InvalidRequest(
-                "structured_outputs and response_format are both given.", fix="Give one.", param="response_format"
-            )
-        if self.structured_outputs is not None:
-            given["grammar"] = self.structured_outputs.to_grammar()
-        elif self.response_format is not None:
-            given["grammar"] = self.response_format.to_grammar()
+        if "grammar" not in more:
+            given["grammar"] = self._asked_grammar()
         return SamplingParams(**given | more)
+
+    def _asked_grammar(self) -> Grammar | None:
+        names = [name for name in ("structured_outputs", "response_format", *_GRAMMARS) if getattr(self, name) is not None]
+        if "response_format" in names and self.response_format is not None and self.response_format.type == "text":
+            names.remove("response_format")
+        if not names:
+            return None
+        if len(names) > 1:
+            raise InvalidRequest(f"{names[0]} and {names[1]} are both given.", fix="Give one.", param=names[-1])
+        value = getattr(self, names[0])
+        if isinstance(value, StructuredOutputs | ResponseFormat):
+            return value.to_grammar()
+        return _grammar(_GRAMMARS[names[0]], value)
 
 
 def _token_id(text: str) -> int:
@@ -139,10 +235,12 @@ class CompletionRequest(SamplingRequest):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
+    add_special_tokens: bool = True
+    suffix: str | None = None  # the output comes before it
 
     def params(self) -> SamplingParams:
         """Of the samples that are generated: best_of, of which n are returned."""
-        more: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": self.logprobs}
+        more: dict[str, Any] = {"max_tokens": self.most_tokens(self.max_tokens), "logprobs": self.logprobs}
         if self.echo and self.logprobs is not None:
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
@@ -161,12 +259,12 @@ class CompletionRequest(SamplingRequest):
         return one_kind(prompt)
 
 
-def one_kind(prompt: Any) -> Any:
+def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
     """A text or token ids, or a list of either. The engine checks that the model has the tokens."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return prompt
-    if isinstance(prompt, list) and len(prompt) > MAX_CHOICES:
-        raise ValueError(f"{len(prompt)} prompts in one request; at most {MAX_CHOICES}")
+    if isinstance(prompt, list) and len(prompt) > most:
+        raise ValueError(f"{len(prompt)} prompts in one request; at most {most}")
     if isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_is_ids, prompt))):
         return prompt
     raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
@@ -180,24 +278,83 @@ def _is_ids(value: Any) -> bool:
 
 
 class CalledFunction(Body):
+    without_effect = frozenset({"parsed_arguments", "provider_specific_fields"})
     name: str = Field(min_length=1, max_length=256)
-    arguments: str
+    arguments: str = "{}"
+
+
+class CalledCustom(Body):
+    name: str = Field(min_length=1, max_length=256)
+    input: str
 
 
 class ToolCall(Body):
+    without_effect = frozenset({"index", "provider_specific_fields", "extra_content"})
     id: str = Field(max_length=256)
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        if self.custom is not None:
+            function = {"name": self.custom.name, "arguments": dumps({"input": self.custom.input}, ensure_ascii=False)}
+        elif self.function is not None:
+            function = self.function.model_dump()
+        else:
+            raise InvalidRequest(f"A tool call has no {self.type}.", param="messages")
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(Body):
+    """As a client sends it, or as it was sent to the client."""
+
+    without_effect = frozenset({
+        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks",
+    })  # fmt: skip
     role: str = Field(min_length=1, max_length=64)
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=256)
     tool_call_id: str | None = Field(default=None, max_length=256)
+    function_call: CalledFunction | None = None  # what tool_calls were before
     reasoning_content: str | None = None
-    refusal: None = None
+    reasoning: str | None = None  # the same
+    refusal: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it. A call of a function before there were tools has the function's name for its id."""
+        made: dict[str, Any] = {"role": self.role}
+        content = [_part(part) for part in self.content] if isinstance(self.content, list) else self.content
+        if content is None and self.refusal is not None:
+            content = self.refusal
+        calls = [call.for_template() for call in self.tool_calls or []]
+        call_id = self.tool_call_id
+        if self.function_call is not None:
+            calls.append({"id": self.function_call.name, "type": "function", "function": self.function_call.model_dump()})
+        if self.role == "function":
+            made["role"], call_id = "tool", call_id or self.name
+        more = {
+            "content": content,
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": call_id,
+            "reasoning_content": self.reasoning_content if self.reasoning_content is not None else self.reasoning,
+        }
+        return made | {name: value for name, value in more.items() if value is not None}
+
+
+_NOT_TEXT = {"image_url": "Images", "input_audio": "Audio", "file": "Files", "video_url": "Videos", "audio_url": "Audio"}
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message's content. Text and refusals are text; what else there may be is refused by the template."""
+    kind = part.get("type")
+    if kind == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    if kind in _NOT_TEXT:
+        what = f"{_NOT_TEXT[kind]} are not supported (a content part of type {kind!r})."
+        raise InvalidRequest(what.replace("Audio are", "Audio is"), fix="Send text.", param="messages")
+    return part
 
 
 class Function(Body):
@@ -207,9 +364,45 @@ class Function(Body):
     strict: bool | None = None
 
 
+class CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    grammar: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> CustomFormat:
+        if self.type != "text":
+            raise ValueError("a grammar as the format of a custom tool is not supported")
+        return self
+
+
+class Custom(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+_ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+
+
 class Tool(Body):
-    type: Literal["function"]
-    function: Function
+    without_effect = frozenset({"cache_control"})
+    type: Literal["function", "custom"]
+    function: Function | None = None
+    custom: Custom | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Tool:
+        if (self.function if self.type == "function" else self.custom) is None:
+            raise ValueError(f"a tool of type {self.type} needs the member {self.type}")
+        return self
+
+    def as_function(self) -> dict[str, Any]:
+        """A custom tool is a function with one string, its input."""
+        if self.custom is not None:
+            described = {} if self.custom.description is None else {"description": self.custom.description}
+            return {"name": self.custom.name, **described, "parameters": _ONE_INPUT}
+        assert self.function is not None
+        return self.function.model_dump(exclude_none=True)
 
 
 class NamedFunction(Body):
@@ -217,8 +410,28 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    type: Literal["function"] = "function"
-    function: NamedFunction
+    type: Literal["function", "custom"] = "function"
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    @property
+    def name(self) -> str:
+        named = self.function or self.custom
+        if named is None:
+            raise InvalidRequest("tool_choice names no tool.", param="tool_choice")
+        return named.name
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=256)
+
+
+class AllowedTools(Body):
+    """Some of the tools: the others are left out of the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
 
 
 class ChatMessages(Body):
@@ -227,22 +440,68 @@ class ChatMessages(Body):
     model: str | None = None
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=256)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | AllowedTools | NamedTool | None = None
+    functions: list[Function] | None = Field(default=None, max_length=256)  # what tools were before
+    function_call: Literal["auto", "none"] | NamedFunction | None = None  # what tool_choice was before
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    documents: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    chat_template: str | None = Field(default=None, max_length=2**16)  # if the server allows it
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
     def conversation(self) -> list[dict[str, Any]]:
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        return [message.for_template() for message in self.messages]
+
+    @model_validator(mode="after")
+    def _of_one_age(self) -> ChatMessages:
+        if (self.functions or self.function_call) and (self.tools or self.tool_choice):
+            raise InvalidRequest("functions are what tools were before.", fix="Send tools and tool_choice.", param="functions")
+        return self
+
+    @property
+    def chosen(self) -> Literal["auto", "none", "required"] | NamedTool:
+        """What the model may, must or must not call."""
+        if isinstance(self.function_call, NamedFunction):
+            return NamedTool(function=self.function_call)
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice or self.function_call or "auto"
+
+    def called(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        made = [tool.as_function() for tool in self.tools or []]
+        made += [function.model_dump(exclude_none=True) for function in self.functions or []]
+        if self.chosen == "none":
+            return []
+        if isinstance(self.tool_choice, AllowedTools):
+            names = {tool.name for tool in self.tool_choice.allowed_tools.tools}
+            missing = names - {function["name"] for function in made}
+            if missing:
+                what = f"tool_choice allows {min(missing)[:100]!r}, which is not among the tools."
+                raise InvalidRequest(what, fix="Send it in tools.", param="tool_choice")
+            made = [function for function in made if function["name"] in names]
+        return made
+
+    def variables(self) -> dict[str, Any]:
+        """Of the template. Those that are given by name count first."""
+        made: dict[str, Any] = {}
+        if self.documents is not None:
+            made["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            made["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            made["enable_thinking"] = False
+        return made | (self.chat_template_kwargs or {})
 
     def how(self) -> dict[str, Any]:
         """For the template."""
-        given = [tool.model_dump(exclude_none=True) for tool in self.tools or []] if self.tool_choice != "none" else []
         return {
-            "tools": given or None,
+            "tools": [{"type": "function", "function": function} for function in self.called()] or None,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-            "variables": self.chat_template_kwargs,
+            "variables": self.variables() or None,
+            "template": self.chat_template,
         }
 
 
@@ -252,14 +511,27 @@ class ChatRequest(SamplingRequest, ChatMessages):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @property
     def looks_for_calls(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.tools or self.functions) and self.chosen != "none"
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.chosen == "required" or isinstance(self.chosen, NamedTool)
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        return frozenset(tool.custom.name for tool in self.tools or [] if tool.custom is not None)
+
+    @property
+    def continued(self) -> str:
+        """The text that the output continues."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else ""
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -267,42 +539,57 @@ class ChatRequest(SamplingRequest, ChatMessages):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ.", fix="Give one.", param="max_tokens")
         more: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
-        more["max_tokens"] = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if self.must_call:
-            more["grammar"] = self._call_grammar()
+        more["max_tokens"] = self.most_tokens(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
+        if self.must_call:  # a response format, if there is one, is for answers without a call
+            name = self.chosen.name if isinstance(self.chosen, NamedTool) else None
+            several = name is None and self.parallel_tool_calls is not False
+            more["grammar"] = call_grammar(self.called(), name, several=several)
         return self.sampling(**more)
-
-    def _call_grammar(self) -> Grammar:
-        tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools or []]
-        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-        grammar = call_grammar(tools, name, several=name is None and self.parallel_tool_calls is not False)
-        if self.response_format is not None or self.structured_outputs is not None:
-            raise InvalidRequest(
-                "tool_choice forces a tool call, so that there can be no other structured output.",
-                fix="Give one.",
-                param="tool_choice",
-            )
-        return grammar
 
 
 class EmbeddingRequest(Body):
+    without_effect = frozenset({"user"})
     model: str | None = None
     input: PromptField
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
     pooling: Literal["mean", "last"] = "mean"
-    user: str | None = Field(default=None, max_length=1024)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
 
     @field_validator("input")
     @classmethod
     def _of_one_kind(cls, given: Any) -> Any:
-        return one_kind(given)
+        return one_kind(given, MAX_INPUTS)
 
 
 class TokenizeRequest(Body):
+    """A text (`prompt`, or llama.cpp's `content`), or a conversation."""
+
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool = True
+    tools: list[Tool] | None = Field(default=None, max_length=256)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: of a prompt
+    add_special: bool | None = None  # the same, of llama.cpp
+    parse_special: Literal[True] = True  # control tokens in a text are always parsed
+    return_token_strs: bool = False
+    with_pieces: bool = False  # tokens as objects, with their texts
+
+    def chat(self) -> ChatMessages:
+        assert self.messages is not None
+        return ChatMessages.model_construct(
+            messages=self.messages,
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class DetokenizeRequest(Body):

@@ -7,6 +7,7 @@ so that the event loop can serve others in between.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ import msgspec
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import CELLS_PER_TURN
+from tidemill.frontend.parsers import CallStart, OutputParser, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.frontend.tools import CallStart, OutputParser, TextPiece
 from tidemill.sampling import SamplingParams
 from tidemill.server.openai_types import ChatRequest, CompletionRequest, SamplingRequest
 from tidemill.wire import TokenLogprobs
@@ -42,6 +43,10 @@ class Writer(ABC):
         self._tokenizer, self._prompts, self._params = tokenizer, prompts, params
         self.num_sent = params.n  # choices of each prompt
         self._lists_prompts = body.prompt_logprobs is not None
+        self._token_name = _id_name if body.return_tokens_as_token_ids else tokenizer.token_text
+        self._new_ids: list[list[int]] | None = None  # by choice: tokens that no chunk has reported yet
+        if body.return_token_ids:
+            self._new_ids = [[] for _ in range(len(prompts) * params.n)]
         self._prompt_lists: dict[int, msgspec.Raw] = {}
 
     async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
@@ -60,6 +65,22 @@ class Writer(ABC):
             str(token): {"logprob": _finite(value), "decoded_token": self._tokenizer.token_text(token)}
             for token, value in dict([*entry.top, (entry.token_id, entry.logprob)]).items()
         }
+
+    def take_ids(self, number: int, token_ids: list[int]) -> None:
+        """Of the output of a choice that is written next, if they are to be reported."""
+        if self._new_ids is not None:
+            self._new_ids[number] += token_ids
+
+    def _reported_ids(self, number: int) -> dict[str, Any]:
+        """For the choice that is written now."""
+        if self._new_ids is None:
+            return {}
+        token_ids, self._new_ids[number] = self._new_ids[number], []
+        return {"token_ids": token_ids}
+
+    def prompt_ids(self) -> dict[str, Any]:
+        """For the whole response or its first chunk."""
+        return {}
 
     def first_chunk(self, number: int) -> dict[str, Any] | None:
         """Before any text."""
@@ -82,9 +103,9 @@ class Writer(ABC):
         """Prompt tokens that are sent back as text, over all choices."""
         return 0
 
-    def bounded(self, max_context: int, is_streamed: bool) -> SamplingParams:
+    def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None) -> SamplingParams:
         """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
-        would."""
+        would, or at the default limit."""
         params, num_tokens = self._params, sum(map(len, self._prompts))
         cells = self.num_echoed // _ECHOED_PER_CELL
         if params.prompt_logprobs is not None:
@@ -98,11 +119,16 @@ class Writer(ABC):
         left = [max(max_context - len(prompt), 0) for prompt in self._prompts]
         if params.max_tokens is None:
             affordable = max((MAX_LOGPROB_CELLS - cells) // (cells_per_token * len(left)), 1)
-            return params if max(left) <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
+            most = max(left) if default_limit is None else min(max(left), default_limit)
+            return params if most <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
         cells += sum(min(params.max_tokens, num) for num in left) * cells_per_token
         if cells > MAX_LOGPROB_CELLS:
             raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")
         return params
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _too_many(cells: int, fix: str, param: str) -> InvalidRequest:
@@ -144,28 +170,29 @@ _NAMES = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 class _Lists:
     """Logprobs of a completion: four lists in parallel, as JSON."""
 
-    def __init__(self, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: Callable[[int], str], offset: int = 0) -> None:
         self._parts: dict[str, list[bytes]] = {name: [] for name in _NAMES}
+        self._tokenizer, self._name = tokenizer, name
         self._offset = offset  # of the next token, in characters
 
-    def add(self, tokenizer: Tokenizer, entries: list[TokenLogprobs]) -> None:
-        tokens = [tokenizer.token_text(entry.token_id) for entry in entries]
-        offsets = []
-        for text in tokens:
+    def add(self, entries: list[TokenLogprobs]) -> None:
+        tokens, offsets = [], []
+        for entry in entries:
+            tokens.append(self._name(entry.token_id))
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._tokenizer.token_text(entry.token_id))
         values = [_finite(entry.logprob) for entry in entries]
-        top = [{tokenizer.token_text(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries]
+        top = [{self._name(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries]
         for name, column in zip(_NAMES, (tokens, values, top, offsets), strict=True):
             self._parts[name].append(_json(column)[1:-1])
 
-    def add_first(self, tokenizer: Tokenizer, token_id: int) -> None:
+    def add_first(self, token_id: int) -> None:
         """The first token of a prompt: it has no log-probability."""
-        self.add(tokenizer, [TokenLogprobs(token_id, 0.0, [])])
+        self.add([TokenLogprobs(token_id, 0.0, [])])
         self._parts["token_logprobs"][-1] = self._parts["top_logprobs"][-1] = b"null"
 
     def copy(self) -> _Lists:
-        made = _Lists(self._offset)
+        made = _Lists(self._tokenizer, self._name, self._offset)
         made._parts = {name: list(parts) for name, parts in self._parts.items()}
         return made
 
@@ -178,6 +205,7 @@ class _Completion:
     texts: list[str] = field(default_factory=list)
     lists: _Lists | None = None
     finish_reason: str | None = None
+    number: int = 0
     sum_logprobs: float = 0.0
     num_logprobs: int = 0
 
@@ -196,7 +224,7 @@ class CompletionWriter(Writer):
         self._echoed: dict[int, _Lists] = {}  # by prompt
         self._texts: dict[int, str] = {}
         self._num_chars: dict[int, int] = {}  # streamed so far, by choice
-        self._kept = [_Completion() for _ in range(len(prompts) * params.n)]
+        self._kept = [_Completion(number=number) for number in range(len(prompts) * params.n)]
 
     @property
     def num_echoed(self) -> int:
@@ -207,13 +235,13 @@ class CompletionWriter(Writer):
         if self._echo and self.writes_logprobs:
             lists = self._echoed_lists(prompt)
             for piece in _turns(entries):
-                lists.add(self._tokenizer, piece)
+                lists.add(piece)
                 await asyncio.sleep(0)
 
     def _echoed_lists(self, prompt: int) -> _Lists:
         if prompt not in self._echoed:
-            self._echoed[prompt] = _Lists()
-            self._echoed[prompt].add_first(self._tokenizer, self._prompts[prompt][0])
+            self._echoed[prompt] = _Lists(self._tokenizer, self._token_name)
+            self._echoed[prompt].add_first(self._prompts[prompt][0])
         return self._echoed[prompt]
 
     def _echoed_text(self, prompt: int) -> str:
@@ -222,7 +250,7 @@ class CompletionWriter(Writer):
         return self._texts[prompt]
 
     def _new_lists(self, prompt: int, is_first: bool, offset: int = 0) -> _Lists:
-        return self._echoed_lists(prompt).copy() if self._echo and is_first else _Lists(offset)
+        return self._echoed_lists(prompt).copy() if self._echo and is_first else _Lists(self._tokenizer, self._token_name, offset)
 
     def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
         prompt, offset, is_first = number // self.num_sent, self._num_chars.get(number, 0), number not in self._num_chars
@@ -234,8 +262,12 @@ class CompletionWriter(Writer):
         lists = None
         if self.writes_logprobs:
             lists = self._new_lists(prompt, is_first, offset)
-            lists.add(self._tokenizer, logprobs)
-        return [self._choice(number, text, lists, reason) | (self._prompt_logprobs(prompt) if is_first else {})]
+            lists.add(logprobs)
+        first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
+        return [self._choice(number, text, lists, reason) | first | self._reported_ids(number)]
+
+    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
+        return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}
 
     def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
         kept = self._kept[number]
@@ -247,7 +279,7 @@ class CompletionWriter(Writer):
         kept.texts.append(text)
         if self.writes_logprobs:
             kept.lists = kept.lists or self._new_lists(number // self._params.n, True)
-            kept.lists.add(self._tokenizer, logprobs)
+            kept.lists.add(logprobs)
 
     def choices(self) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
@@ -259,7 +291,9 @@ class CompletionWriter(Writer):
                 if self.writes_logprobs and kept.lists is None:
                     kept.lists = self._new_lists(prompt, True)
                 text = self._echoed_text(prompt) + "".join(kept.texts)
-                made.append(self._choice(len(made), text, kept.lists, kept.finish_reason) | self._prompt_logprobs(prompt))
+                ids = self._prompt_ids(prompt) | self._reported_ids(kept.number)
+                choice = self._choice(len(made), text, kept.lists, kept.finish_reason)
+                made.append(choice | self._prompt_logprobs(prompt) | ids)
         return made
 
     def _choice(self, number: int, text: str, lists: _Lists | None, reason: str | None) -> dict[str, Any]:
@@ -275,43 +309,53 @@ class _Message:
     def __init__(self) -> None:
         self._texts: dict[str, list[str]] = {}
         self._calls: list[tuple[dict[str, Any], list[str]]] = []  # and the pieces of their arguments
+        self._function: dict[str, Any] | None = None  # called as before there were tools
+        self._arguments: list[str] = []
         self.logprobs: list[bytes] = []
         self.finish_reason: str | None = None
 
     def add(self, delta: dict[str, Any]) -> None:
         for name, value in delta.items():
-            if name != "tool_calls":
+            if name == "function_call":
+                self._function = self._function or value
+                self._arguments.append(value["arguments"])
+            elif name != "tool_calls":
                 self._texts.setdefault(name, []).append(value)
-                continue
-            for call in value:
+            for call in value if name == "tool_calls" else ():
                 if call["index"] == len(self._calls):
                     self._calls.append((call, []))
-                self._calls[call["index"]][1].append(call["function"]["arguments"])
+                if "function" in call:
+                    self._calls[call["index"]][1].append(call["function"]["arguments"])
 
     def body(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": "assistant", "content": None if self._calls else ""}
+        made: dict[str, Any] = {"role": "assistant", "content": None if self._calls or self._function else ""}
         made |= {name: "".join(texts) for name, texts in self._texts.items()}
+        if self._function is not None:
+            made["function_call"] = {"name": self._function["name"], "arguments": "".join(self._arguments)}
         if self._calls:
-            made["tool_calls"] = [
-                {
-                    "id": call["id"],
-                    "type": call["type"],
-                    "function": {"name": call["function"]["name"], "arguments": "".join(arguments)},
-                }
-                for call, arguments in self._calls
-            ]
+            made["tool_calls"] = [_whole_call(call, arguments) for call, arguments in self._calls]
         return made
+
+
+def _whole_call(call: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    made = {"id": call["id"], "type": call["type"]}
+    if call["type"] == "custom":
+        return made | {"custom": call["custom"]}
+    return made | {"function": {"name": call["function"]["name"], "arguments": "".join(arguments)}}
 
 
 class ChatWriter(Writer):
     object_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: list[list[int]], params: SamplingParams, body: ChatRequest, reading: Reading
+    ) -> None:
         super().__init__(tokenizer, prompts, params, body)
         self.num_prompt_copies = int(self._lists_prompts)
         self.writes_logprobs = bool(body.logprobs)
-        one_call = body.parallel_tool_calls is False
-        self._readers = [_ChatReader(body.looks_for_calls, body.must_call, one_call) for _ in range(params.n)]
+        one_call = body.parallel_tool_calls is False or body.functions is not None
+        as_function = body.functions is not None
+        self._readers = [_ChatReader(reading.parser(), one_call, as_function, body.custom_names) for _ in range(params.n)]
         self._kept = [_Message() for _ in range(params.n)]
 
     def first_chunk(self, number: int) -> dict[str, Any]:
@@ -325,8 +369,12 @@ class ChatWriter(Writer):
         if made:
             if self.writes_logprobs:
                 made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
+            made[0] |= self._reported_ids(number)
             made[-1]["finish_reason"] = self._readers[number].reason(reason)
         return made
+
+    def prompt_ids(self) -> dict[str, Any]:
+        return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[0]}
 
     def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
         kept = self._kept[number]
@@ -344,6 +392,7 @@ class ChatWriter(Writer):
                 "logprobs": {"content": _list(kept.logprobs)} if self.writes_logprobs else None,
                 "finish_reason": kept.finish_reason,
                 **self._prompt_logprobs(0),
+                **self._reported_ids(number),
             }
             for number, kept in enumerate(self._kept)
         ]
@@ -353,7 +402,7 @@ class ChatWriter(Writer):
 
     def _cell(self, token: int, value: float) -> dict[str, Any]:
         tokenizer = self._tokenizer
-        return {"token": tokenizer.token_text(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
+        return {"token": self._token_name(token), "logprob": _finite(value), "bytes": list(tokenizer.token_bytes(token))}
 
 
 def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
@@ -363,10 +412,14 @@ def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
 class _ChatReader:
     """One sample's text as deltas of a message: content, reasoning, tool calls."""
 
-    def __init__(self, tools: bool, only_calls: bool, one_call: bool) -> None:
-        self._parser = OutputParser(tools, only_calls)
-        self._one_call = one_call
+    def __init__(
+        self, parser: OutputParser, one_call: bool, as_function: bool = False, custom: frozenset[str] = frozenset()
+    ) -> None:
+        """`as_function`: calls are written as before there were tools. `custom`: names of custom tools."""
+        self._parser = parser
+        self._one_call, self._as_function, self._custom_names = one_call, as_function, custom
         self._has_calls = False
+        self._custom: tuple[CallStart, list[str]] | None = None  # a call of a custom tool, and its arguments so far
 
     def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         pieces = self._parser.push(text)
@@ -380,12 +433,38 @@ class _ChatReader:
             elif self._one_call and piece.index > 0:
                 continue
             elif isinstance(piece, CallStart):
+                deltas += self._end_custom()
                 self._has_calls = True
-                call = {"id": piece.call_id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-                deltas.append({"tool_calls": [{"index": piece.index, **call}]})
+                deltas += self._start_call(piece)
+            elif self._custom is not None:
+                self._custom[1].append(piece.text)
+            elif self._as_function:
+                deltas.append({"function_call": {"arguments": piece.text}})
             else:
                 deltas.append({"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]})
-        return deltas
+        return deltas + self._end_custom() if is_last else deltas
+
+    def _start_call(self, piece: CallStart) -> list[dict[str, Any]]:
+        if piece.name in self._custom_names:
+            self._custom = (piece, [])
+            return []
+        function = {"name": piece.name, "arguments": ""}
+        if self._as_function:
+            return [{"function_call": function}]
+        return [{"tool_calls": [{"index": piece.index, "id": piece.call_id, "type": "function", "function": function}]}]
+
+    def _end_custom(self) -> list[dict[str, Any]]:
+        """A call of a custom tool is written when its input is complete. One that was cut off has what there is of its JSON."""
+        if self._custom is None:
+            return []
+        (start, pieces), self._custom = self._custom, None
+        text = "".join(pieces)
+        with contextlib.suppress(msgspec.DecodeError, KeyError):
+            text = msgspec.json.decode(text, type=dict[str, str])["input"]
+        custom = {"name": start.name, "input": text}
+        return [{"tool_calls": [{"index": start.index, "id": start.call_id, "type": "custom", "custom": custom}]}]
 
     def reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._has_calls else reason
+        if reason != "stop" or not self._has_calls:
+            return reason
+        return "function_call" if self._as_function else "tool_calls"

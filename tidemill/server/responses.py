@@ -1,427 +1,325 @@
-"""OpenAI's Responses API: create, streamed or whole; retrieve, cancel, delete; conversations that continue a stored response."""
+"""OpenAI's Responses API: create (streamed, whole, in the background), retrieve, list the input, cancel, delete, count tokens."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.tools import CallArguments, CallStart, OutputParser, Piece, TextPiece, call_grammar
-from tidemill.sampling import Grammar, SamplingParams
-from tidemill.server.body import Body, body_of, schema_of
-from tidemill.server.call import new_id
+from tidemill.sampling import SamplingParams
+from tidemill.server import conversations
+from tidemill.server.body import body_of, schema_of
+from tidemill.server.call import Call
+from tidemill.server.chats import own_id, template_variables, with_one_system
+from tidemill.server.files import read_limit
 from tidemill.server.guard import Caller
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.models import Models
+from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
+from tidemill.server.responses_store import Store, page_of
+from tidemill.server.responses_types import (
+    MAX_REFERENCES,
+    ResponsePrompt,
+    ResponseRequest,
+    is_reference,
+    messages_of,
+    stored_item,
+)
+from tidemill.server.responses_writer import ResponseWriter
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
 
 _json = msgspec.json.Encoder().encode
-MAX_STORED, MAX_STORED_BYTES = 1000, 64 * 2**20  # of one tenant
-MAX_STORED_OF_ALL, MAX_STORED_BYTES_OF_ALL = 4 * MAX_STORED, 4 * MAX_STORED_BYTES
+_log = logging.getLogger("tidemill.server")
+Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
 
 
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
+@dataclass(slots=True, weakref_slot=True)
+class _Job:
+    """A response that is being generated."""
 
-
-class TextSettings(Body):
-    format: TextFormat | None = None
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class NamedTool(Body):
-    type: Literal["function"]
-    name: str
-
-
-class ResponseRequest(Body):
-    model: str
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
-    instructions: str | None = None
-    previous_response_id: str | None = Field(default=None, max_length=128)
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    stream: bool | None = False
-    store: bool | None = True
-    tools: list[FunctionTool] | None = Field(default=None, max_length=256)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextSettings | None = None
-    truncation: Literal["disabled"] | None = None
-    metadata: dict[str, str] | None = Field(default=None, max_length=16)
-    user: str | None = Field(default=None, max_length=1024)
+    body: ResponseRequest
+    caller: Caller
+    before: list[dict[str, Any]]  # items of the conversation so far
+    new: list[dict[str, Any]]
+    writer: ResponseWriter
+    outputs: Outputs
+    task: asyncio.Task[None] | None = None  # in the background
+    is_deleted: bool = False
 
     @property
-    def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-
-    @property
-    def looks_for_calls(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
-
-    def functions(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools or []]
-
-    def params(self) -> SamplingParams:
-        given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
-        for field in ("temperature", "top_p"):
-            if (value := getattr(self, field)) is not None:
-                given[field] = value
-        wanted = self.text.format if self.text else None
-        if self.must_call:
-            name = self.tool_choice.name if isinstance(self.tool_choice, NamedTool) else None
-            several = name is None and self.parallel_tool_calls is not False
-            given["grammar"] = call_grammar(self.functions(), name, several)
-        elif wanted is not None and wanted.type == "json_object":
-            given["grammar"] = Grammar("json_schema", '{"type": "object"}')
-        elif wanted is not None and wanted.type == "json_schema":
-            if wanted.schema_ is None:
-                raise InvalidRequest("A text format json_schema needs a schema.", param="text")
-            given["grammar"] = Grammar("json_schema", json.dumps(wanted.schema_))
-        return SamplingParams(**given)
+    def key(self) -> tuple[str, str]:
+        return self.caller.tenant, self.writer.response_id
 
 
-def _messages(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items of a conversation as chat templates expect them."""
-    made: list[dict[str, Any]] = []
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "message" and isinstance(item.get("role"), str):
-            role = "system" if item["role"] == "developer" else item["role"]
-            made.append({"role": role, "content": _text(item.get("content"))})
-        elif kind == "function_call" and isinstance(item.get("name"), str) and isinstance(item.get("arguments"), str):
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
-            if made and made[-1].get("tool_calls"):
-                made[-1]["tool_calls"].append(call)
+class Responses:
+    """Those stored, and those being generated."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self.store = Store()
+        # By tenant and id. Jobs are held by those who run them.
+        self._running: WeakValueDictionary[tuple[str, str], _Job] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- from a request to a job
+
+    async def begin(self, body: ResponseRequest, caller: Caller) -> _Job:
+        service = self._models.of(body.model)
+        if body.background and (body.stream or body.store is False):
+            raise InvalidRequest(
+                "A response in the background is stored and not streamed.",
+                fix="Leave out stream and store, and retrieve it until its status is completed.",
+                param="background",
+            )
+        params = _bounded(body.params(), service.max_context)
+        await service.check_grammar(params)
+        before, new = self._items(body, caller.tenant)
+        prompt = await self._prompt(service, body, [*before, *new], caller.call)
+        params = service.with_defaults(params, prompt)  # the response shows them
+        response_id = own_id(caller.call, "resp")
+        if body.background:  # it outlives the call that asked for it
+            caller = replace(caller, call=Call(response_id, path=caller.call.path, tenant=caller.tenant))
+        reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
+        params = reading.gated(params)
+        writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
+        outputs = service.stream(caller, prompt, params, reading=reading)
+        job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
+        if body.store is not False:
+            self._running[job.key] = job
+        return job
+
+    async def count(self, body: ResponsePrompt, caller: Caller) -> int:
+        service = self._models.of(body.model)
+        before, new = self._items(body, caller.tenant)
+        return len(await self._prompt(service, body, [*before, *new], caller.call))
+
+    def _items(self, body: ResponsePrompt, tenant: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Of the conversation so far, and of this request."""
+        new = body.new_items()
+        if sum(map(is_reference, new)) > MAX_REFERENCES:
+            raise InvalidRequest(f"More than {MAX_REFERENCES} item references.", fix="Send the items.", param="input")
+        new = [self.store.output_item(tenant, item["id"]) if is_reference(item) else item for item in new]
+        if body.previous_response_id is not None and body.conversation_id is not None:
+            raise InvalidRequest("previous_response_id and conversation are both given.", fix="Give one.", param="conversation")
+        if body.conversation_id is not None:
+            return self.store.get(tenant, body.conversation_id, "conversation")[0], new
+        if body.previous_response_id is None:
+            return [], new
+        if (tenant, body.previous_response_id) in self._running:
+            raise InvalidRequest("The previous response is in progress.", fix="Wait for its end.", param="previous_response_id")
+        before, earlier = self.store.get(tenant, body.previous_response_id)
+        return [*before, *earlier["output"]], new
+
+    async def _prompt(self, service: Service, body: ResponsePrompt, items: list[dict[str, Any]], call: Call) -> list[int]:
+        messages = messages_of(items)
+        if not messages:
+            raise InvalidRequest("The parameter 'input' is required.", param="input")
+        if body.instructions:
+            messages.insert(0, {"role": "system", "content": body.instructions})
+        template = service.tokenizer.chat_template
+        effort = body.reasoning.effort if body.reasoning else None
+        variables, unknown = template_variables(template.source if template else None, effort, None)
+        call.ignored |= {"reasoning.effort"} if unknown else set()
+        tools = [{"type": "function", "function": one.function()} for one in body.callees()]
+        how = {"tools": tools or None, "variables": variables | (body.chat_template_kwargs or {})}
+        messages = with_one_system(messages)
+        if body.truncation != "auto":
+            return await service.encode_chat(messages, **how)
+        room = (body.max_output_tokens if isinstance(body, ResponseRequest) else None) or 1
+        return await self._truncated(service, messages, how, room)
+
+    async def _truncated(self, service: Service, messages: list[dict[str, Any]], how: dict[str, Any], room: int) -> list[int]:
+        """Without as many of the oldest turns as must go for the prompt to fit. A turn begins with a message of the user."""
+        context = service.max_context
+        room = min(room, context // 2)
+        begin = int(messages[0]["role"] == "system")
+        cuts = [begin, *(i for i, message in enumerate(messages) if message["role"] == "user" and i > begin)]
+
+        async def tokens(cut: int) -> list[int] | None:
+            try:
+                return await service.encode_chat([*messages[:begin], *messages[cut:]], **how)
+            except InvalidRequest as error:
+                if error.param != "prompt":
+                    raise
+                return None  # too long to be tokenized
+
+        kept: list[int] | None = None
+        low, high = 0, len(cuts) - 1
+        middle = low  # most prompts fit as they are
+        while low <= high:
+            ids = await tokens(cuts[middle])
+            if ids is not None and len(ids) + room <= context:
+                kept, high = ids, middle - 1
             else:
-                made.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output" and isinstance(item.get("output"), str):
-            made.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": item["output"]})
-        elif kind != "reasoning":
-            raise InvalidRequest(f"An input item of type {str(kind)[:40]!r} is not supported, or lacks a field.", param="input")
-    return made
+                low = middle + 1
+            middle = (low + high) // 2
+        return kept if kept is not None else await service.encode_chat([*messages[:begin], *messages[cuts[-1] :]], **how)
+
+    # ---- from a job to a response
+
+    async def whole(self, body: ResponseRequest, caller: Caller) -> bytes:
+        if body.background:
+            raise InvalidRequest("background is not possible here.", fix="Leave it out.", param="background")
+        job = await self.begin(body, caller)
+        try:
+            async with aclosing(job.outputs):
+                async for delta, text in job.outputs:
+                    job.writer.take(delta, text)
+        except TidemillError as error:
+            job.writer.fail(error)
+            raise
+        finally:
+            self._end(job)
+        return _json(job.writer.body())
+
+    async def stream(self, job: _Job, first: tuple[Delta, TextDelta]) -> AsyncGenerator[bytes, None]:
+        writer = job.writer
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield named_event(writer.event(kind, response=writer.body()))
+            for event in writer.take(*first):
+                yield named_event(event)
+            async for delta, text in job.outputs:
+                for event in writer.take(delta, text):
+                    yield named_event(event)
+            yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
+        except TidemillError as error:
+            writer.fail(error)
+            yield named_event(writer.event("response.failed", response=writer.body()))
+        finally:
+            self._end(job)
+            await job.outputs.aclose()
+
+    def start(self, job: _Job) -> bytes:
+        """In the background."""
+        job.task = asyncio.create_task(self._run(job))
+        self._tasks.add(job.task)
+        job.task.add_done_callback(self._tasks.discard)
+        return _json(job.writer.body())
+
+    async def _run(self, job: _Job) -> None:
+        writer = job.writer
+        try:
+            async with aclosing(job.outputs):
+                async for delta, text in job.outputs:
+                    writer.status = "in_progress"
+                    writer.take(delta, text)
+        except TidemillError as error:
+            writer.fail(error)
+        except Exception as error:
+            _log.exception("unexpected error in a background response", exc_info=error)
+            writer.fail(TidemillError("An internal error occurred."))
+        finally:
+            self._end(job)
+
+    def _end(self, job: _Job) -> None:
+        """Stores the response, once."""
+        if not job.writer.is_over:
+            job.writer.end("cancelled")  # the client has left
+        if self._running.pop(job.key, None) is not None and not job.is_deleted:
+            self.store.put(job.caller.tenant, [*job.before, *job.new], job.writer.body())
+        if job.body.conversation_id is not None and job.writer.status in ("completed", "incomplete"):
+            conversations.append(self.store, job.caller.tenant, job.body.conversation_id, [*job.new, *job.writer.output])
+
+    # ---- stored responses
+
+    def get(self, tenant: str, response_id: str) -> dict[str, Any]:
+        job = self._running.get((tenant, response_id))
+        return job.writer.body() if job is not None else self.store.get(tenant, response_id)[1]
+
+    def input_items(self, tenant: str, response_id: str) -> list[dict[str, Any]]:
+        job = self._running.get((tenant, response_id))
+        return [*job.before, *job.new] if job is not None else self.store.get(tenant, response_id)[0]
+
+    async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
+        job = self._running.get((tenant, response_id))
+        if job is None:
+            return self.store.get(tenant, response_id)[1]
+        if job.task is None:
+            self._models.cancel(job.caller.call.request_id, tenant)
+            return job.writer.body() | {"status": "cancelled"}
+        job.task.cancel()
+        await asyncio.wait([job.task])
+        self._end(job)  # a task that had not started has not done it
+        return job.writer.body()
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        job = self._running.get((tenant, response_id))
+        if job is None:
+            self.store.get(tenant, response_id)
+            self.store.drop(tenant, response_id)
+            return
+        job.is_deleted = True
+        await self.cancel(tenant, response_id)
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"A content part of type {str(kind)[:40]!r} is not supported.", fix="Send text.", param="input")
-        texts.append(part["text"])
-    return "".join(texts)
+def _bounded(params: SamplingParams, max_context: int) -> SamplingParams:
+    """The log-probabilities of a response must fit it."""
+    if params.logprobs is None:
+        return params
+    most = MAX_LOGPROB_CELLS // (params.logprobs + 1)
+    if params.max_tokens is None:
+        return params if max_context <= most else msgspec.structs.replace(params, max_tokens=most)
+    if min(params.max_tokens, max_context) > most:
+        raise InvalidRequest(
+            f"With {params.logprobs} top_logprobs, a response may have {most} tokens.",
+            fix="Lower max_output_tokens or top_logprobs.",
+            param="max_output_tokens",
+        )
+    return params
 
 
-class _Shelf:
-    """The stored responses of one tenant, oldest first: conversation and response, as JSON."""
-
-    def __init__(self) -> None:
-        self.stored: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
-        self.num_bytes = 0
-
-    def drop(self, response_id: str) -> None:
-        self.num_bytes -= sum(map(len, self.stored.pop(response_id, ())))
-
-    def drop_oldest(self) -> None:
-        self.drop(next(iter(self.stored)))
-
-
-class Store:
-    """Responses that can be retrieved or continued, each by its tenant only. A tenant that stores too much loses its oldest; if
-    all together store too much, the tenant that stores most does. Nobody can evict the responses of a tenant that stores less."""
-
-    def __init__(self) -> None:
-        self._shelves: dict[str, _Shelf] = {}  # by tenant: ids are the clients' to choose
-
-    def put(self, tenant: str, items: list[dict[str, Any]], body: dict[str, Any]) -> None:
-        shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.drop(body["id"])
-        made = shelf.stored[body["id"]] = (_json(items), _json(body))
-        shelf.num_bytes += sum(map(len, made))
-        while len(shelf.stored) > MAX_STORED or shelf.num_bytes > MAX_STORED_BYTES:
-            shelf.drop_oldest()
-        shelves = self._shelves.values()
-        while sum(len(one.stored) for one in shelves) > MAX_STORED_OF_ALL:
-            max(shelves, key=lambda one: len(one.stored)).drop_oldest()
-        while sum(one.num_bytes for one in shelves) > MAX_STORED_BYTES_OF_ALL:
-            max(shelves, key=lambda one: one.num_bytes).drop_oldest()
-
-    def get(self, tenant: str, response_id: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        shelf = self._shelves.get(tenant)
-        if shelf is None or response_id not in shelf.stored:
-            raise Unknown(f"There is no response {response_id[:100]!r}.", param="response_id")
-        items, body = shelf.stored[response_id]
-        return msgspec.json.decode(items), msgspec.json.decode(body)
-
-    def drop(self, tenant: str, response_id: str) -> None:
-        if tenant in self._shelves:
-            self._shelves[tenant].drop(response_id)
-
-
-class Unknown(InvalidRequest):
-    status = 404
-
-
-def make_router(service: Service) -> APIRouter:
+def make_router(models: Models) -> APIRouter:
     router = APIRouter()
-    store = Store()
+    responses = Responses(models)
 
     @router.post("/v1/responses", openapi_extra=schema_of(ResponseRequest))
     async def create(request: Request, body: ResponseRequest = Depends(body_of(ResponseRequest))) -> Response:
         caller: Caller = request.state.caller
+        if body.background:
+            return Response(responses.start(await responses.begin(body, caller)), media_type="application/json")
         if not body.stream:
-            return Response(await until_disconnect(request, whole(body, caller)), media_type="application/json")
-        writer, outputs, keep = await begin(body, caller)
-        first = await until_disconnect(request, anext(outputs))
-        keep()
-        return EventStream(_stream(writer, first, outputs, keep), also_close=outputs, is_framed=True)
+            return Response(await until_disconnect(request, responses.whole(body, caller)), media_type="application/json")
+        job = await responses.begin(body, caller)
+        first = await until_disconnect(request, anext(job.outputs))
+        return EventStream(responses.stream(job, first), also_close=job.outputs, is_framed=True)
 
-    async def whole(body: ResponseRequest, caller: Caller) -> bytes:
-        return await _whole(*await begin(body, caller))
-
-    async def begin(body: ResponseRequest, caller: Caller) -> tuple[ResponseWriter, Outputs, Callable[[], None]]:
-        """The writer of the response, the outputs it is made of, and a function that stores the response as it is so far."""
-        service.check_model(body.model)
-        tenant = caller.tenant
-        params = body.params()
-        await service.check_grammar(params)
-        items = [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-        if body.previous_response_id is not None:
-            before, earlier = store.get(tenant, body.previous_response_id)
-            items = [*before, *earlier["output"], *items]
-        messages = _messages(items)
-        if body.instructions:
-            messages.insert(0, {"role": "system", "content": body.instructions})
-        tools = [{"type": "function", "function": one} for one in body.functions()] if body.looks_for_calls else None
-        prompt = await service.encode_chat(messages, tools=tools)
-        writer = ResponseWriter(caller.call.request_id, service.model_name, body, params, len(prompt))
-
-        def keep() -> None:
-            if body.store is not False:
-                store.put(tenant, items, writer.body())
-
-        return writer, service.stream(caller, prompt, params), keep
+    @router.post("/v1/responses/input_tokens", openapi_extra=schema_of(ResponsePrompt))
+    async def input_tokens(request: Request, body: ResponsePrompt = Depends(body_of(ResponsePrompt))) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": await responses.count(body, request.state.caller)}
 
     @router.get("/v1/responses/{response_id}")
-    async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
-        return store.get(request.state.caller.tenant, response_id)[1]
+    async def retrieve(request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequest("A stored response is not streamed.", fix="Retrieve it without stream.", param="stream")
+        return Response(_json(responses.get(request.state.caller.tenant, response_id)), media_type="application/json")
+
+    @router.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> dict[str, Any]:
+        query = dict(request.query_params)
+        limit = read_limit(query.get("limit"), 20, 100)
+        return page_of(responses.input_items(request.state.caller.tenant, response_id), query, limit)
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> dict[str, Any]:
-        store.get(request.state.caller.tenant, response_id)
-        store.drop(request.state.caller.tenant, response_id)
+        await responses.delete(request.state.caller.tenant, response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel")
-    async def cancel(request: Request, response_id: str) -> dict[str, Any]:
-        caller = request.state.caller
-        if service.cancel(response_id, caller.tenant):
-            items, body = store.get(caller.tenant, response_id)
-            store.put(caller.tenant, items, body | {"status": "cancelled"})
-        return store.get(caller.tenant, response_id)[1]
+    async def cancel(request: Request, response_id: str) -> Response:
+        return Response(_json(await responses.cancel(request.state.caller.tenant, response_id)), media_type="application/json")
 
-    service.whole_responses["/v1/responses"] = (ResponseRequest, whole)
+    router.include_router(conversations.make_router(responses.store))
+    models.whole_responses["/v1/responses"] = (ResponseRequest, responses.whole)
     return router
-
-
-Outputs = AsyncGenerator[tuple[Delta, TextDelta], None]
-
-
-class ResponseWriter:
-    """Output items, whole and as events."""
-
-    def __init__(self, response_id: str, model: str, asked: ResponseRequest, params: SamplingParams, num_prompt: int) -> None:
-        self.response_id = response_id
-        self._asked, self._params, self._model = asked, params, model
-        self._created_s = int(time.time())
-        self._parser = OutputParser(asked.looks_for_calls, asked.must_call)
-        self._one_call = asked.parallel_tool_calls is False
-        self._num_events = 0
-        self.output: list[dict[str, Any]] = []
-        self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
-        self.status = "in_progress"
-        self._why: str | None = None
-        self._error: dict[str, str] | None = None
-
-    def body(self) -> dict[str, Any]:
-        asked = self._asked
-        usage = None
-        if self.status != "in_progress":
-            usage = {
-                "input_tokens": self._num_prompt,
-                "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
-                "output_tokens": self._num_output,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": self._num_prompt + self._num_output,
-            }
-        text_format = (
-            asked.text.format.model_dump(by_alias=True, exclude_none=True)
-            if asked.text and asked.text.format
-            else {"type": "text"}
-        )
-        choice = asked.tool_choice.model_dump() if isinstance(asked.tool_choice, NamedTool) else asked.tool_choice or "auto"
-        return {
-            "id": self.response_id,
-            "object": "response",
-            "created_at": self._created_s,
-            "status": self.status,
-            "error": self._error,
-            "incomplete_details": {"reason": self._why} if self._why else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "model": self._model,
-            "output": [dict(item) for item in self.output],
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
-            "store": asked.store is not False,
-            "temperature": self._params.temperature,
-            "text": {"format": text_format},
-            "tool_choice": choice,
-            "tools": [tool.model_dump() for tool in asked.tools or []],
-            "top_p": self._params.top_p,
-            "truncation": "disabled",
-            "usage": usage,
-            "user": asked.user,
-            "metadata": asked.metadata or {},
-        }
-
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        made = {"type": kind, "sequence_number": self._num_events, **fields}
-        self._num_events += 1
-        return made
-
-    def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
-        self._num_output += text.num_tokens
-        self._num_cached = delta.num_cached
-        pieces = self._parser.push(text.text)
-        if text.finish_reason:
-            pieces += self._parser.finish()
-        events = [event for piece in pieces for event in self._events(piece)]
-        if text.finish_reason:
-            events += self._end_item("incomplete" if text.finish_reason == "length" else "completed")
-            self.status = "incomplete" if text.finish_reason == "length" else "completed"
-            self._why = "max_output_tokens" if text.finish_reason == "length" else None
-        return events
-
-    def fail(self, error: TidemillError) -> None:
-        self.status = "cancelled" if error.kind == "request_cancelled" else "failed"
-        self._error = {"code": "server_error", "message": str(error)}
-
-    @property
-    def _open(self) -> dict[str, Any] | None:
-        return self.output[-1] if self.output and self.output[-1]["status"] == "in_progress" else None
-
-    def _events(self, piece: Piece) -> list[dict[str, Any]]:
-        if isinstance(piece, TextPiece):
-            return self._text_events(piece)
-        if self._one_call and piece.index > 0:
-            return []
-        if isinstance(piece, CallStart):
-            item = {"type": "function_call", "id": new_id("fc"), "call_id": piece.call_id, "name": piece.name, "arguments": ""}
-            return self._start_item(item)
-        assert isinstance(piece, CallArguments)
-        self.output[-1]["arguments"] += piece.text
-        return [self._of_item("response.function_call_arguments.delta", delta=piece.text)]
-
-    def _text_events(self, piece: TextPiece) -> list[dict[str, Any]]:
-        kind, part, name = (
-            ("reasoning", "reasoning_text", "reasoning_text") if piece.is_reasoning else ("message", "output_text", "output_text")
-        )
-        events: list[dict[str, Any]] = []
-        if self._open is None or self._open["type"] != kind:
-            item: dict[str, Any] = {"type": kind, "id": new_id("rs" if piece.is_reasoning else "msg"), "content": []}
-            item["summary" if piece.is_reasoning else "role"] = [] if piece.is_reasoning else "assistant"
-            events += self._start_item(item)
-            empty: dict[str, Any] = {"type": part, "text": ""}
-            if not piece.is_reasoning:
-                empty |= {"annotations": [], "logprobs": []}
-            self.output[-1]["content"].append(empty)
-            events.append(self._of_item("response.content_part.added", content_index=0, part=dict(empty)))
-        self.output[-1]["content"][0]["text"] += piece.text
-        more: dict[str, Any] = {} if piece.is_reasoning else {"logprobs": []}
-        return [*events, self._of_item(f"response.{name}.delta", content_index=0, delta=piece.text, **more)]
-
-    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self.event(kind, item_id=self.output[-1]["id"], output_index=len(self.output) - 1, **fields)
-
-    def _start_item(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        events = self._end_item("completed")
-        self.output.append(item | {"status": "in_progress"})
-        added = self.output[-1] | ({"content": []} if "content" in item else {})
-        return [*events, self.event("response.output_item.added", output_index=len(self.output) - 1, item=added)]
-
-    def _end_item(self, status: str) -> list[dict[str, Any]]:
-        item = self._open
-        if item is None:
-            return []
-        item["status"] = status
-        events = []
-        if item["type"] == "function_call":
-            events.append(self._of_item("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"]))
-        elif item["content"]:
-            part = item["content"][0]
-            kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-            more: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
-            events.append(self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more))
-            events.append(self._of_item("response.content_part.done", content_index=0, part=dict(part)))
-        return [*events, self.event("response.output_item.done", output_index=len(self.output) - 1, item=dict(item))]
-
-
-async def _whole(writer: ResponseWriter, outputs: Outputs, keep: Any) -> bytes:
-    try:
-        async with aclosing(outputs):
-            async for delta, text in outputs:
-                writer.take(delta, text)
-    except TidemillError as error:
-        writer.fail(error)
-        raise
-    finally:
-        keep()
-    return _json(writer.body())
-
-
-async def _stream(
-    writer: ResponseWriter, first: tuple[Delta, TextDelta], rest: Outputs, keep: Any
-) -> AsyncGenerator[bytes, None]:
-    try:
-        for kind in ("response.created", "response.in_progress"):
-            yield named_event(writer.event(kind, response=writer.body()))
-        for event in writer.take(*first):
-            yield named_event(event)
-        async for delta, text in rest:
-            for event in writer.take(delta, text):
-                yield named_event(event)
-        yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
-    except TidemillError as error:
-        writer.fail(error)
-        yield named_event(writer.event("response.failed", response=writer.body()))
-    finally:
-        keep()
-        await rest.aclose()

@@ -8,29 +8,39 @@ import gc
 import os
 import resource
 import signal
-import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from tidemill.config import EngineOptions
-from tidemill.engine.client import STALL_S, EngineClient
-from tidemill.engine.link import START_S
-from tidemill.errors import ConfigError, EngineDead
+from tidemill import events
+from tidemill.engine.budget import share
+from tidemill.engine.client import STALL_S, EngineClient, settled
+from tidemill.engine.link import START_S, EngineLink
+from tidemill.engine.pool import EnginePool, Pooled
+from tidemill.errors import EngineDead
 from tidemill.events import Event
+from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
 from tidemill.server.call import RequestLog
 from tidemill.server.explain import Explainer
 from tidemill.server.guard import Access
+from tidemill.server.listen import Listen
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.models import Models, Served
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
 from tidemill.server.service import Service
 from tidemill.server.storage import Storage
+from tidemill.server.tracing import Tracing
 from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
@@ -48,67 +58,125 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How several models share the machine's memory."""
+
+    budget_bytes: int | None = None
+    max_loaded: int | None = None
+    idle_s: float | None = None  # without a request, after which a model is unloaded
+
+    @property
+    def is_asked(self) -> bool:
+        return self != Sharing()
+
+
+class _Engine:
+    """A model's engine, and the readers of its events."""
+
+    def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None, parsers: tuple[str, str]) -> None:
+        """`parsers`: of tool calls and of reasoning."""
+        self.served, self._tracing, self._parsers = served, tracing, parsers
+        self.path = locate(served.engine.model)
+        self.metrics, self.explainer = Metrics(), Explainer()
+        self.client = EngineClient(self.take, stall_s, lambda pages: self.live.take_pages(pages), start_s)
+        self.live = Live(self.client, self.metrics, self.explainer)
+        self.pooled: Pooled | None = None
+
+    def take(self, batch: list[Event]) -> None:
+        self.metrics.take(batch)
+        self.explainer.take(batch)
+        self.live.take(batch)
+        if self._tracing is not None:
+            self._tracing.take(batch)
+
+    def take_logged(self, log: RequestLog | None, batch: list[Event]) -> None:
+        self.take(batch)
+        for event in batch:
+            fields = msgspec.structs.asdict(event)
+            if log is not None:
+                log.note(type(event).__name__, **{name: value for name, value in fields.items() if name != "time_s"})
+
+    async def start(self, on_loading: Callable[[str, Loading], None] | None) -> None:
+        began = time.monotonic()
+        ready = await self.client.start(self.served.engine, partial(on_loading, self.served.name) if on_loading else None)
+        now = time.monotonic()
+        self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began)])
+
+    async def service(self) -> Service:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, self.served.engine.chat_template)
+        served, options = self.served, self.served.engine
+
+        def defaults_of(num_parameters: int) -> SamplingDefaults:
+            return sampling_defaults(self.path, num_parameters, options.sampling_defaults, options.default_max_tokens)
+
+        return Service(
+            self.client, tokenizer, served.name, self.metrics, self.explainer, self.live, served.aliases, self.pooled,
+            defaults_of, self._tracing, *self._parsers,
+        )  # fmt: skip
+
+
 async def serve(
-    options: EngineOptions,
-    host: str,
-    port: int,
-    on_loading: Callable[[Loading], None] | None = None,
-    on_ready: Callable[[Ready, int], None] | None = None,
+    served: Sequence[Served],
+    listen: Listen,
+    on_loading: Callable[[str, Loading], None] | None = None,
+    on_ready: Callable[[Models, int], None] | None = None,
     drain_s: float = 30.0,
     access: Access | None = None,
     data: Storage | None = None,
     log: RequestLog | None = None,
     stall_seconds: float = STALL_S,
     start_seconds: float = START_S,
+    tracing: Tracing | None = None,
+    sharing: Sharing = Sharing(),
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
-    not wait. Raises EngineDead if the engine cannot be kept running. `on_ready` gets the port, too: port 0 takes any free one.
-    `stall_seconds`, `start_seconds`: see EngineClient."""
+    not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
+    any free one. `stall_seconds`, `start_seconds`: see EngineClient."""
     access = access or Access()
-    access.check_host_is_safe(host)
+    if listen.unix_socket is None:
+        access.check_host_is_safe(listen.host)
+    Served.check_names(served)
+    tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    path = locate(options.model)
-    listening = _listen(host, port)  # before gigabytes are read
-    metrics = Metrics()
-    explainer = Explainer()
-
-    def on_events(batch: list[Event]) -> None:
-        metrics.take(batch)
-        explainer.take(batch)
-        live.take(batch)
-
-    client = EngineClient(on_events, stall_seconds, lambda pages: live.take_pages(pages), start_seconds)
-    live = Live(client, metrics, explainer)
+    engines = [_Engine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
+    listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
-    service: Service | None = None
+    models: Models | None = None
     batches: Batches | None = None
     draining: asyncio.Task[None] | None = None
+    pool: EnginePool | None = None
+    link = EngineLink()  # to the first engine, where there are several
 
     def stop() -> None:
         nonlocal draining
-        if server is None or service is None or batches is None or not server.started:
+        if server is None or models is None or batches is None or not server.started:
             assert me is not None
             me.cancel()  # still loading
         elif draining is None:
-            draining = asyncio.create_task(_drain(service, batches, server, drain_s))
+            draining = asyncio.create_task(_drain(models, batches, server, drain_s))
         else:
             server.force_exit = server.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        starting = asyncio.create_task(client.start(options, on_loading))
+        if len(engines) > 1 or sharing.is_asked:
+            pool = await _pool(engines, link, sharing, start_seconds, log)
+            starting = asyncio.create_task(pool.start(on_loading, link))
+        else:
+            starting = asyncio.create_task(engines[0].start(on_loading))
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer.load, path)
-            ready = await starting
+            models = Models([await engine.service() for engine in engines])
+            await starting
         finally:
-            starting.cancel()  # has an effect only if the tokenizer failed or the wait was interrupted
+            starting.cancel()  # has an effect only if a tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
-        name = options.served_name or options.model
-        service = Service(client, tokenizer, name, metrics, explainer, live)
-        batches = Batches(service, data, access.caller_of, log)
-        server = _http_server(create_app(service, access, data, batches, log))
+        batches = Batches(models, data, access.caller_of, log)
+        server = _http_server(create_app(models, access, data, batches, log, listen.root_path), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.02)
@@ -117,21 +185,41 @@ async def serve(
             gc.freeze()  # collections look at what requests bring, not at all that was loaded: 100 ms each time
             await batches.resume()
             if on_ready:
-                on_ready(ready, listening.getsockname()[1])
-        await _until_served(server, serving, client)
+                on_ready(models, 0 if listen.unix_socket else listening.getsockname()[1])
+        await _until_served(server, serving, engines[0].client if pool is None else None)
     finally:
         if batches is not None:
             await batches.stop()
-        if service is not None:
-            service.close()
-        await client.close()
+        if models is not None:
+            models.close()
+        if pool is not None:
+            await pool.close()
+        await link.close()
+        await asyncio.gather(*(engine.client.close() for engine in engines))
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         data.close()
-        listening.close()
+        listen.close(listening)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 
 
-def _http_server(app: ASGIApp) -> _Server:
+async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None) -> EnginePool:
+    """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
+    try:
+        found = {engine.served.name: await link.inspect(engine.served.engine.model, start_s) for engine in engines}
+    except OSError as error:
+        raise EngineDead(f"The engine process cannot be started: {error}.") from error
+    options = {engine.served.name: engine.served.engine for engine in engines}
+    budget, configs = share(options, found, sharing.budget_bytes, sharing.max_loaded)
+    for engine in engines:
+        name, config = engine.served.name, configs[engine.served.name]
+        engine.client.ready = Ready(found[name].model, config)
+        engine.pooled = Pooled(name, settled(options[name], config), engine.client, config, partial(engine.take_logged, log))
+    return EnginePool([engine.pooled for engine in engines if engine.pooled], budget, sharing.idle_s)
+
+
+def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -144,12 +232,17 @@ def _http_server(app: ASGIApp) -> _Server:
             headers=[("keep-alive", f"timeout={KEEP_ALIVE_S:.0f}")],
             timeout_keep_alive=int(KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S),
             timeout_graceful_shutdown=_GRACE_S,
+            **tls,
         )
     )
 
 
-async def _until_served(server: _Server, serving: asyncio.Task[None], client: EngineClient) -> None:
-    """Until the server has stopped. Without an engine it stops with an error: whatever started this process starts it again."""
+async def _until_served(server: _Server, serving: asyncio.Task[None], client: EngineClient | None) -> None:
+    """Until the server has stopped. Without an engine it stops with an error: whatever started this process starts it again.
+    `client`: of a sole model; in a pool, one that fails does not end the others."""
+    if client is None:
+        await serving
+        return
     giving_up = asyncio.create_task(client.gave_up.wait())
     await asyncio.wait([serving, giving_up], return_when=asyncio.FIRST_COMPLETED)
     giving_up.cancel()
@@ -159,12 +252,12 @@ async def _until_served(server: _Server, serving: asyncio.Task[None], client: En
         raise EngineDead(client.death, fix="The messages above say more. The server ends, so that it can be started again.")
 
 
-async def _drain(service: Service, batches: Batches, server: _Server, seconds: float) -> None:
+async def _drain(models: Models, batches: Batches, server: _Server, seconds: float) -> None:
     """New requests are refused, and those under way may finish. Batches go on after the next start."""
-    service.is_draining = True
+    models.drain()
     await batches.stop()
     end = asyncio.get_running_loop().time() + seconds
-    while service.client.num_pending and asyncio.get_running_loop().time() < end:
+    while models.num_pending and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.05)
     server.should_exit = True
 
@@ -184,15 +277,3 @@ def _max_connections() -> int:
 def data_folder() -> Path:
     """The usual place for a program's data."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tidemill"
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listening.close()
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error}.", fix="Choose another --port or --host.") from error
-    return listening

@@ -1,22 +1,23 @@
-"""Service: what the routes of every API need: a tokenizer, an engine, and text from tokens."""
+"""Service: what the routes of every API need of a model: a tokenizer, an engine, and text from tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
-from tidemill.engine.client import EngineClient
+from tidemill.engine.client import PROBE, EngineClient
+from tidemill.engine.pool import Pooled
 from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
+from tidemill.frontend.parsers import Dialect, Reading
+from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
@@ -24,11 +25,14 @@ from tidemill.server.explain import Explainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Ready, Submit
 
-WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
+T = TypeVar("T")
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
 _NUM_GRAMMARS = 32  # known to be valid
+_NUM_LABELS, _IDS_PER_LABEL = 2000, 16
+_PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT = 4096  # characters or tokens from which the tokenizer runs in a thread
 
 
@@ -41,15 +45,28 @@ class Service:
         metrics: Metrics,
         explainer: Explainer,
         live: Live,
+        aliases: tuple[str, ...] = (),
+        pooled: Pooled | None = None,
+        defaults_of: Callable[[int], SamplingDefaults] = lambda _: SamplingDefaults(),
+        tracing: Tracing | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
+        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters."""
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.metrics = metrics
         self.explainer = explainer
         self.live = live
+        live.model = model_name
+        self.aliases = aliases
+        self._pooled = pooled
+        self._defaults_of = defaults_of
+        self.tracing = tracing
         self.created_s = int(time.time())
         self.is_draining = False
+        self.allows_templates = False  # of requests
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
@@ -59,16 +76,32 @@ class Service:
         if tokenizer.chat_template is not None:
             self._renderer = Renderer(tokenizer.chat_template.source, tokenizer.chat_template.control.texts)
             tokenizer.use_template(self._renderer)
-        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
-        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
-        # By tenant and the client's id: the call, and its requests in the engine.
+        template = tokenizer.chat_template.source if tokenizer.chat_template is not None else ""
+        self._dialect = Dialect.of(template, tool_parser, reasoning_parser)
+        # By tenant and id: the call, and its requests in the engine.
         self.in_progress: dict[tuple[str, str], tuple[Call, set[str]]] = {}
+        self._labelled: OrderedDict[tuple[str, str], list[str]] = OrderedDict()  # by tenant and label: ids of the latest calls
+        self._proof: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> Ready:
         if self.client.ready is None:
             raise EngineDead("The engine is not ready.")
         return self.client.ready
+
+    @property
+    def state(self) -> str:
+        """Of the model: loaded, restarting after a failure, or failed; in a pool also unloaded, loading, unloading, or held: it
+        takes no new requests until it was unloaded for another."""
+        if self.client.working and (self._pooled is None or self._pooled.state == "loaded"):
+            return "loaded"
+        if self._pooled is not None and self._pooled.state != "loaded":
+            return self._pooled.state
+        return "restarting" if self.client.alive else "failed"
+
+    @cached_property
+    def defaults(self) -> SamplingDefaults:
+        return self._defaults_of(self.ready.model.num_parameters)
 
     @property
     def max_context(self) -> int:
@@ -92,12 +125,41 @@ class Service:
         return work() if len(token_ids) < _LONG_TEXT else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
-        work = partial(self.tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
-        work = partial(self.tokenizer.render_chat, messages, **how)
+        work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
+        """`template`: of the request. It gets a worker process of its own."""
+        if template is None:
+            return work(self.tokenizer, *given, **how)
+        if not self.allows_templates:
+            fix = "Leave it out, or serve with --trust-request-chat-template."
+            raise InvalidRequest("The parameter 'chat_template' is not supported here.", fix=fix, param="chat_template")
+        renderer = Renderer(template, self.tokenizer.control_texts())
+        try:
+            return work(self.tokenizer.with_template(renderer), *given, **how)
+        except InvalidRequest:
+            raise
+        except TidemillError:  # the worker ended while it compiled the template
+            raise InvalidRequest("The request's chat template cannot be compiled.", param="chat_template") from None
+        finally:
+            renderer.close()
+
+    def reading(
+        self,
+        prompt_ids: list[int],
+        functions: Iterable[dict[str, Any]] = (),
+        must_call: bool = False,
+        continued: str = "",
+    ) -> Reading:
+        """How the output of a chat is read. `functions`: what the model may call; `continued`: the text that its output goes on
+        with, if it does."""
+        prompt_end = self.tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special=False)
+        return self._dialect.reading(prompt_end, functions, must_call, continued)
 
     def close(self) -> None:
         for threads in (self._checking, self._rendering):
@@ -121,9 +183,9 @@ class Service:
         while len(self._known_grammars) > _NUM_GRAMMARS:
             self._known_grammars.popitem(last=False)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
-            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {self.model_name!r}.", param="model")
+    def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
+        """What was not given takes the model's defaults."""
+        return self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
 
     async def prove(self, within_s: float) -> None:
         """Raises unless the engine has completed a step within this time, or completes one now."""
@@ -133,18 +195,40 @@ class Service:
             raise EngineDead("The engine is restarting.")
         if self.client.last_step_s < within_s:
             return
+        if self._proof is None or self._proof.done():  # one for all who ask
+            self._proof = asyncio.create_task(self._prove(within_s))
+        await asyncio.shield(self._proof)
+
+    async def _prove(self, within_s: float) -> None:
         token = min(self.tokenizer.eos_token_ids, default=0)
-        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=-(2**31))
+        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=PROBE)
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return
 
-    def cancel(self, request_id: str, tenant: str | None) -> int:
-        """Ends a request by its id; returns how many of its requests in the engine there were. `tenant`: only if it is theirs."""
+    def ids_of(self, name: str, tenant: str | None) -> list[str]:
+        """The ids of the calls that this id or label stands for. `tenant`: only of theirs."""
+        if tenant is not None:
+            return [name, *self._labelled.get((tenant, name), ())]
+        return [name, *(one for (_, label), ids in self._labelled.items() if label == name for one in ids)]
+
+    def _label(self, call: Call, tenant: str) -> None:
+        for label in call.labels:
+            ids = self._labelled.setdefault((tenant, label), [])
+            self._labelled.move_to_end((tenant, label))
+            if call.request_id not in ids:
+                ids.append(call.request_id)
+                del ids[:-_IDS_PER_LABEL]
+        while len(self._labelled) > _NUM_LABELS:
+            self._labelled.popitem(last=False)
+
+    def cancel(self, name: str, tenant: str | None) -> int:
+        """Ends a request by its id, or all of a label; returns how many requests in the engine there were. `tenant`: only if it
+        is theirs."""
         found = [
             parts
-            for (theirs, name), (_, parts) in self.in_progress.items()
-            if name == request_id and (tenant is None or tenant == theirs)
+            for (theirs, request_id), (call, parts) in self.in_progress.items()
+            if name in (request_id, *call.labels) and (tenant is None or tenant == theirs)
         ]
         why = Cancelled("The request was cancelled.")
         return sum(self.client.cancel(part, why) for parts in found for part in parts)
@@ -158,14 +242,16 @@ class Service:
         priority: int | None = None,
         salt: str = "",
         timeout_s: float | None = None,
+        reading: Reading | None = None,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """The text of each sample as it is generated, in bounded pieces. Leaving early ends the request in the engine.
-        `part`: which of the call's prompts this is."""
+        """The text of each sample as it is generated, in bounded pieces. The first is empty if the request is accepted before
+        there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
-        texts = [TextStream(self.tokenizer, params) for _ in range(params.n)]
+        params = self.with_defaults(params, prompt_ids)
+        texts = [TextStream(self.tokenizer, params, reading) for _ in range(params.n)]
         ended: set[int] = set()
         num_done = 0  # cells since the event loop last had a turn
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
@@ -173,16 +259,15 @@ class Service:
         request_id = engine_id(tenant, call.request_id, part)
         request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
         name = (tenant, call.request_id)
-        other, parts = self.in_progress.setdefault(name, (call, set()))
-        if other is not call:
-            raise RequestIdInUse(
-                f"A request {call.request_id!r} is in progress.", fix="Give each request an id of its own.", param="request_id"
-            )
+        _, parts = self.in_progress.setdefault(name, (call, set()))
         parts.add(request_id)
+        self._label(call, tenant)
         call.model = self.model_name
         call.num_prompt += len(prompt_ids)
+        if self.tracing is not None:
+            self.tracing.begin(request_id, call)
         try:
-            async with aclosing(self.client.submit(request, timeout_s)) as deltas:
+            async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
                 async for joined in deltas:
                     for delta in in_pieces(joined):
                         if delta.index in ended:
@@ -205,6 +290,8 @@ class Service:
         finally:
             if len(ended) < params.n and not call.error:
                 call.error = "client_left"
+            if self.tracing is not None:
+                self.tracing.end(request_id)
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)
@@ -213,7 +300,7 @@ class Service:
 def _record(call: Call, delta: Delta, text: TextDelta) -> None:
     """What the request log reports."""
     call.num_output += text.num_tokens
-    if not call.first_s:
+    if text.num_tokens and not call.first_s:
         call.first_s = time.monotonic()
     if text.finish_reason:
         call.finish_reason = text.finish_reason
@@ -221,14 +308,3 @@ def _record(call: Call, delta: Delta, text: TextDelta) -> None:
         if delta.timings is not None:
             call.queue_s = max(call.queue_s, delta.timings.queue_s)
             call.decode_s = max(call.decode_s, delta.timings.decode_s)
-
-
-class ModelUnknown(InvalidRequest):
-    """A model this server does not serve."""
-
-    status = 404
-    code = "model_not_found"
-
-
-class RequestIdInUse(InvalidRequest):
-    status = 409

@@ -13,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+KEEP_ALIVE_S = 10.0  # without an event, after which a comment is sent
+_KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class ClientGone(Exception):
@@ -42,7 +44,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """`data:` lines from an iterator of JSON texts, ended by [DONE]."""
+    """`data:` lines from an iterator of JSON texts, ended by [DONE]. While there is no event for a time, comments keep the
+    connection open."""
 
     media_type = "text/event-stream"
 
@@ -54,14 +57,18 @@ class EventStream(Response):
         self._chunks = chunks
         self._source = also_close
         self._is_framed = is_framed
+        self._num_sent = 0
+        self._is_sending = True  # or has not begun, or has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         watcher = asyncio.ensure_future(_disconnected(receive))
+        keeper = asyncio.ensure_future(self._keep_alive(send))
         try:
             await asyncio.wait([sending, watcher], return_when=asyncio.FIRST_COMPLETED)
         finally:
             watcher.cancel()
+            keeper.cancel()
             if not sending.done():
                 sending.cancel()
             with suppress(asyncio.CancelledError):
@@ -70,10 +77,22 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._chunks) as chunks:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self._is_sending = False
             async for chunk in chunks:
                 body = chunk if self._is_framed else b"data: " + chunk + b"\n\n"
+                self._is_sending = True
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._is_sending = False
+                self._num_sent += 1
+            self._is_sending = True
         await send({"type": "http.response.body", "body": b"" if self._is_framed else b"data: [DONE]\n\n", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if num_sent == self._num_sent and not self._is_sending:
+                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
 
 
 def named_event(event: dict[str, Any]) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from tidemill.config import PLAIN_TYPES
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes, concat, quantize
+from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
@@ -125,20 +126,42 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = GGUFFile(path)
-        self.metadata = self._file.metadata
+        self._files = [GGUFFile(part) for part in parts(path)]
+        self.metadata = self._files[0].metadata  # of a split model, the first part has all keys
         architecture = self.metadata.get("general.architecture")
         if not isinstance(architecture, str):
             raise CheckpointError(f"{path} does not say its architecture: key general.architecture is missing.")
         self.architecture = architecture
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """That the files belong together."""
+        stated = self.metadata.get("split.count", 1)
+        if stated != len(self._files) and stated not in (0, 1):
+            raise CheckpointError(
+                f"{self.path} is part of a model in {stated} files.", fix="Keep their names, like model-00001-of-00003.gguf."
+            )
+        names: set[str] = set()
+        for number, file in enumerate(self._files):
+            if len(self._files) > 1 and file.metadata.get("split.no") != number:
+                raise CheckpointError(f"{file.path} is not part {number + 1}: key split.no is {file.metadata.get('split.no')!r}.")
+            if twice := names & file.tensors.keys():
+                raise CheckpointError(f"{file.path} holds tensor {min(twice)}, which an earlier part holds, too.")
+            names |= file.tensors.keys()
+        expected = self.metadata.get("split.tensors.count", len(names))
+        if len(self._files) > 1 and expected != len(names):
+            raise CheckpointError(
+                f"The parts of {self.path} hold {len(names)} tensors, not {expected}.", fix="Download them again."
+            )
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._file.tensors.values())
+        return sum(tensor.num_bytes for file in self._files for tensor in file.tensors.values())
 
     def tensors(self) -> Iterator[WeightTensor]:
-        for tensor in self._file.tensors.values():
-            yield _FromGGUF(tensor)
+        for file in self._files:
+            for tensor in file.tensors.values():
+                yield _FromGGUF(tensor)
 
 
 class _FromSafetensors:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.errors import CheckpointError
+from tidemill.weights import gguf_iq
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,6 +56,9 @@ class GGUFTensor:
         qtype = gguf.GGMLQuantizationType(self.qtype)
         for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
             part = self.raw[start : start + _ROWS_AT_ONCE]
+            if gguf_iq.can_read(qtype.name):
+                gguf_iq.dequantize(qtype.name, part, rows[start : start + _ROWS_AT_ONCE])
+                continue
             rows[start : start + _ROWS_AT_ONCE] = gguf.quants.dequantize(part, qtype).reshape(part.shape[0], -1)
 
 

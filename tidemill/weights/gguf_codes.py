@@ -1,7 +1,7 @@
 """GGUF's quantized blocks as codes, scales and offsets of 32 values, without going through floats.
 
-The 4-bit types and those of 8 and 5 bits keep their codes. All others (6 bits in groups of 16, 3 and 2 bits, the IQ types) are
-rounded anew to 8 bits, which is finer than what they hold.
+The 4-bit types and those of 8 and 5 bits keep their codes, and IQ types with 32 values to a scale become 8-bit codes without a
+loss. All others (values in groups of 16) are rounded anew to 8 bits, which is finer than what they hold.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.quantized_linear import GROUP, Codes
+from tidemill.weights import gguf_iq
 
 # One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
 _Reader = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
@@ -86,14 +87,18 @@ _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, 
 
 
 def can_read(type_name: str) -> bool:
-    return type_name in _READERS
+    return type_name in _READERS or gguf_iq.has_32_to_a_scale(type_name)
 
 
 def read_codes(type_name: str, raw: np.ndarray) -> Codes:
     """`raw`: uint8 [rows, bytes of a row]."""
-    bits, block_bytes, reader = _READERS[type_name]
     num_rows = raw.shape[0]
-    codes, scales, offsets = reader(raw.reshape(-1, block_bytes))
+    if type_name in _READERS:
+        bits, block_bytes, reader = _READERS[type_name]
+        codes, scales, offsets = reader(raw.reshape(-1, block_bytes))
+    else:
+        codes, scales = gguf_iq.codes_and_scales(type_name, raw)
+        bits, scales, offsets = 8, scales.astype(np.float16), None
 
     def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values.reshape(num_rows, -1)))

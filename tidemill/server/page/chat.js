@@ -1,9 +1,9 @@
 // The current conversation: messages, and responses as they stream in. Several conversations may have a response under way.
 
 import { call, eventsOf, Trouble, troubleIn } from "./api.js";
-import { $, announce, copyText, count, h, seconds, toast } from "./dom.js";
-import { explanationOf, explanationView } from "./explain.js";
-import { show } from "./markdown.js";
+import { $, announce, count, h, toast } from "./dom.js";
+import * as files from "./files.js";
+import { MessageView } from "./message.js";
 import { parameters } from "./settings.js";
 import * as store from "./store.js";
 
@@ -37,6 +37,7 @@ export function setUp({ changed, keyNeeded }) {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
   });
   addEventListener("pagehide", () => responding.forEach(({ save }) => save()));
+  files.setUp();
   const starter = (words) => h("button", { class: "starter", onclick: () => ask(words) }, words);
   $("starters").replaceChildren(...STARTERS.map(starter));
 }
@@ -44,10 +45,12 @@ export function setUp({ changed, keyNeeded }) {
 export const isResponding = (id) => responding.has(id);
 export const currentConversation = () => current;
 
-export function open(conversation) {
+/** `index`: of the message to show; otherwise the end is shown. */
+export function open(conversation, index = -1) {
   current = responding.get(conversation.id)?.conversation ?? conversation; // the one that grows, if it does
   drawAll();
-  $("scroll").scrollTop = $("scroll").scrollHeight;
+  if (index < 0) $("scroll").scrollTop = $("scroll").scrollHeight;
+  else views[index]?.reveal();
 }
 
 export const stop = (id = current.id) => responding.get(id)?.controller.abort();
@@ -56,29 +59,54 @@ export const stop = (id = current.id) => responding.get(id)?.controller.abort();
 
 function send() {
   const text = $("text").value.trim();
-  if (!text || isResponding(current.id)) return;
+  if ((!text && !files.hasAttached()) || isResponding(current.id)) return;
   $("text").value = "";
   grow();
-  ask(text);
+  ask(text, files.takeAttached());
 }
 
-function ask(text) {
-  current.messages.push({ role: "user", content: text });
-  current.title ||= text.replace(/\s+/g, " ").slice(0, 60);
+function ask(text, attached = []) {
+  current.messages.push({ role: "user", content: text, ...(attached.length ? { files: attached } : {}) });
+  current.title ||= (text || attached[0].name).replace(/\s+/g, " ").slice(0, 60);
   respond(current);
 }
 
-function askAgain(conversation, text) {
-  const last = conversation.messages.findLastIndex((message) => message.role === "user");
-  conversation.messages.length = last + 1;
-  if (text !== undefined) conversation.messages[last] = { role: "user", content: text };
-  respond(conversation);
+/** Asks the question of a message once more, perhaps in other words. What came after its answer goes. */
+function askAgain(conversation, index, text) {
+  const before = [...conversation.messages];
+  const asked = before.slice(0, index + 1).findLastIndex((message) => message.role === "user");
+  conversation.messages = before.slice(0, asked + 1);
+  if (text !== undefined) conversation.messages[asked] = { ...before[asked], content: text };
+  const finished = respond(conversation);
+  if (before.length <= asked + 2) return;
+  toast("Later messages were removed.", "Undo", async () => {
+    stop(conversation.id);
+    await finished;
+    restore(conversation, before);
+  });
+}
+
+/** Removes a question with its answer. */
+function removeExchange(conversation, index) {
+  const before = [...conversation.messages];
+  const asked = before.slice(0, index + 1).findLastIndex((message) => message.role === "user");
+  const next = before.findIndex((message, i) => i > Math.max(asked, index) && message.role === "user");
+  const end = next < 0 ? before.length : next;
+  restore(conversation, [...before.slice(0, Math.max(asked, 0)), ...before.slice(end)]);
+  toast("Question and answer deleted.", "Undo", () => restore(conversation, before));
+}
+
+function restore(conversation, messages) {
+  conversation.messages = messages;
+  store.save(conversation);
+  onChange();
+  if (conversation === current) drawAll();
 }
 
 function requestBody(conversation) {
   const { system } = conversation.settings;
   const said = conversation.messages.filter((message) => message.role === "user" || message.content);
-  const messages = said.map(({ role, content }) => ({ role, content }));
+  const messages = said.map((message) => ({ role: message.role, content: files.wholeText(message) }));
   if (system) messages.unshift({ role: "system", content: system });
   const how = { stream: true, stream_options: { include_usage: true }, timings: true };
   return { model: $("model").value, messages, ...how, ...parameters(conversation.settings) };
@@ -122,7 +150,7 @@ async function respond(conversation) {
 async function receive(message, body, signal) {
   const begun = performance.now();
   const { stats } = message;
-  const reply = await call("/v1/chat/completions", { method: "POST", body, signal });
+  const reply = await call("v1/chat/completions", { method: "POST", body, signal });
   let isWhole = false;
   for await (const [, data] of eventsOf(reply)) {
     if (data === "[DONE]") {
@@ -134,13 +162,14 @@ async function receive(message, body, signal) {
     message.request = chunk.id;
     const [choice] = chunk.choices;
     const words = choice?.delta.content ?? "";
-    const thoughts = choice?.delta.reasoning_content ?? "";
+    const thoughts = choice?.delta.reasoning_content ?? choice?.delta.reasoning ?? "";
     if (words || thoughts) {
       const now = performance.now() - begun;
       stats.first_ms ??= now;
       stats.tokens = (stats.tokens ?? 0) + 1;
       stats.total_ms = now;
       if (stats.tokens > 1) stats.rate = (1000 * (stats.tokens - 1)) / (now - stats.first_ms);
+      if (words && message.reasoning && !message.content) stats.thinking_ms = now;
       message.content += words;
       if (thoughts) message.reasoning = (message.reasoning ?? "") + thoughts;
     }
@@ -158,11 +187,19 @@ async function receive(message, body, signal) {
 // ---- showing
 
 function drawAll() {
-  const shown = current.messages.map((message, i) => new MessageView(message, i));
-  views = shown;
-  $("log").replaceChildren(...shown.map((view) => view.element));
-  $("empty").hidden = shown.length > 0;
-  const busy = isResponding(current.id);
+  const conversation = current;
+  const busy = isResponding(conversation.id);
+  const actions = {
+    askAgain: (index, text) => askAgain(conversation, index, text),
+    remove: (index) => removeExchange(conversation, index),
+    redraw: drawAll,
+    explained: () => isResponding(conversation.id) || store.save(conversation),
+    keyNeeded: (words) => onKeyNeeded(words),
+  };
+  const num = conversation.messages.length;
+  views = conversation.messages.map((message, index) => new MessageView(message, { index, isLast: index === num - 1, busy, actions }));
+  $("log").replaceChildren(...views.map((view) => view.element));
+  $("empty").hidden = num > 0;
   $("log").setAttribute("aria-busy", busy);
   $("stop").hidden = !busy;
   $("send").hidden = busy;
@@ -174,114 +211,6 @@ function drawLast() {
   const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
   views.at(-1).draw();
   if (atEnd) box.scrollTop = box.scrollHeight;
-}
-
-class MessageView {
-  constructor(message, index) {
-    this.message = message;
-    this.isLast = index === current.messages.length - 1;
-    this.isGrowing = this.isLast && message.role === "assistant" && isResponding(current.id);
-    this.body = h("div", { class: "words" });
-    this.foot = h("footer");
-    const who = message.role === "user" ? "You" : "Model";
-    this.element = h("article", { class: message.role, "aria-label": who }, this.body, this.foot);
-    if (message.role === "user") this.drawUser(index);
-    else this.draw();
-  }
-
-  drawUser(index) {
-    this.body.textContent = this.message.content;
-    const isLastAsked = index === current.messages.findLastIndex((message) => message.role === "user");
-    if (isLastAsked && !isResponding(current.id)) {
-      this.foot.append(h("button", { class: "quiet edit", onclick: () => this.edit() }, "Edit"));
-    }
-  }
-
-  edit() {
-    const conversation = current;
-    const field = h("textarea", { value: this.message.content, rows: 3, "aria-label": "Edit your message" });
-    const done = () => field.value.trim() && askAgain(conversation, field.value.trim());
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") drawAll();
-      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-        event.preventDefault();
-        done();
-      }
-    });
-    const buttons = [h("button", { class: "quiet", onclick: drawAll }, "Cancel"), h("button", { onclick: done }, "Send")];
-    this.element.replaceChildren(field, h("footer", {}, ...buttons));
-    this.element.classList.add("editing");
-    field.focus();
-  }
-
-  draw() {
-    const { message } = this;
-    if (message.reasoning) this.drawThoughts();
-    show(this.body, message.content);
-    this.element.classList.toggle("growing", this.isGrowing);
-    if (this.isGrowing) {
-      this.foot.textContent = message.stats.rate ? `${message.stats.rate.toFixed(1)} tokens/s` : "waiting for the first token";
-    } else {
-      this.foot.replaceChildren(...this.footing());
-    }
-  }
-
-  drawThoughts() {
-    if (!this.thoughts) {
-      this.thoughts = h("div", { class: "thoughts" });
-      this.body.before(h("details", { open: this.isGrowing && !this.message.content }, h("summary", {}, "Thoughts"), this.thoughts));
-    }
-    show(this.thoughts, this.message.reasoning);
-  }
-
-  footing() {
-    const { message } = this;
-    const conversation = current;
-    const again = (label) => h("button", { class: "quiet again", onclick: () => askAgain(conversation) }, label);
-    const made = [];
-    if (message.error) made.push(h("p", { class: "trouble", role: "alert" }, message.error, this.isLast && again("Try again")));
-    const copy = h("button", { class: "quiet", onclick: () => copyText(message.content, copy) }, "Copy");
-    const why = h("button", { class: "quiet why-open", "aria-expanded": "false", onclick: () => this.explain(why) }, "Why this long?");
-    made.push(h("span", { class: "stats" }, statsLine(message.stats ?? {})), message.content && copy);
-    if (this.isLast && !message.error) made.push(again("Again"));
-    if (message.request) made.push(why);
-    return made.filter(Boolean);
-  }
-
-  async explain(button) {
-    if (this.explanation) {
-      this.explanation.remove();
-      this.explanation = null;
-      button.setAttribute("aria-expanded", "false");
-      return;
-    }
-    const conversation = current;
-    try {
-      const story = await explanationOf(this.message);
-      this.explanation = explanationView(story, this.message.stats.total_ms);
-      if (!isResponding(conversation.id)) store.save(conversation);
-    } catch (error) {
-      const words = error.status === 404 ? "The server has no record of this request any more." : error.message;
-      this.explanation = h("div", { class: "why" }, h("p", { class: "soft" }, words));
-      if (error.status === 401) onKeyNeeded(words);
-    }
-    this.element.append(this.explanation);
-    button.setAttribute("aria-expanded", "true");
-    this.explanation.scrollIntoView({ block: "nearest" });
-  }
-}
-
-const ENDS = { length: "reached the token limit", stopped: "stopped", tool_calls: "called a tool" };
-
-function statsLine(stats) {
-  const parts = [
-    stats.first_ms !== undefined && `first token ${seconds(stats.first_ms)}`,
-    stats.rate && `${stats.rate.toFixed(1)} tokens/s`,
-    stats.tokens && `${stats.prompt === undefined ? "about " : ""}${count(stats.tokens, "token")}`,
-    stats.cached > 0 && `${stats.cached} of ${stats.prompt} prompt tokens cached`,
-    ENDS[stats.finish],
-  ];
-  return parts.filter(Boolean).join(" · ");
 }
 
 /** As high as its text, up to a point. */

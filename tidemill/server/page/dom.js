@@ -2,7 +2,8 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element. `on…` are listeners, `class` and `aria-…` are attributes, everything else is a property. Texts stay texts. */
+/** An element. `on…` are listeners, `class` and `aria-…` are attributes, everything else is a property. Children may come
+ * in lists. Texts stay texts. */
 export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -11,12 +12,13 @@ export function h(tag, properties = {}, ...children) {
     else if (name === "class" || name === "role" || name.includes("-")) element.setAttribute(name, value);
     else element[name] = value;
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  for (const child of children.flat()) if (child !== null && child !== undefined && child !== false && child !== "") element.append(child);
   return element;
 }
 
 const ICONS = {
   rename: "M4 16l1-4 8.5-8.5 3 3L8 15l-4 1zM12 5l3 3",
+  close: "M5 5l10 10M15 5L5 15",
   remove: "M4 6h12M8 6V4h4v2M6 6l.7 10h6.6L14 6",
 };
 

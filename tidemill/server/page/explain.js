@@ -14,7 +14,7 @@ const NAMES = {
 /** Kept with the message, since the server keeps the latest thousand only. */
 export async function explanationOf(message) {
   if (!message.explanation || message.explanation.status === "under way") {
-    const reply = await call(`/v1/requests/${encodeURIComponent(message.request)}/explain`);
+    const reply = await call(`v1/requests/${encodeURIComponent(message.request)}/explain`);
     [message.explanation] = (await reply.json()).data;
   }
   return message.explanation;

@@ -50,7 +50,8 @@ function connect() {
 async function watch(signal) {
   while (!signal.aborted) {
     try {
-      const reply = await call("/v1/engine/live", { signal });
+      const several = $("model").options.length > 1;
+      const reply = await call(`v1/engine/live${several ? `?model=${encodeURIComponent($("model").value)}` : ""}`, { signal });
       say("");
       steps = [];
       history = [];

@@ -1,10 +1,11 @@
-// The frame around the views: tabs, the list of conversations, theme, model, key.
+// The frame around the views: tabs, theme, settings, model, key.
 
 import { call, key, keyIsKept, setKey } from "./api.js";
 import * as chat from "./chat.js";
-import { $, h, icon, toast } from "./dom.js";
+import { $, h, toast } from "./dom.js";
+import * as list from "./list.js";
 import * as live from "./live.js";
-import { numSet, showSettings } from "./settings.js";
+import { setDefaults, showSettings } from "./settings.js";
 import * as store from "./store.js";
 
 const MODEL = "tidemill.model";
@@ -40,7 +41,7 @@ function showTab(name, focus = false) {
     $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
     if (chosen && focus) $(`tab-${tab}`).focus();
   }
-  history.replaceState(null, "", name === "chat" ? "/" : `#${name}`);
+  history.replaceState(null, "", name === "chat" ? location.pathname + location.search : `#${name}`);
   live.setVisible(name === "engine");
 }
 
@@ -54,68 +55,7 @@ function setUpTabs() {
   });
 }
 
-// ---- conversations
-
-function drawList() {
-  const current = chat.currentConversation();
-  $("conversations").replaceChildren(...store.conversations().map((one) => row(one, one.id === current.id)));
-  $("settings-open").querySelector("b").textContent = numSet(current.settings) || "";
-}
-
-function row(conversation, isCurrent) {
-  const title = conversation.title || "Untitled";
-  const go = h("button", { class: "go", "aria-current": isCurrent ? "true" : null, onclick: () => choose(conversation.id) }, title);
-  const rename = h("button", { class: "icon", "aria-label": `Rename ${title}`, onclick: () => startRename() }, icon("rename"));
-  const remove = h("button", { class: "icon", "aria-label": `Delete ${title}`, onclick: () => forget(conversation.id) }, icon("remove"));
-  const item = h("li", { class: chat.isResponding(conversation.id) ? "responding" : "" }, go, rename, remove);
-  function startRename() {
-    const field = h("input", { value: title, maxLength: 120, "aria-label": "Title" });
-    const done = () => {
-      const latest = latestOf(conversation.id);
-      if (latest && field.value.trim()) {
-        latest.title = field.value.trim();
-        store.save(latest);
-      }
-      drawList();
-    };
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") field.blur();
-      if (event.key === "Escape") field.value = "";
-      if (event.key === "Escape") field.blur();
-    });
-    field.addEventListener("blur", done, { once: true });
-    item.replaceChildren(field);
-    field.select();
-  }
-  return item;
-}
-
-const latestOf = (id) => (chat.currentConversation()?.id === id ? chat.currentConversation() : store.load(id));
-
-function choose(id) {
-  const conversation = store.load(id);
-  if (conversation) openConversation(conversation);
-}
-
-function openConversation(conversation) {
-  chat.open(conversation);
-  drawList();
-  showTab("chat");
-  setMenu(false);
-  if (matchMedia("(hover: hover)").matches) $("text").focus(); // elsewhere a keyboard would cover what there is to read
-}
-
-function forget(id) {
-  const gone = latestOf(id);
-  chat.stop(id);
-  store.remove(id);
-  if (chat.currentConversation().id === id) openConversation(store.conversations()[0] ?? store.create());
-  drawList();
-  toast("Conversation deleted.", "Undo", () => {
-    store.save(gone);
-    drawList();
-  });
-}
+// ---- conversations, on a small screen
 
 function setMenu(isOpen) {
   document.body.classList.toggle("menu-open", isOpen);
@@ -123,18 +63,15 @@ function setMenu(isOpen) {
   $("menu").setAttribute("aria-expanded", isOpen);
 }
 
-function setUpConversations() {
-  $("new").addEventListener("click", () => openConversation(store.create()));
+function setUpMenu() {
   $("menu").addEventListener("click", () => setMenu(!document.body.classList.contains("menu-open")));
   $("veil").addEventListener("click", () => setMenu(false));
   addEventListener("keydown", (event) => event.key === "Escape" && setMenu(false));
-  addEventListener("storage", (event) => {
-    if (!store.isOurs(event.key)) return;
-    const current = chat.currentConversation();
-    const changed = !chat.isResponding(current.id) && event.key?.endsWith(current.id) && store.load(current.id);
-    if (changed) chat.open(changed);
-    drawList();
-  });
+}
+
+function showChat() {
+  showTab("chat");
+  setMenu(false);
 }
 
 // ---- settings
@@ -145,7 +82,7 @@ function setUpSettings() {
     showSettings(conversation.settings, () => {
       store.keepSettings(conversation.settings);
       if (conversation.messages.length) store.save(conversation);
-      drawList();
+      list.draw();
     });
   };
   $("settings-open").addEventListener("click", () => {
@@ -156,13 +93,14 @@ function setUpSettings() {
     chat.currentConversation().settings = {};
     store.keepSettings({});
     fill();
-    drawList();
+    list.draw();
   });
 }
 
 // ---- key and model
 
 function askForKey(why) {
+  $("key-open").hidden = false;
   if ($("key-dialog").open) return;
   $("key-why").textContent = why;
   $("key").value = key();
@@ -183,27 +121,49 @@ function setUpKey() {
   });
 }
 
+let models = [];
+
+/** Asked without the key first: a server that answers needs none, and then there is no place to enter one. */
+async function fetchModels() {
+  try {
+    return await call("v1/models", { anonymous: true });
+  } catch (error) {
+    if (error.status !== 401 || !key()) throw error;
+    $("key-open").hidden = false;
+    return call("v1/models");
+  }
+}
+
 async function loadModels() {
   try {
-    const { data } = await (await call("/v1/models")).json();
-    $("model").replaceChildren(...data.map(({ id }) => h("option", { value: id }, id)));
+    models = (await (await fetchModels()).json()).data;
+    $("model").replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
     const kept = localStorage.getItem(MODEL);
-    if (data.some(({ id }) => id === kept)) $("model").value = kept;
+    if (models.some(({ id }) => id === kept)) $("model").value = kept;
+    chooseModel();
+    if (models.length > 1) live.retry();
   } catch (error) {
     if (error.status === 401) askForKey(error.message);
     else toast(error.message, "Try again", loadModels);
   }
 }
 
+const chooseModel = () => setDefaults(models.find(({ id }) => id === $("model").value));
+
 setUpTheme();
 setUpTabs();
-setUpConversations();
+setUpMenu();
+list.setUp({ opened: showChat });
 setUpSettings();
 setUpKey();
-chat.setUp({ changed: drawList, keyNeeded: askForKey });
+chat.setUp({ changed: list.draw, keyNeeded: askForKey });
 live.setUp({ keyNeeded: askForKey });
-$("model").addEventListener("change", () => localStorage.setItem(MODEL, $("model").value));
+$("model").addEventListener("change", () => {
+  localStorage.setItem(MODEL, $("model").value);
+  live.retry();
+  chooseModel();
+});
 const view = TABS.find((tab) => location.hash === `#${tab}`) ?? "chat";
-openConversation(store.conversations()[0] ?? store.create());
+list.open(store.conversations()[0] ?? store.create());
 showTab(view);
 loadModels();

@@ -19,10 +19,13 @@ export function conversations() {
 
 export const load = (id) => read(PREFIX + id);
 
-export function create() {
+export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(8));
-  const id = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", changed: Date.now(), settings: read(SETTINGS) ?? {}, messages: [] };
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function create() {
+  return { id: newId(), title: "", changed: Date.now(), settings: read(SETTINGS) ?? {}, messages: [] };
 }
 
 /** False: the browser has no room left. */
@@ -41,3 +44,26 @@ export const remove = (id) => localStorage.removeItem(PREFIX + id);
 export const keepSettings = (settings) => localStorage.setItem(SETTINGS, JSON.stringify(settings));
 
 export const isOurs = (name) => name === null || name.startsWith(PREFIX);
+
+const AROUND = 34; // characters of a text beside what was found
+
+/** Conversations that contain a text, in any case: each with the first message that does (-1: its title only) and the words around it. */
+export function search(query) {
+  const wanted = query.toLowerCase();
+  const found = [];
+  for (const conversation of conversations()) {
+    const textOf = (message) => [message.content, ...(message.files ?? []).map(({ name, text }) => `${name}\n${text}`)].join("\n");
+    const index = conversation.messages.findIndex((message) => textOf(message).toLowerCase().includes(wanted));
+    if (index >= 0) found.push({ conversation, index, ...excerpt(textOf(conversation.messages[index]), wanted) });
+    else if ((conversation.title ?? "").toLowerCase().includes(wanted)) found.push({ conversation, index });
+  }
+  return found;
+}
+
+function excerpt(text, wanted) {
+  const start = text.toLowerCase().indexOf(wanted);
+  const end = start + wanted.length;
+  const line = (part) => part.replace(/\s+/g, " ");
+  const before = line(text.slice(Math.max(start - AROUND, 0), start));
+  return { before: start > AROUND ? `…${before}` : before, match: line(text.slice(start, end)), after: line(text.slice(end, end + 2 * AROUND)) };
+}

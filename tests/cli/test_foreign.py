@@ -1,0 +1,98 @@
+"""Flags of vLLM and llama.cpp: the same meaning, no effect with a note, or refused with the reason."""
+
+import pytest
+from typer.main import get_command
+
+from tidemill.cli.foreign import FOREIGN, translate
+from tidemill.cli.main import app
+from tidemill.errors import ConfigError
+
+
+def read(command: str, *args: str) -> list[str]:
+    return translate(args, get_command(app).commands[command].params)
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("--max-model-len 4096 --max-num-seqs=8", "--max-context 4096 --max-requests 8"),
+        ("--max_model_len 4096", "--max-context 4096"),
+        ("--max-num-batched-tokens 512 --served-model-name x", "--token-budget 512 --served-name x"),
+        ("--enable-prefix-caching --dtype bfloat16", "--prefix-caching --dtype bfloat16"),
+        ("--no-enable-prefix-caching", "--no-prefix-caching"),
+        (
+            "-m model.gguf -c 2048 -np 4 -t 2 --host 0.0.0.0",
+            "model.gguf --max-context 2048 --max-requests 4 --threads 2 --host 0.0.0.0",
+        ),
+        ("-hf org/name:Q8_0 --alias x --api-key k", "org/name:Q8_0 --served-name x --api-key k"),
+        ("--model smollm2 -c 0 -np -1", "smollm2"),
+        ("--chat-template-file t.jinja", "--chat-template t.jinja"),
+        ("-ngl 0", "--device cpu"),
+        ("--api-key -c smollm2", "--api-key -c smollm2"),
+        ("-- --jinja", "-- --jinja"),
+    ],
+)
+def test_the_same_meaning(given, ours, capsys):
+    assert read("serve", *given.split()) == ours.split()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--jinja",
+        "-ngl 99",
+        "-fa",
+        "-fa on",
+        "--tensor-parallel-size 1",
+        "--gpu-memory-utilization 0.9",
+        "--mlock",
+        "-b 512",
+        "-ctk f16",
+    ],
+)
+def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
+    assert read("serve", *given.split(), "--port", "1") == ["--port", "1"]
+    assert f"note: {given.split()[0]} has no effect: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--trust-remote-code", "code in a model's repository is never run"),
+        ("--tensor-parallel-size 2", "the model runs on one device"),
+        ("-tp 2", "the model runs on one device"),
+        ("--gpu-memory-utilization 0.3", "Use --kv-memory"),
+        ("--gpu-memory-utilization lots", "a number above 0"),
+        ("-ctk q8_0", "Possible: f16, bf16"),
+        ("--quantization awq", "the checkpoint says"),
+        ("--max-contxt 5", "Did you mean --max-context?"),
+        ("--max-modl-len 5", "Did you mean --max-model-len?"),
+        ("--frobnicate", "There is no option --frobnicate. See --help."),
+        ("--temp 0.5", "This command has no --temperature, which --temp means"),
+        ("--max-model-len", "--max-model-len needs a value"),
+    ],
+)
+def test_what_would_change_answers_is_refused_with_the_reason(given, words):
+    with pytest.raises(ConfigError) as caught:
+        read("serve", *given.split())
+    assert words in str(caught.value)
+
+
+def test_other_commands_have_their_own_short_flags():
+    assert read("generate", "x", "-t", "0.5", "-n", "3", "-m", "y") == ["x", "-t", "0.5", "-n", "3", "-m", "y"]
+    assert read("chat", "-m", "y", "--temp", "0.5", "-sys", "be brief") == ["y", "--temperature", "0.5", "--system", "be brief"]
+
+
+def test_every_entry_stands_for_a_real_option():
+    known = {
+        opt
+        for command in get_command(app).commands.values()
+        for param in command.params
+        for opt in (*param.opts, *param.secondary_opts)
+    }
+    for each in FOREIGN:
+        assert set(each.ours) - {"MODEL"} <= known, each.names
+        assert each.ours or each.why
+    flags = [flag for each in FOREIGN for flag in each.flags]
+    assert len(flags) == len(set(flags))

@@ -1,0 +1,190 @@
+"""A grammar applies to what follows the reasoning. The model's weights are random; a bias makes the reasoning end somewhere."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests.helpers import byte_tokenizer, load_model, make_core, make_llama, run, thinking_tokenizer
+from tidemill.engine.structured import AfterReasoning
+from tidemill.frontend.structured import BACKENDS, Grammars
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import Grammar, Reasoning, SamplingParams
+from tidemill.wire import Resumed, Submit
+
+OPEN, CLOSED = Reasoning("<think>", "</think>", True), Reasoning("<think>", "</think>", False)
+TIDE = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["ebb", "flow"]}, "minItems": 2, "maxItems": 2}))
+ANSWERS = {json.dumps([a, b], separators=(", ", ": ")) for a in ("ebb", "flow") for b in ("ebb", "flow")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinking")
+    make_llama(path, vocab_size=320, max_position_embeddings=512)
+    thinking_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def core_of(model, folder, backend, **options):
+    core = make_core(model, structured_backend=backend, **options)
+    core.structured.tokenizer_path = folder
+    return core
+
+
+def ask(tokenizer, reasoning=OPEN, seed=3, bias=4.0, **more):
+    (end,) = tokenizer.encode("</think>", add_special=False)
+    given = {
+        "max_tokens": 200,
+        "seed": seed,
+        "grammar": TIDE,
+        "reasoning": reasoning,
+        "logit_bias": {end: bias},
+        "ignore_eos": True,
+    }
+    return [1, 2, 3], SamplingParams(**given | more)
+
+
+def bias_of(tokenizer, biases):
+    return {tokenizer.encode(text, add_special=False)[0]: bias for text, bias in biases.items()}
+
+
+def parts(tokenizer, tokens):
+    thought, ending, answer = tokenizer.decode(tokens, skip_special=False).partition("</think>")
+    assert ending
+    return thought, answer.removesuffix("</s>")
+
+
+def test_samples_chunks_cache_and_preemption_change_nothing(model, folder, tokenizer, backend):
+    def answers(asks, **options):
+        return run(core_of(model, folder, backend, **options), asks, eos=tokenizer.eos_token_ids)
+
+    mine = ask(tokenizer, n=3)
+    alone = answers({"x": mine})
+    thoughts = set()
+    for answer in alone.values():
+        thought, written = parts(tokenizer, answer.tokens)
+        thoughts.add(thought)
+        assert re.sub(", *", ", ", written) in ANSWERS
+        assert answer.finish_reason == "stop"
+    assert len(thoughts) > 1
+    assert max(map(len, thoughts)) > 3
+    crowd = {f"o{i}": ([7 + i] * 60, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(6)}
+    crowded = answers(crowd | {"x": mine}, kv_memory_bytes=200 * 2**10, max_context=220, token_budget=64)
+    assert {name: crowded[name].tokens for name in alone} == {name: answer.tokens for name, answer in alone.items()}
+
+
+@pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
+def test_another_engine_goes_on_anywhere(model, folder, tokenizer, backend, reasoning, biases):
+    """In the reasoning, at its end, in the answer."""
+    core = core_of(model, folder, backend)
+    how = ask(tokenizer, reasoning, logit_bias=bias_of(tokenizer, biases))
+    whole = run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens
+    assert parts(tokenizer, whole)[1]
+    for num in range(1, len(whole)):
+        core.submit(Submit("y", *how, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
+        rest = []
+        while core.has_work:
+            output, failed = core.step()
+            assert not failed
+            rest += [token for delta in output.deltas for token in delta.token_ids]
+        assert whole[:num] + rest == whole
+
+
+def test_reasoning_that_fills_max_tokens(model, folder, tokenizer, backend):
+    core = core_of(model, folder, backend)
+    answer = run(core, {"x": ask(tokenizer, bias=-100.0, max_tokens=40)}, eos=tokenizer.eos_token_ids)["x"]
+    assert (len(answer.tokens), answer.finish_reason) == (40, "length")
+    assert "ebb" not in tokenizer.decode(answer.tokens)
+    assert not core.structured
+
+
+def test_the_output_may_open_the_reasoning_or_not(model, folder, tokenizer, backend):
+    """A template that leaves it to the model: the first token is <think>, or what the grammar allows."""
+    core = core_of(model, folder, backend)
+    for biases, thought in (({"[": 100.0}, ""), ({"<think>": 20.0, "</think>": 50.0}, "<think></think>")):
+        how = ask(tokenizer, CLOSED, logit_bias=bias_of(tokenizer, biases))
+        text = tokenizer.decode(run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens)
+        assert text.startswith(thought)
+        assert re.sub(", *", ", ", text.removeprefix(thought)) in ANSWERS
+
+
+def follow(matcher, tokenizer, text):
+    for token in tokenizer.encode(text, add_special=False):
+        mask = matcher.mask()
+        assert mask is None or mask[token // 32] >> (token % 32) & 1, text
+        matcher.take([token])
+
+
+def allowed(matcher, tokenizer):
+    mask = matcher.mask()
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return {tokenizer.token_text(int(token)) for token in np.flatnonzero(bits)}
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory):
+    """Without tokens for the marks: they come byte by byte."""
+    path = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer(path)
+    return path
+
+
+def test_marks_of_several_tokens(byte_folder, backend):
+    tokenizer = Tokenizer.load(byte_folder)
+    grammars = Grammars.of(backend, tokenizer, 320)
+
+    def matcher(choices, reasoning=CLOSED):
+        return AfterReasoning(grammars.matcher(Grammar("choice", json.dumps(choices))), reasoning, tokenizer, 320)
+
+    made = matcher(["yes", "<no>"])
+    assert allowed(made, tokenizer) == {"y", "<"}
+    follow(made, tokenizer, "<")
+    assert allowed(made, tokenizer) == {"n", "t"}
+    follow(made, tokenizer, "no>")
+    assert made.is_over
+    assert not made.error
+
+    made = matcher(["yes", "<no>"])
+    follow(made, tokenizer, "<th")
+    assert allowed(made, tokenizer) == {"i"}
+    follow(made, tokenizer, "ink>hm</thi</think")
+    assert made.mask() is None
+    assert not made.is_over
+    follow(made, tokenizer, ">")
+    assert allowed(made, tokenizer) == {"y", "<"}
+    follow(made, tokenizer, "<no>")
+    assert made.is_over
+
+
+def test_a_token_that_ends_the_reasoning_and_begins_the_answer(tmp_path, backend):
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    byte_tokenizer(tmp_path)
+    made = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_tokens([AddedToken(text, normalized=False) for text in ("think>\n\n", "think>ye")])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    for text in ("hm</think>\n\nyes", "hm</think>yes"):
+        grammar = Grammars.of(backend, tokenizer, 320).matcher(Grammar("choice", '["yes"]'))
+        matcher = AfterReasoning(grammar, OPEN, tokenizer, 320)
+        assert len(tokenizer.encode(text, add_special=False)) < len(text) - 5
+        follow(matcher, tokenizer, text)
+        assert matcher.is_over
+        assert not matcher.error

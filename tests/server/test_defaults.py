@@ -1,0 +1,95 @@
+"""Sampling defaults of the model in every API, on the page's route and on the command line: one source, the same answers."""
+
+import json
+import shutil
+import signal
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from tests.server.conftest import Server
+from tidemill import LLM
+from tidemill.cli.main import app
+
+# top_k 1 is greedy at any temperature, so that a lost default shows in the text.
+CONFIG = {"do_sample": True, "temperature": 5.0, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 12}
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder, tmp_path_factory):
+    path = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("defaults") / "model")
+    (path / "generation_config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_defaults(folder):
+    running = Server(folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return LLM(str(folder), progress=False).chat(HI)[0].text
+
+
+def post(server: Server, path: str, **body):
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chat(server: Server, **body) -> str:
+    return post(server, "/v1/chat/completions", messages=HI, **body)["choices"][0]["message"]["content"]
+
+
+def test_every_api_has_them(with_defaults, expected):
+    assert expected
+    assert chat(with_defaults) == expected
+    assert chat(with_defaults, temperature=None, max_tokens=None) == expected
+    anthropic = post(with_defaults, "/v1/messages", model="tiny", max_tokens=12, messages=HI)
+    assert "".join(block["text"] for block in anthropic["content"]) == expected
+    answer = post(with_defaults, "/v1/responses", model="tiny", input="hi")
+    assert answer["output"][0]["content"][0]["text"] == expected
+
+
+def test_a_given_parameter_counts_and_the_others_stay(with_defaults, expected):
+    assert chat(with_defaults, temperature=9) == expected
+    assert chat(with_defaults, top_k=0, seed=1) != expected
+    assert chat(with_defaults, repetition_penalty=1.0, max_tokens=40) != chat(with_defaults, max_tokens=40)
+    assert chat(with_defaults, temperature=0) == expected  # greedy, with the penalty
+
+
+def test_limit_of_answers(with_defaults):
+    usage = post(with_defaults, "/v1/chat/completions", messages=HI, ignore_eos=True)["usage"]
+    assert usage["completion_tokens"] == 12
+    usage = post(with_defaults, "/v1/chat/completions", messages=HI, ignore_eos=True, max_tokens=100)["usage"]
+    assert usage["completion_tokens"] == 100
+    usage = post(with_defaults, "/v1/chat/completions", messages=HI, ignore_eos=True, min_tokens=20)["usage"]
+    assert usage["completion_tokens"] == 20
+    with_logprobs = post(with_defaults, "/v1/chat/completions", messages=HI, ignore_eos=True, logprobs=True)["usage"]
+    assert with_logprobs["completion_tokens"] == 12
+
+
+def test_they_are_shown(with_defaults, server, folder):
+    card = httpx.get(f"{with_defaults.url}/v1/models").json()["data"][0]
+    shown = {"temperature": 5.0, "top_p": 1.0, "top_k": 1, "min_p": 0.0, "repetition_penalty": 1.3, "max_tokens": 12}
+    assert card["sampling_defaults"] == shown
+    neutral = httpx.get(f"{server.url}/v1/models/tiny").json()["sampling_defaults"]
+    assert neutral == shown | {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_tokens": 1024}
+    inside = CliRunner().invoke(app, ["models", str(folder)]).output
+    assert "temperature 5, top_k 1, repetition_penalty" in " ".join(inside.replace("│", " ").split())
+
+
+def test_the_command_line_has_them(folder, expected):
+    handler = signal.getsignal(signal.SIGINT)
+    done = CliRunner().invoke(app, ["generate", "hi", "--chat", "-m", str(folder)])
+    assert done.stdout == expected + "\n"
+    done = CliRunner().invoke(
+        app, ["generate", "hi", "--chat", "-m", str(folder), "--sampling-defaults", "neutral", "--seed", "1"]
+    )
+    assert done.stdout != expected + "\n"
+    signal.signal(signal.SIGINT, handler)  # which the command has set

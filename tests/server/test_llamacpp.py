@@ -1,0 +1,240 @@
+"""llama.cpp's own API against `tidemill serve`, as its clients send it."""
+
+import json
+import re
+import threading
+
+import httpx
+import pytest
+
+from tests.server.conftest import Server
+
+GREEDY = {"temperature": 0, "n_predict": 12}
+
+
+def ask(server, path, status=200, **body):
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def events(server, path="/completion", **body):
+    with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}, timeout=60) as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        return [json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: ")]
+
+
+def openai_text(server, prompt, **more):
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 12} | more
+    return ask(server, "/v1/completions", **body)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/completions"])
+def test_a_completion_is_that_of_the_other_apis(roomy, path):
+    whole = ask(roomy, path, prompt="The tide", **GREEDY)
+    assert whole["content"] == openai_text(roomy, "The tide")
+    assert whole["stop"] is True
+    assert whole["tokens"] == []
+    assert whole["tokens_predicted"] == 12
+    assert whole["tokens_evaluated"] == len("The tide")
+    assert (whole["stop_type"], whole["stopping_word"], whole["truncated"]) == ("limit", "", False)
+    assert whole["prompt"] == "The tide"
+    assert whole["model"] == "tiny"
+    assert whole["generation_settings"]["temperature"] == 0
+    assert whole["generation_settings"]["n_predict"] == 12
+    timings = whole["timings"]
+    assert timings["predicted_n"] == 12
+    assert timings["prompt_n"] + timings["cache_n"] == len("The tide")
+    assert timings["predicted_ms"] > 0
+    assert timings["predicted_per_second"] == pytest.approx(1000 * 11 / timings["predicted_ms"])
+
+
+def test_a_streamed_completion_adds_up(roomy):
+    whole = ask(roomy, "/completion", prompt="The tide", return_tokens=True, n_probs=2, **GREEDY)
+    parts = events(roomy, prompt="The tide", n_probs=2, timings_per_token=True, **GREEDY)
+    assert [part["stop"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert "".join(part["content"] for part in parts) == whole["content"]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert len(whole["tokens"]) == 12
+    streamed = [entry for part in parts for entry in part.get("completion_probabilities", [])]
+    assert [entry["id"] for entry in streamed] == [entry["id"] for entry in whole["completion_probabilities"]] == whole["tokens"]
+    assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0 for entry in streamed)
+    assert all("timings" in part for part in parts)
+    assert parts[-1]["stop_type"] == "limit"
+
+
+def test_prompts_of_all_kinds(roomy):
+    ids = ask(roomy, "/tokenize", prompt="The tide", add_special_tokens=False)["tokens"]
+    expected = ask(roomy, "/completion", prompt="The tide", **GREEDY)["content"]
+    for prompt in (ids, ["The ", *ids[4:]], [*ids[:4], "tide"]):
+        assert ask(roomy, "/completion", prompt=prompt, **GREEDY)["content"] == expected
+    several = ask(roomy, "/completion", prompt=["The tide", ids, [*ids[:4], "tide"], "x"], **GREEDY)
+    assert [one["content"] for one in several[:3]] == [expected] * 3
+    assert [one["index"] for one in several] == [0, 1, 2, 3]
+    parts = events(roomy, prompt=["The tide", "x"], **GREEDY)
+    for i, text in enumerate((expected, several[3]["content"])):
+        assert "".join(part["content"] for part in parts if part["index"] == i) == text
+    assert sum(part["stop"] for part in parts) == 2
+
+
+def test_how_it_ends(roomy, scripted):
+    text = openai_text(roomy, "The tide")
+    cut = ask(roomy, "/completion", prompt="The tide", stop=[text[3]], **GREEDY)
+    assert (cut["stop_type"], cut["stopping_word"], cut["content"]) == ("word", text[3], text.partition(text[3])[0])
+    ended = ask(scripted, "/completion", prompt="<|assistant|>", temperature=0)
+    assert (ended["stop_type"], ended["tokens_predicted"]) == ("eos", 7)
+    goes_on = ask(scripted, "/completion", prompt="<|assistant|>", temperature=0, ignore_eos=True, n_predict=20)
+    assert goes_on["tokens_predicted"] == 20
+    nothing = ask(roomy, "/completion", prompt="The tide", n_predict=0)
+    assert (nothing["content"], nothing["tokens_predicted"], nothing["stop_type"]) == ("", 0, "limit")
+
+
+def test_sampling_under_its_names(roomy):
+    same = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 5, "presence_penalty": 0.4}
+    expected = openai_text(roomy, "The tide", **same, repetition_penalty=0.05, max_tokens=24)
+    assert ask(roomy, "/completion", prompt="The tide", n_predict=24, repeat_penalty=0.05, **same)["content"] == expected
+    assert openai_text(roomy, "The tide", **same, max_tokens=24) != expected
+
+
+def test_logit_bias_in_both_shapes(roomy):
+    (a,) = ask(roomy, "/tokenize", prompt="a", add_special_tokens=False)["tokens"]
+    for bias in ([[a, 100]], [["a", 100.0]], {str(a): 100}, {"a": 100}):
+        assert ask(roomy, "/completion", prompt="x", logit_bias=bias, **GREEDY)["content"] == "a" * 12
+    text = openai_text(roomy, "The tide")
+    without = ask(roomy, "/completion", prompt="The tide", logit_bias=[[text[0], False]], **GREEDY)["content"]
+    assert text[0] not in without
+
+
+def test_grammars(roomy):
+    made = ask(roomy, "/completion", prompt="x", grammar='root ::= ("yes" | "no") [0-9]{2}', seed=3)["content"]
+    assert re.fullmatch(r"(yes|no)\d\d", made)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    assert json.loads(ask(roomy, "/completion", prompt="x", json_schema=schema, seed=3)["content"])["n"] in (1, 2)
+    assert "grammar" in ask(roomy, "/completion", 400, prompt="x", grammar="root ::= (")["error"]["message"]
+
+
+def test_fields_of_the_response(roomy):
+    names = ["content", "generation_settings/n_predict", "nothing"]
+    made = ask(roomy, "/completion", prompt="The tide", response_fields=names, **GREEDY)
+    assert made == {"content": openai_text(roomy, "The tide"), "n_predict": 12}
+
+
+BAD = [
+    ({"mirostat": 1}, "mirostat"),
+    ({"dry_multiplier": 0.8}, "dry_multiplier"),
+    ({"xtc_probability": 0.5}, "xtc_probability"),
+    ({"samplers": ["top_k"]}, "samplers"),
+    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
+    ({"post_sampling_probs": True}, "post_sampling_probs"),
+    ({"n_probs": 500}, "n_probs"),
+    ({"logit_bias": [["x" * 1000, 1]]}, "logit_bias"),
+    ({"logit_bias": {"x" * 250 + "y": 1e9}}, "logit_bias"),
+    ({"grammar": "root ::= [a]", "json_schema": {}}, "grammar"),
+    ({"seed": 2**70}, "seed"),
+    ({"n_predict": 10**30}, "n_predict"),
+    ({"logit_bias": [[10**30, 1]]}, "logit_bias"),
+    ({"logit_bias": {f"x{i}": 1 for i in range(2000)}}, "logit_bias"),
+    ({"temprature": 1}, "temprature"),
+    ({"prompt": [[1, "a"], 5]}, "prompt"),
+    ({"prompt": [{"prompt_string": "x"}]}, "prompt"),
+    ({"prompt": ["x"] * 1000}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [10**6]}, None),
+    ({"prompt": [1, *["x"] * 10_000]}, "prompt"),
+    ({"model": "other"}, "model"),
+]
+
+
+def test_bad_requests_are_refused_by_name(roomy):
+    for body, param in BAD:
+        for stream in (False, True):
+            reply = httpx.post(f"{roomy.url}/completion", json={"prompt": "x", "stream": stream} | body, timeout=60)
+            assert reply.status_code in (400, 404), (str(body)[:100], reply.text)
+            assert param is None or reply.json()["error"]["param"] == param, (str(body)[:100], reply.text)
+
+
+def test_what_has_no_effect_is_named(roomy):
+    body = {"prompt": "x", "n_predict": 1, "cache_prompt": True, "id_slot": 0, "n_keep": 5, "mirostat": 0, "grammar": None}
+    reply = httpx.post(f"{roomy.url}/completion", json=body, timeout=60)
+    assert reply.status_code == 200
+    assert reply.headers["x-tidemill-ignored"] == "cache_prompt, id_slot, n_keep"
+
+
+def test_infill(roomy, scripted):
+    ends = {"input_prefix": "def f(", "input_suffix": "return 1"}
+    made = ask(scripted, "/infill", **ends, temperature=0)
+    assert (made["content"], made["stop_type"]) == ("xyz", "eos")
+    assert made["prompt"] == "<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>"
+    assert "".join(part["content"] for part in events(scripted, "/infill", **ends, temperature=0)) == "xyz"
+    more = ask(scripted, "/infill", **ends, prompt="x", input_extra=[{"filename": "a.py", "text": "A = 1"}], temperature=0)
+    assert more["content"] == "yz"
+    repository = "<|repo_name|>repository\n<|file_sep|>a.py\nA = 1\n<|file_sep|>filename\n"
+    assert more["prompt"] == f"{repository}<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>x"
+    assert "fill in the middle" in ask(roomy, "/infill", 400, **ends)["error"]["message"]
+    assert ask(scripted, "/infill", 400, input_prefix="x")["error"]["param"] == "input_suffix"
+
+
+def test_suffix_of_openai_completions(roomy, scripted):
+    body = {"prompt": "def f(", "suffix": "return 1", "temperature": 0}
+    made = ask(scripted, "/v1/completions", **body)
+    assert (made["choices"][0]["text"], made["choices"][0]["finish_reason"]) == ("xyz", "stop")
+    both = ask(scripted, "/v1/completions", **body | {"prompt": ["a", "b"]})
+    assert [choice["text"] for choice in both["choices"]] == ["xyz", "xyz"]
+    for wrong, param in (({"prompt": [5, 6]}, "prompt"), ({"echo": True}, "echo")):
+        assert ask(scripted, "/v1/completions", 400, **body | wrong)["error"]["param"] == param
+    assert ask(roomy, "/v1/completions", 400, **body)["error"]["param"] == "suffix"
+
+
+def test_embedding(roomy):
+    ours = ask(roomy, "/v1/embeddings", input=["one", "two"])["data"]
+    for path in ("/embedding", "/embeddings"):
+        assert ask(roomy, path, content=["one", "two"]) == [{"index": i, "embedding": [ours[i]["embedding"]]} for i in (0, 1)]
+    ids = ask(roomy, "/tokenize", prompt="two", add_special_tokens=False)["tokens"]
+    assert ask(roomy, "/embedding", input=[*ids[:1], "wo"]) == [{"index": 0, "embedding": [ours[1]["embedding"]]}]
+    assert ask(roomy, "/embedding", 400)["error"]["param"] == "content"
+    assert ask(roomy, "/embedding", 400, content="x", embd_normalize=-1)["error"]["param"] == "embd_normalize"
+
+
+def test_templates_and_properties(roomy):
+    made = ask(roomy, "/apply-template", messages=[{"role": "user", "content": "Hi"}])
+    assert made == {"prompt": "<|user|>Hi<|end|><|assistant|>"}
+    props = httpx.get(f"{roomy.url}/props").json()
+    assert props["default_generation_settings"]["n_ctx"] == 4096
+    assert props["default_generation_settings"]["params"]["repeat_penalty"] == 1
+    assert props["total_slots"] >= 1
+    assert props["eos_token"] == "</s>"
+    assert "m['content']" in props["chat_template"]
+    assert httpx.get(f"{roomy.url}/health").json() == {"status": "ok"}
+
+
+def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
+    mine, admin = "a-key-of-the-tests", "a-key-of-the-admin"
+    running = Server(tiny_folder, "--api-key", mine, "--admin-key", admin, "--max-requests", "1").wait()
+    try:
+        assert httpx.get(f"{running.url}/slots").status_code == 401
+        assert httpx.get(f"{running.url}/slots", headers={"x-api-key": mine}).status_code == 403
+        headers = {"x-api-key": admin}
+        (free,) = httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).json()
+        assert free["is_processing"] is False
+        leave = threading.Event()
+
+        def stream():
+            while not leave.is_set():
+                body = {"prompt": "a secret", "stream": True, "ignore_eos": True, "n_predict": 500}
+                httpx.post(f"{running.url}/completion", json=body, headers={"x-api-key": mine, "x-request-id": "it"}, timeout=60)
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        try:
+            while not (slot := httpx.get(f"{running.url}/slots", headers=headers).json()[0])["is_processing"]:
+                pass
+            while httpx.get(f"{running.url}/slots?fail_on_no_slot=1", headers=headers).status_code != 503:
+                pass
+        finally:
+            leave.set()
+            thread.join()
+        assert slot["id_task"].startswith("it/")
+        assert slot["n_prompt_tokens"] == len("a secret")
+        assert "secret" not in json.dumps(slot)
+    finally:
+        assert running.stop() == 0

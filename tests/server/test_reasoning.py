@@ -1,0 +1,139 @@
+"""Reasoning that the prompt opens, by the real server, and answers that keep to a grammar after it."""
+
+import json
+
+import httpx
+import pytest
+
+from tests.helpers import make_llama, thinking_tokenizer
+from tests.server.conftest import Server
+from tidemill.frontend.tokenizer import Tokenizer
+
+USER = [{"role": "user", "content": "Which way?"}]
+SCHEMA = {"type": "object", "properties": {"to": {"enum": ["ebb", "flow"]}}, "required": ["to"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "tide", "schema": SCHEMA}}
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": SCHEMA}}]
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("thinking")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    thinking_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    running = Server(folder, "--tool-parser", "pythonic").wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def ends(folder):
+    """A bias that makes the random model end its reasoning after some tokens."""
+    (token,) = Tokenizer.load(folder).encode("</think>", add_special=False)
+    return {str(token): 3.0}
+
+
+def post(server, body, path="/v1/chat/completions"):
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_the_answer_keeps_to_the_schema_after_the_reasoning(server, ends):
+    body = {
+        "messages": USER,
+        "response_format": FORMAT,
+        "logit_bias": ends,
+        "seed": 5,
+        "n": 3,
+        "max_tokens": 400,
+        "logprobs": True,
+    }
+    reply = post(server, body)
+    num_reasoning = 0
+    for choice in reply["choices"]:
+        message = choice["message"]
+        assert json.loads(message["content"])["to"] in ("ebb", "flow")
+        assert message["reasoning"] == message["reasoning_content"]
+        tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+        num_reasoning += tokens.index("</think>")
+        assert choice["finish_reason"] == "stop"
+    assert num_reasoning > 3
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+
+
+def test_streamed_as_whole(server, ends):
+    body = {"messages": USER, "response_format": FORMAT, "logit_bias": ends, "seed": 7, "max_tokens": 400}
+    whole = post(server, body)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    made = {"content": "", "reasoning": "", "reasoning_content": ""}
+    usage = None
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                usage = chunk.get("usage") or usage
+                for choice in chunk["choices"]:
+                    for name in made:
+                        made[name] += choice["delta"].get(name, "")
+    assert made["reasoning"]
+    assert made.items() <= whole["choices"][0]["message"].items()
+    details = usage["completion_tokens_details"]
+    assert details == whole["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] > 0
+
+
+def test_without_reasoning_the_grammar_applies_at_once(server, ends):
+    reply = post(server, {"messages": USER, "response_format": FORMAT, "logit_bias": ends, "seed": 5, "max_tokens": 400} | OFF)
+    message = reply["choices"][0]["message"]
+    assert json.loads(message["content"])["to"] in ("ebb", "flow")
+    assert "reasoning" not in message
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
+def test_a_forced_call_follows_the_reasoning(server, ends):
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "logit_bias": ends, "seed": 5, "max_tokens": 1500}
+    choice = post(server, body | {"parallel_tool_calls": False})["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["to"] in ("ebb", "flow")
+
+
+def test_max_tokens_within_the_reasoning(server, ends):
+    """By all three APIs: there is reasoning and nothing else."""
+    never = dict.fromkeys(ends, -100)
+    body = {"messages": USER, "response_format": FORMAT, "logit_bias": never, "max_tokens": 30, "ignore_eos": True}
+    reply = post(server, body)
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["reasoning"]
+    assert not choice["message"]["content"]
+    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 30
+    text = {"format": {"type": "json_schema", "name": "tide", "schema": SCHEMA}}
+    body = {"model": "tiny", "input": "Which way?", "max_output_tokens": 3, "temperature": 0.0, "text": text}
+    reply = post(server, body, "/v1/responses")
+    assert [item["type"] for item in reply["output"]] == ["reasoning"]
+    assert (reply["status"], reply["usage"]["output_tokens_details"]) == ("incomplete", {"reasoning_tokens": 3})
+    body = {"model": "tiny", "messages": USER, "max_tokens": 3, "temperature": 0.0}
+    reply = post(server, body, "/v1/messages")
+    assert [block["type"] for block in reply["content"]] == ["thinking"]
+    assert reply["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(("text", "arguments"), [("[tide(to='ebb')]", {"to": "ebb"}), ("[wave(to='ebb')]", None)])
+def test_the_named_parser_reads_calls_of_known_tools(server, text, arguments):
+    """The choice makes the model write it; the parser was named on the command line."""
+    body = {"messages": USER, "tools": TOOLS, "structured_outputs": {"choice": [text]}, "max_tokens": 100} | OFF
+    choice = post(server, body)["choices"][0]
+    if arguments is None:
+        assert choice["message"]["content"] == text
+        assert "tool_calls" not in choice["message"]
+    else:
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("tide", arguments)
+        assert choice["finish_reason"] == "tool_calls"

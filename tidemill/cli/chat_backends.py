@@ -1,0 +1,172 @@
+"""Who answers in `tidemill chat`: a model in this process, or a server with the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tidemill.cli.generate import summary
+from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from tidemill.engine.llm import LLM
+
+_TIMEOUT_S = 600.0  # between two pieces of an answer
+_ERROR_CHARS = 500
+
+
+class Backend(Protocol):
+    name: str
+
+    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        """Pieces of the answer, and whether each is reasoning."""
+        ...
+
+    def interrupt(self) -> None:
+        """End the answer: called from a signal handler while `reply` runs."""
+        ...
+
+    def summary(self) -> str:
+        """One line about the last answer."""
+        ...
+
+    def defaults(self) -> dict[str, Any]:
+        """Sampling parameters where nothing is set."""
+        ...
+
+
+class Local:
+    def __init__(self, llm: LLM, name: str) -> None:
+        self.name, self._llm = name, llm
+
+    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        context = self._llm.config.max_context
+        ids = self._llm.tokenizer.encode_chat(messages, max_tokens=context)
+        room = max(1, context - len(ids))
+        fits = {"max_tokens": min(sampling["max_tokens"], room)} if sampling.get("max_tokens") else {}
+        for piece in self._llm.stream(ids, SamplingParams(**sampling | fits)):
+            yield piece, False
+
+    def interrupt(self) -> None:
+        self._llm.interrupt()  # between two steps, so that the engine is never cut in two
+
+    def summary(self) -> str:
+        return summary(self._llm)
+
+    def defaults(self) -> dict[str, Any]:
+        return self._llm.defaults.shown()
+
+
+class Remote:
+    """Sends only what was set: the server has its own defaults."""
+
+    def __init__(self, url: str, model: str | None, key: str) -> None:
+        import httpx
+
+        base = url.rstrip("/")
+        self._url = base if base.endswith("/v1") else f"{base}/v1"
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(_TIMEOUT_S, connect=10))
+        self.name = model or self._first_model()
+        self._summary = ""
+
+    def _first_model(self) -> str:
+        reply = self._request("GET", "/models")
+        try:
+            return str(reply["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise TidemillError(f"{self._url}/models lists no model.", fix="Name one: tidemill chat MODEL --url URL.") from None
+
+    def _request(self, method: str, path: str) -> Any:
+        import httpx
+
+        try:
+            reply = self._client.request(method, self._url + path)
+            reply.read()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        if reply.status_code != 200:
+            raise _refusal(reply.status_code, reply.text)
+        try:
+            return reply.json()
+        except ValueError:
+            raise TidemillError(f"{self._url}{path} is no OpenAI API: it does not send JSON.", fix="Check --url.") from None
+
+    def _unreachable(self, error: Exception) -> TidemillError:
+        fix = "Check that the server runs, and the address in --url."
+        return TidemillError(f"{self._url} does not respond: {str(error) or type(error).__name__}.", fix=fix)
+
+    def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+        import httpx
+
+        body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}} | sampling
+        begin, first, reason, num_pieces = time.perf_counter(), None, None, 0
+        usage: dict[str, Any] = {}
+        try:
+            with self._client.stream("POST", f"{self._url}/chat/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    raise _refusal(reply.status_code, reply.read().decode(errors="replace"))
+                for chunk in _chunks(reply):
+                    usage = chunk.get("usage") or usage
+                    for choice in chunk.get("choices") or ():
+                        reason = choice.get("finish_reason") or reason
+                        delta = choice.get("delta") or {}
+                        for name in ("reasoning_content", "reasoning", "content"):
+                            if text := delta.get(name):
+                                first = first or time.perf_counter()
+                                num_pieces += 1
+                                yield text, name != "content"
+                                break
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        finally:
+            self._summary = _figures(begin, first, usage, reason, num_pieces)
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt  # closes the connection, which ends the request
+
+    def summary(self) -> str:
+        return self._summary
+
+    def defaults(self) -> dict[str, Any]:
+        return {}
+
+
+def _chunks(reply: Any) -> Iterator[dict[str, Any]]:
+    """Server-sent events; lines end with a newline only, whatever else Unicode takes for one."""
+    rest = b""
+    for part in reply.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            text = line.decode().strip()
+            if not text.startswith("data:") or text.endswith("[DONE]"):
+                continue
+            chunk = json.loads(text[5:])
+            if chunk.get("error"):
+                raise _refusal(200, json.dumps(chunk))
+            yield chunk
+
+
+def _refusal(status: int, body: str) -> InvalidRequest:
+    try:
+        error = json.loads(body)["error"]
+        message = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        message = body[:_ERROR_CHARS]
+    return InvalidRequest(f"The server refuses it ({status}): {message[:_ERROR_CHARS]}")
+
+
+def _figures(begin: float, first: float | None, usage: dict[str, Any], reason: str | None, num_pieces: int) -> str:
+    if first is None:
+        return f"no answer, ended by {reason or 'you'}"
+    count = usage.get("completion_tokens")
+    words = [f"{usage['prompt_tokens']} prompt tokens"] if "prompt_tokens" in usage else []
+    words.append(f"{count} generated" if count else f"{num_pieces} pieces")
+    words.append(f"first after {first - begin:.2f} s")
+    took = time.perf_counter() - first
+    if count and count > 1 and took > 0:
+        words.append(f"then {(count - 1) / took:.1f} tokens/s")
+    return ", ".join([*words, f"ended by {reason or 'you'}"])

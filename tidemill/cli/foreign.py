@@ -1,0 +1,234 @@
+"""Flags of vLLM and llama.cpp: what stands for each of them here, so that a command line of theirs works or says why not."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typer.core import TyperCommand
+
+from tidemill.errors import ConfigError
+
+VLLM, LLAMA = "vLLM", "llama.cpp"
+_GPU_SHARE = 0.8  # at least this part of a GPU is what is taken anyway
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One flag of another program, under all its names.
+
+    `ours`: flags with the same meaning, of which a command has one; a value follows. Without them the flag has no effect on
+    answers and is accepted with a note, or it is refused; `why` gives the reason for both.
+    """
+
+    names: str
+    source: str
+    ours: tuple[str, ...] = ()
+    why: str = ""
+    takes_value: bool = True
+    automatic: tuple[str, ...] = ()  # values that mean: not given
+    accepted: tuple[str, ...] | None = None  # without `ours`: the values that have no effect; None: all
+    is_refused: bool = False
+
+    @property
+    def flags(self) -> list[str]:
+        return self.names.split()
+
+
+def _same(names: str, source: str, *ours: str, why: str = "", automatic: tuple[str, ...] = ()) -> Foreign:
+    return Foreign(names, source, ours, why, automatic=automatic)
+
+
+def _switch(names: str, source: str, ours: str) -> Foreign:
+    return Foreign(names, source, (ours,), takes_value=False)
+
+
+def _no_effect(
+    names: str, source: str, why: str, *, takes_value: bool = False, accepted: tuple[str, ...] | None = None
+) -> Foreign:
+    return Foreign(names, source, why=why, takes_value=takes_value or accepted is not None, accepted=accepted)
+
+
+def _refused(names: str, source: str, why: str, *, takes_value: bool = True) -> Foreign:
+    return Foreign(names, source, why=why, takes_value=takes_value, is_refused=True)
+
+
+_ONE = ("1",)
+_ONE_DEVICE = "the model runs on one device"
+FOREIGN = (
+    _same("--max-model-len", VLLM, "--max-context", automatic=("-1", "auto")),
+    _same("-c --ctx-size", LLAMA, "--max-context", automatic=("0",), why="Of each request: it is not divided among slots."),
+    _same("--max-num-seqs", VLLM, "--max-requests"),
+    _same("-np --parallel", LLAMA, "--max-requests", automatic=("-1",)),
+    _same("--max-num-batched-tokens", VLLM, "--token-budget"),
+    _same("--block-size", VLLM, "--page-size"),
+    _same("--kv-cache-memory-bytes", VLLM, "--kv-memory"),
+    _same("--served-model-name", VLLM, "--served-name"),
+    _same("-a --alias", LLAMA, "--served-name"),
+    _same("-m --model", f"{VLLM}, {LLAMA}", "--model", "MODEL"),
+    _same("-hf -hfr --hf-repo", LLAMA, "--model", "MODEL"),
+    _same("-t", LLAMA, "--threads", automatic=("-1",), why="In generate and chat, -t is the temperature."),
+    _same("--chat-template-file", LLAMA, "--chat-template"),
+    _same("-n --predict --n-predict", LLAMA, "--max-tokens", automatic=("-1",)),
+    _same("--temp", LLAMA, "--temperature"),
+    _same("-s", LLAMA, "--seed", automatic=("-1",)),
+    _same("-sys --system-prompt", f"{LLAMA}, {VLLM}", "--system"),
+    _switch("--enable-prefix-caching", VLLM, "--prefix-caching"),
+    _switch("--no-enable-prefix-caching", VLLM, "--no-prefix-caching"),
+    _switch("--cache-prompt", LLAMA, "--prefix-caching"),
+    _switch("--no-cache-prompt", LLAMA, "--no-prefix-caching"),
+    _switch("--enable-log-requests", VLLM, "--request-log"),
+    _switch("--disable-log-requests --no-enable-log-requests", VLLM, "--no-request-log"),
+    _switch("--log-disable", LLAMA, "--no-request-log"),
+    Foreign("--gpu-memory-utilization", VLLM,
+            why="all free memory of the GPU is used, less a reserve; below 0.8, give --kv-memory SIZE instead"),
+    Foreign("-ngl --gpu-layers --n-gpu-layers", LLAMA,
+            why="0 is --device cpu; otherwise all layers are on the GPU, if there is one"),
+    _no_effect("-tp --tensor-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
+    _no_effect("-pp --pipeline-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
+    _no_effect("-dp --data-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
+    _no_effect("-q --quantization", VLLM, "the checkpoint says how it is quantized", accepted=("gguf",)),
+    _no_effect("--kv-cache-dtype", VLLM, "the type of the KV cache follows from --device and --dtype", accepted=("auto",)),
+    _no_effect("-ctk --cache-type-k -ctv --cache-type-v", LLAMA, "the type of the KV cache follows from --device and --dtype",
+               accepted=("f16", "bf16")),
+    _no_effect("--enforce-eager", VLLM, "it changes no answer"),
+    _no_effect("--enable-chunked-prefill --no-enable-chunked-prefill", VLLM, "long prompts are always prefilled in chunks"),
+    _no_effect("--enable-auto-tool-choice", VLLM, "tools can always be called"),
+    _no_effect("--enable-reasoning", VLLM, "reasoning is always separated"),
+    _no_effect("--disable-log-stats", VLLM, "figures are at /metrics"),
+    _no_effect("--swap-space", VLLM, "nothing is swapped to the CPU", takes_value=True),
+    _no_effect("--uvicorn-log-level", VLLM, "the log of requests is set by --request-log and --log-format", takes_value=True),
+    _no_effect("--jinja", LLAMA, "chat templates are always Jinja templates"),
+    _no_effect("-fa --flash-attn", LLAMA, "it changes no answer", accepted=("on", "off", "auto", "1", "0")),
+    _no_effect("-b --batch-size -ub --ubatch-size", LLAMA, "--token-budget bounds the tokens of one step", takes_value=True),
+    _no_effect("-tb --threads-batch", LLAMA, "--threads holds for prefill and decode", takes_value=True),
+    _no_effect("--mlock --no-mmap --mmap", LLAMA, "weights are copied into memory when the model is loaded"),
+    _no_effect("-cb --cont-batching", LLAMA, "requests are batched continuously; see --policy"),
+    _no_effect("--metrics --slots --props", LLAMA, "metrics and the live view are always there"),
+    _no_effect("-cnv --conversation", LLAMA, "chat is a conversation"),
+    _refused("--trust-remote-code", VLLM, "code in a model's repository is never run", takes_value=False),
+    _refused("--tokenizer", VLLM, "the tokenizer is the model's own"),
+    _refused("--revision", VLLM, "the newest version is taken; download another with `hf download` and give its folder"),
+    _refused("--download-dir", VLLM, "models are kept in the hub's cache; set HF_HOME to move it"),
+    _refused("-hff --hf-file", LLAMA, "give the file after the repository: org/name:FILE, without .gguf"),
+    _refused("-mu --model-url", LLAMA, "download the file and give its path, or give org/name:Q4_K_M"),
+    _refused("--allowed-origins", VLLM, "give each origin with --allowed-origin"),
+    _refused("--lora --enable-lora --lora-modules", f"{VLLM}, {LLAMA}", "adapters are not supported", takes_value=False),
+    _refused("--mmproj", LLAMA, "images are not supported"),
+)  # fmt: skip
+_BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}
+
+
+class Command(TyperCommand):
+    """A command that also understands the flags of other programs, and names the nearest right one for a wrong one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # for completion
+            args = translate(args, self.params)
+        return super().parse_args(ctx, args)
+
+
+def translate(args: Sequence[str], params: Iterable[Any]) -> list[str]:
+    """The arguments with only this command's own flags. `params`: the command's, as click has them."""
+    params = list(params)
+    values = {opt: not getattr(param, "is_flag", False) for param in params for opt in (*param.opts, *param.secondary_opts)}
+    known = {opt: takes for opt, takes in values.items() if opt.startswith("-")} | {"--help": False}
+    if any(param.param_type_name == "argument" and param.name == "model" for param in params):
+        known["MODEL"] = True
+    left, done = list(args), list[str]()
+    while left:
+        arg = left.pop(0)
+        if arg == "--":
+            return [*done, arg, *left]
+        flag, equals, value = arg.partition("=") if arg.startswith("--") else (arg, "", "")
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        if flag in known:
+            done.append(flag + equals + value)
+            if known[flag] and not equals and left:
+                done.append(left.pop(0))
+        elif flag in _BY_FLAG:
+            foreign = _BY_FLAG[flag]
+            if foreign.takes_value and not equals:
+                value = _next_value(foreign, flag, left)
+            done += _ours(foreign, flag, value, known)
+        elif flag.startswith("--"):
+            raise _unknown(flag, known)
+        else:
+            done.append(arg)
+    return done
+
+
+def _next_value(foreign: Foreign, flag: str, left: list[str]) -> str:
+    is_optional = flag in ("-fa", "--flash-attn")  # they were switches once
+    if is_optional and (not left or left[0] not in (foreign.accepted or ())):
+        return "on"
+    if not left:
+        raise ConfigError(f"{flag} needs a value.")
+    return left.pop(0)
+
+
+def _ours(foreign: Foreign, flag: str, value: str, known: Iterable[str]) -> list[str]:
+    """The arguments that stand for a flag and its value."""
+    if foreign.is_refused:
+        raise ConfigError(f"{flag} is not supported: {foreign.why}.")
+    if foreign.ours:
+        mine = next((ours for ours in foreign.ours if ours in known), None)
+        if mine is None:
+            raise ConfigError(f"This command has no {foreign.ours[0]}, which {flag} means.", fix="See --help.")
+        return (
+            [] if value in foreign.automatic else [value] if mine == "MODEL" else [mine, value] if foreign.takes_value else [mine]
+        )
+    if flag == "--gpu-memory-utilization":
+        _check_gpu_share(value)
+    elif foreign.accepted is not None and value not in foreign.accepted:
+        raise ConfigError(f"{flag} {value} is not supported: {foreign.why}.", fix=f"Possible: {', '.join(foreign.accepted)}.")
+    elif foreign is _BY_FLAG["-ngl"] and value == "0":
+        return ["--device", "cpu"]
+    print(f"note: {flag} has no effect: {foreign.why}.", file=sys.stderr)
+    return []
+
+
+def _check_gpu_share(value: str) -> None:
+    try:
+        share = float(value)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"--gpu-memory-utilization is {value!r}.", fix="It is a number above 0, up to 1.")
+    if share < _GPU_SHARE:
+        raise ConfigError(
+            f"--gpu-memory-utilization {value} cannot be honoured: here the KV cache is given a size.",
+            fix="Use --kv-memory, like --kv-memory 8G; `tidemill memory` shows what a model needs.",
+        )
+
+
+def _unknown(flag: str, known: Iterable[str]) -> ConfigError:
+    candidates = [*known, *(name for name in _BY_FLAG if name.startswith("--"))]
+    near = difflib.get_close_matches(flag, candidates, n=1, cutoff=0.6)
+    return ConfigError(f"There is no option {flag}.", fix=f"Did you mean {near[0]}?" if near else "See --help.")
+
+
+def option_for(key: str) -> str | None:
+    """The name of our option for a key of a config file that is another program's."""
+    foreign = _BY_FLAG.get(f"--{key.replace('_', '-')}")
+    return foreign.ours[0].removeprefix("--").removeprefix("no-") if foreign and foreign.ours else None
+
+
+def table() -> list[str]:
+    """Lines of the table in docs/options.md."""
+    lines = ["| flag | of | here |", "|---|---|---|"]
+    for each in FOREIGN:
+        names = ", ".join(f"`{flag}`" for flag in each.flags)
+        if each.ours:
+            here = f"`{each.ours[0]}`" + (f". {each.why}" if each.why else "")
+        elif each.is_refused:
+            here = f"refused: {each.why}"
+        elif each.accepted is not None:
+            here = f"only {', '.join(each.accepted)}: {each.why}"
+        else:
+            here = f"no effect: {each.why}"
+        lines.append(f"| {names} | {each.source} | {here} |")
+    return lines

@@ -1,0 +1,212 @@
+"""EnginePool: engines of several models within a memory budget. Loads no torch.
+
+A request for a model that is not loaded waits in its client. The models that requests wait for are loaded in the order in which
+they were first wanted. Room is made by unloading others, least recently used first: idle ones at once. A busy one may take new
+requests for as long as loading it took; then it is held: its new requests wait, those under way end, and it is unloaded. So no
+request is lost, no model waits for ever, and at least half of the time is spent on computing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from tidemill import events
+from tidemill.config import EngineConfig, EngineOptions
+from tidemill.engine.budget import Budget
+from tidemill.engine.client import EngineClient
+from tidemill.engine.link import EngineLink
+from tidemill.errors import EngineDead, TidemillError
+from tidemill.events import Event
+from tidemill.wire import Loading
+
+_LOOK_EVERY_S = 0.1  # for a busy engine to become idle
+_MIN_TURN_S = 1.0
+_RETRY_S = 10.0  # after a failure, before a model is loaded again
+_log = logging.getLogger("tidemill.engine")
+
+
+@dataclass(eq=False)
+class Pooled:
+    """A model of the pool. Its client is `ready` from the start: its configuration is known before it is loaded."""
+
+    name: str
+    options: EngineOptions
+    client: EngineClient
+    config: EngineConfig
+    on_events: Callable[[list[Event]], None]
+    state: str = "unloaded"  # loading, loaded, held, unloading, failed
+    why: str = ""  # it failed
+    failed_s: float = 0.0
+    wanted_s: float | None = None  # since when requests wait for it to be loaded
+    loaded_s: float = 0.0
+    turn_s: float = field(default=_MIN_TURN_S)  # for which it may take new requests though another waits
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.state in ("loaded", "held")
+
+    def report(self, event: Event) -> None:
+        try:
+            self.on_events([event])
+        except Exception:
+            _log.exception("a reader of events failed")
+
+
+class EnginePool:
+    def __init__(self, models: Sequence[Pooled], budget: Budget, idle_s: float | None = None) -> None:
+        """`idle_s`: without a request, after which a model is unloaded."""
+        self._models, self._budget, self._idle_s = list(models), budget, idle_s
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        for one in models:
+            one.client.hold()
+            one.client.on_change = self._changed.set
+
+    async def start(self, on_loading: Callable[[str, Loading], None] | None = None, link: EngineLink | None = None) -> None:
+        """Load as many as fit, in their order. Raises what went wrong, if anything does. `link`: for the first engine."""
+        for one in self._models:
+            if self._has_room(one):
+                await self._load(one, "the server starts", partial(on_loading, one.name) if on_loading else None, link)
+                link = None
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await asyncio.gather(*(one.client.close() for one in self._models))
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                await self._step()
+            except Exception:
+                _log.exception("the pool of models failed to do a step")
+                await asyncio.sleep(_LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._next_look_s())
+
+    async def _step(self) -> None:
+        """Bring the next wanted model closer to being loaded, or unload what has been idle for long."""
+        now = time.monotonic()
+        for one in self._models:
+            await self._notice(one, now)
+        wanted = min((one for one in self._models if one.wanted_s is not None), key=lambda one: one.wanted_s or 0, default=None)
+        leaving = [] if wanted is None else self._victims(wanted)
+        for one in self._models:
+            if one.state == "held" and one not in leaving:
+                one.state = "loaded"
+                one.client.release()
+        if wanted is None:
+            await self._unload_idle(now)
+            return
+        for one in leaving:
+            if one.state == "loaded" and not one.client.is_idle and now - one.loaded_s >= one.turn_s:
+                one.state = "held"
+                one.client.hold()
+                one.report(events.ModelHeld(now, one.name, f"{wanted.name} waits for its memory"))
+        if all(one.client.is_idle for one in leaving):
+            for one in leaving:
+                await self._unload(one, f"to make room for {wanted.name}")
+            await self._load_for_requests(wanted)
+
+    async def _notice(self, one: Pooled, now: float) -> None:
+        """What has happened to it meanwhile."""
+        if one.is_loaded and one.client.death:  # its requests have failed; a later one tries again
+            why = one.client.death
+            await one.client.stop()
+            self._fail(one, why)
+        if one.state == "failed" and now - one.failed_s < _RETRY_S:  # others are not unloaded for it all the time
+            self._refuse_waiting(one)
+        if one.is_loaded or not one.client.num_waiting:
+            one.wanted_s = None
+        elif one.wanted_s is None:
+            one.wanted_s = now
+
+    def _has_room(self, one: Pooled, without: Sequence[Pooled] = ()) -> bool:
+        others = [other.config for other in self._models if other.is_loaded and other not in without]
+        return self._budget.has_room(others, one.config)
+
+    def _victims(self, wanted: Pooled) -> list[Pooled]:
+        """Those to be unloaded so that it fits: idle ones, then those that are held already, then the least recently used."""
+        chosen: list[Pooled] = []
+        for one in sorted((one for one in self._models if one.is_loaded), key=_rank):
+            if self._has_room(wanted, chosen):
+                break
+            if self._helps(one, wanted, chosen):
+                chosen.append(one)
+        return chosen
+
+    def _helps(self, one: Pooled, wanted: Pooled, chosen: Sequence[Pooled]) -> bool:
+        """Whether unloading it makes room: on the same device, or as one less of the number that may be loaded."""
+        num_loaded = sum(other.is_loaded and other not in chosen for other in self._models)
+        return one.config.device == wanted.config.device or num_loaded >= self._budget.max_loaded
+
+    async def _unload_idle(self, now: float) -> None:
+        for one in self._models:
+            if self._idle_s is not None and one.state == "loaded" and self._idle_since(one, now) >= self._idle_s:
+                await self._unload(one, f"no request in {self._idle_s:g} s")
+
+    def _idle_since(self, one: Pooled, now: float) -> float:
+        return now - one.client.used_s if one.client.is_idle and not one.client.num_pending else 0.0
+
+    def _next_look_s(self) -> float | None:
+        """None: when something changes."""
+        if any(one.wanted_s is not None or one.state == "held" for one in self._models):
+            return _LOOK_EVERY_S
+        if self._idle_s is None:
+            return None
+        now = time.monotonic()
+        left = [self._idle_s - self._idle_since(one, now) for one in self._models if one.is_loaded]
+        return max(_LOOK_EVERY_S, min(left, default=self._idle_s))
+
+    # ---- loading
+
+    async def _load_for_requests(self, one: Pooled) -> None:
+        try:
+            await self._load(one, f"requests that wait for it: {one.client.num_waiting}")
+        except TidemillError as error:
+            self._fail(one, error.message)
+            self._refuse_waiting(one)
+
+    def _fail(self, one: Pooled, why: str) -> None:
+        one.state, one.why, one.failed_s = "failed", why, time.monotonic()
+        _log.error("the model %s has failed: %s", one.name, why)
+        one.report(events.ModelUnloaded(one.failed_s, one.name, one.config.memory_bytes, why))
+
+    def _refuse_waiting(self, one: Pooled) -> None:
+        one.client.fail_all(EngineDead(f"The model {one.name!r} cannot be loaded: {one.why}", fix="Try again later."))
+
+    async def _load(
+        self,
+        one: Pooled,
+        reason: str,
+        on_loading: Callable[[Loading], None] | None = None,
+        link: EngineLink | None = None,
+    ) -> None:
+        assert self._has_room(one)
+        began, num_bytes = time.monotonic(), one.config.memory_bytes
+        one.state = "loading"
+        one.report(events.ModelLoading(began, one.name, num_bytes, reason))
+        await one.client.start(one.options, on_loading, link)
+        now = time.monotonic()
+        one.state, one.why, one.wanted_s, one.loaded_s, one.turn_s = "loaded", "", None, now, max(now - began, _MIN_TURN_S)
+        one.report(events.ModelLoaded(now, one.name, num_bytes, now - began))
+
+    async def _unload(self, one: Pooled, reason: str) -> None:
+        one.state = "unloading"
+        await one.client.stop()
+        one.state = "unloaded"
+        one.report(events.ModelUnloaded(time.monotonic(), one.name, one.config.memory_bytes, reason))
+
+
+def _rank(one: Pooled) -> tuple[bool, bool, float]:
+    """In which order models are unloaded for others."""
+    return not one.client.is_idle, one.state != "held", one.client.used_s

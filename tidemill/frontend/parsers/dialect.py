@@ -1,0 +1,103 @@
+"""Which parsers a model's output needs: chosen from its chat template, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tidemill.errors import ConfigError
+from tidemill.frontend.parsers.families import HARMONY, JSON, TOOL_PARSERS, Family, family_of
+from tidemill.frontend.parsers.harmony import HarmonyParser
+from tidemill.frontend.parsers.pieces import OutputParser
+from tidemill.frontend.parsers.reasoning import REASONING_PARSERS, THINK, Markers, ReasoningCounter, markers_of
+from tidemill.frontend.parsers.tagged import TaggedParser
+from tidemill.sampling import Reasoning, SamplingParams
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model writes tool calls and reasoning. `is_expected`: its template knows reasoning, or it was asked for by name."""
+
+    family: Family | None
+    markers: Markers | None
+    is_expected: bool
+
+    @staticmethod
+    def of(template: str, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
+        family = family_of(template) if tool_parser == AUTO else _named(TOOL_PARSERS, tool_parser, "tool-parser")
+        if reasoning_parser != AUTO:
+            markers = _named(REASONING_PARSERS, reasoning_parser, "reasoning-parser")
+            return Dialect(family, markers, markers is not None)
+        found = markers_of(template)
+        return Dialect(family, found or THINK, found is not None)
+
+    def reading(
+        self, prompt_end: str, functions: Iterable[Mapping[str, Any]] = (), only_calls: bool = False, continued: str = ""
+    ) -> Reading:
+        """For one request. `prompt_end`: how its prompt ends; `continued`: the message that the output continues, if it does;
+        `functions`: what it may call; `only_calls`: it must."""
+        markers, is_open = self.markers, False
+        if markers is not None and not markers.is_repeated:
+            end = prompt_end.rstrip()
+            is_open = end.endswith(markers.opening) or continued.rfind(markers.opening) > continued.rfind(markers.ending)
+            if not is_open and (continued or end.endswith(markers.ending)):
+                markers = None  # the reasoning is over, or skipped
+            elif markers.starts_open:
+                is_open = True
+        tools = {one["name"]: one.get("parameters") or {} for one in functions}
+        return Reading(self.family, markers, is_open, self.is_expected, tools, only_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the output of one request is read."""
+
+    family: Family | None
+    markers: Markers | None
+    is_open: bool  # the prompt has opened the reasoning
+    is_expected: bool
+    functions: Mapping[str, dict[str, Any]]
+    only_calls: bool
+
+    def parser(self) -> OutputParser:
+        """Of one sample."""
+        looks_for_calls = bool(self.functions) and (self.family is not None or self.only_calls)
+        functions = self.functions if looks_for_calls else {}
+        if self.family is HARMONY or (self.markers is not None and self.markers.is_repeated):
+            return HarmonyParser(functions, self.markers is not None, self.only_calls)
+        family = JSON if self.only_calls else self.family  # a grammar writes forced calls as JSON
+        return TaggedParser(family if looks_for_calls else None, functions, self.markers, self.is_open, self.only_calls)
+
+    def counter(self) -> ReasoningCounter | None:
+        """Of the tokens of one sample's reasoning."""
+        return ReasoningCounter(self.markers, self.is_open) if self.markers is not None else None
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens that the parser must see."""
+        if self.family is HARMONY or (self.markers is not None and self.markers.is_repeated):
+            return frozenset(HARMONY.marks)
+        reasoning = (self.markers.opening, self.markers.ending) if self.markers is not None else ()
+        calls = self.family.marks if self.family is not None and self.functions else ()
+        return frozenset((*reasoning, *calls))
+
+    def gated(self, params: SamplingParams) -> SamplingParams:
+        """The grammar applies to what follows the reasoning."""
+        if params.grammar is None or self.markers is None or not self.is_expected:
+            return params
+        markers = self.markers
+        gate = Reasoning(markers.opening, markers.answer or markers.ending, self.is_open or markers.is_repeated)
+        return msgspec.structs.replace(params, reasoning=gate)
+
+
+def _named(table: Mapping[str, Any], name: str, option: str) -> Any:
+    if name == NONE:
+        return None
+    if name not in table:
+        raise ConfigError(f"There is no {option} {name[:40]!r}.", fix=f"Choose one of {', '.join((AUTO, NONE, *table))}.")
+    return table[name]

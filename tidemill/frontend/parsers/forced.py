@@ -1,0 +1,68 @@
+"""The grammar of an output that must be tool calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tidemill.errors import InvalidRequest
+from tidemill.sampling import Grammar
+
+MAX_FORCED_CALLS = 16  # in one output, if several are allowed
+_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # maps from names to schemas
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are data, not schemas
+
+
+def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -> Grammar:
+    """The grammar of an output that must call one of the tools, or the named one: `several` allows a list of calls.
+
+    The parameters of each tool become one definition, with the tool's own definitions inside it: their names cannot clash, and
+    references still resolve.
+    """
+    chosen = [tool for tool in tools if name is None or tool["name"] == name]
+    if not chosen:
+        what = (
+            "requires a tool call, but there are no tools"
+            if name is None
+            else f"names {name[:100]!r}, which is not among the tools"
+        )
+        raise InvalidRequest(f"tool_choice {what}.", fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
+    definitions, calls = {}, []
+    for i, tool in enumerate(chosen):
+        definitions[str(i)] = _relocated(tool.get("parameters") or {"type": "object"}, f"#/$defs/{i}")
+        call = {"name": {"const": tool["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}}
+        calls.append(
+            {"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False},
+        )
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    schema = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_FORCED_CALLS} if several else one
+    return Grammar("json_schema", json.dumps({"$defs": definitions, **schema}))
+
+
+def _relocated(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """A schema document as a part of another: its references to itself point to its new `place`."""
+    own_id = schema.get("$id")
+    prefixes = ["#"] if not isinstance(own_id, str) else ["#", own_id.rstrip("#") + "#"]
+
+    def reference(target: str) -> str:
+        for prefix in prefixes:
+            if target == prefix or target.startswith(prefix + "/"):
+                return place + target[len(prefix) :]
+        return target
+
+    def schemas(value: Any) -> Any:
+        if isinstance(value, list):
+            return [schemas(one) for one in value]
+        if not isinstance(value, dict) or "$id" in value:  # a document of its own
+            return value
+        made: dict[str, Any] = {}
+        for key, inner in value.items():
+            if key == "$ref" and isinstance(inner, str):
+                made[key] = reference(inner)
+            elif key in _NAMED_SCHEMAS and isinstance(inner, dict):
+                made[key] = {name: schemas(one) for name, one in inner.items()}
+            else:
+                made[key] = inner if key in _VALUES else schemas(inner)
+        return made
+
+    return schemas({key: value for key, value in schema.items() if key not in ("$id", "$schema")})

@@ -1,0 +1,116 @@
+"""Sampling defaults: what a request that does not say gets. The server, the command line and LLM all take them from here.
+
+They come from the model: generation_config.json of a Hugging Face folder, `general.sampling.*` of a GGUF file, or the table below
+for a packaged model. A parameter that is given always counts, and leaves the defaults of the others as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.errors import ConfigError, InvalidRequest
+from tidemill.sampling import GREEDY_BELOW, SamplingParams
+from tidemill.weights.gguf import GGUFFile
+from tidemill.weights.locate import PACKAGED, packaged_file, read_json
+
+SOURCES = ("model", "neutral")
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# Measured: docs/sampling.md.
+_OF_PACKAGED = {"smollm2": {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}}
+_GGUF_NAMES = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+# Answers without max_tokens. A small model may not find an end: at the context's end it would have rambled for minutes.
+_SMALL_PARAMETERS, _SMALL_LIMIT, _LIMIT = 10**9, 1024, 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """`limit`: of answers without max_tokens; None: the end of the context."""
+
+    values: dict[str, float] = field(default_factory=lambda: dict(NEUTRAL))
+    limit: int | None = None
+    source: str = "neutral"  # in words, where the values are from
+    notes: tuple[str, ...] = ()  # what the model asks for and does not get
+
+    def fill(self, params: SamplingParams, room: int, *, null_is_absent: bool = False) -> SamplingParams:
+        """The parameters of a request whose prompt leaves `room` for its output. In Python max_tokens=None asks for all of it; in
+        an API (`null_is_absent`) it is not given."""
+        if params.pooling is not None:
+            return params
+        chosen: dict[str, Any] = {name: value for name, value in self.values.items() if not params.is_given(name)}
+        if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
+            chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
+        return msgspec.structs.replace(params, **chosen)
+
+    def shown(self) -> dict[str, float | int | None]:
+        """The values as they are, under the names of the API."""
+        return self.values | {"max_tokens": self.limit}
+
+    def __str__(self) -> str:
+        words = [f"{name} {value:g}" for name, value in self.values.items() if value != NEUTRAL[name]]
+        return f"{', '.join(words) or 'neutral'} ({self.source})"
+
+
+def sampling_defaults(path: Path, num_parameters: int, source: str = "model", limit: int | None = None) -> SamplingDefaults:
+    """Of the checkpoint at `path`. `limit`: as given by --default-max-tokens; 0 is the end of the context."""
+    if source not in SOURCES:
+        raise ConfigError(
+            f"There are no sampling defaults {source!r}.", fix="Choose model or neutral.", param="sampling_defaults"
+        )
+    if limit is not None and limit < 0:
+        raise ConfigError(f"default_max_tokens is {limit}.", fix="It must be 0 or more.", param="default_max_tokens")
+    read = _of_model(path) if source == "model" else SamplingDefaults(source="--sampling-defaults neutral")
+    if limit is None:
+        limit = read.limit or (_SMALL_LIMIT if num_parameters < _SMALL_PARAMETERS else _LIMIT)
+    return replace(read, limit=limit or None)
+
+
+def _of_model(path: Path) -> SamplingDefaults:
+    for name, values in _OF_PACKAGED.items():
+        if path == packaged_file(name):
+            return SamplingDefaults(values=NEUTRAL | values, source=f"measured for {PACKAGED[name]}")
+    if path.is_dir():
+        file = path / "generation_config.json"
+        return _of_generation_config(read_json(file)) if file.is_file() else SamplingDefaults(source="no generation_config.json")
+    return _of_gguf(GGUFFile(path).metadata)
+
+
+def _of_generation_config(config: dict[str, Any]) -> SamplingDefaults:
+    """do_sample: false means greedy, as in Transformers. Where it is absent the values count, as in vLLM."""
+    given = {name: config[name] for name in NEUTRAL if config.get(name) is not None}
+    if config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    limit = config.get("max_new_tokens")
+    is_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
+    return _checked(given, "generation_config.json", limit if is_limit else None)
+
+
+def _of_gguf(metadata: dict[str, Any]) -> SamplingDefaults:
+    prefix = "general.sampling."
+    given = {name: metadata[prefix + key] for key, name in _GGUF_NAMES.items() if prefix + key in metadata}
+    if isinstance(given.get("temperature"), float) and given["temperature"] < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    made = _checked(given, "general.sampling of the GGUF file")
+    others = sorted(key for key in metadata if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_NAMES)
+    notes = (f"{', '.join(others)} of the GGUF file have no effect",) if others else ()
+    return replace(made, notes=made.notes + notes)
+
+
+def _checked(given: dict[str, Any], source: str, limit: int | None = None) -> SamplingDefaults:
+    """A value that no request could have is left out, and noted: the model itself may be fine."""
+    values: dict[str, float] = dict(NEUTRAL)
+    notes = []
+    for name, value in given.items():
+        try:
+            checked = SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            notes.append(f"{source}: {error.message}")
+        else:
+            number = getattr(checked, name)
+            values[name] = round(number, 6) if isinstance(number, float) else number  # GGUF has 32-bit floats
+    return SamplingDefaults(values=values, limit=limit, source=source if given else f"{source} has none", notes=tuple(notes))

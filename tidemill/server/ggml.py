@@ -1,0 +1,167 @@
+"""What llama.cpp's API and Ollama's have in common: names of sampling options, and figures of a request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from tidemill.errors import InvalidRequest
+from tidemill.frontend.output import TextDelta
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import MAX_STOPS, SamplingParams
+from tidemill.server.body import Body, parse
+from tidemill.server.openai_types import CompletionRequest
+from tidemill.server.openai_writers import CompletionWriter
+from tidemill.server.service import Service
+from tidemill.wire import Delta, Timings, TokenLogprobs
+
+_NO_SEEDS = (-1, 2**32 - 1)  # both mean: any
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and without
+# Options that change the output and are not supported, and the values with which they would not.
+_OFF: dict[str, tuple[float, ...]] = {
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "min_keep": (0, 1),
+    "n_indent": (0,),
+    "t_max_predict_ms": (-1, 0),
+    "penalize_newline": (True,),
+    "penalize_nl": (True,),
+}
+
+
+class Options(Body):
+    """Sampling options. Values are checked by SamplingParams."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+            "dry_sequence_breakers", "xtc_threshold",
+        }
+    )  # fmt: skip
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    # Refused unless they are off.
+    mirostat: int | None = None
+    tfs_z: float | None = None
+    dynatemp_range: float | None = None
+    dry_multiplier: float | None = None
+    xtc_probability: float | None = None
+    top_n_sigma: float | None = None
+    min_keep: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    penalize_newline: bool | None = None
+    penalize_nl: bool | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """As parameters of the OpenAI API."""
+        for name, values in _OFF.items():
+            given = getattr(self, name)
+            if given is not None and given not in values:
+                off = " or ".join(str(value).lower() for value in values)
+                raise InvalidRequest(f"{name} is not supported.", fix=f"Leave it out, or give {off}.", param=name)
+        same = ("top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty")
+        made = {name: value for name in same if (value := getattr(self, name)) is not None}
+        if self.temperature is not None:
+            made["temperature"] = max(self.temperature, 0.0)  # below 0 is greedy, too
+        if self.top_k is not None:
+            made["top_k"] = max(self.top_k, 0)
+        if self.repeat_penalty is not None:
+            made["repetition_penalty"] = self.repeat_penalty
+        if self.seed is not None and self.seed not in _NO_SEEDS:
+            made["seed"] = self.seed
+        if self.stop:
+            made["stop"] = self.stop
+        return made | self._penalties_off(made)
+
+    def _penalties_off(self, made: dict[str, Any]) -> dict[str, Any]:
+        """repeat_last_n 0 turns penalties off. They have no window, so that another one only fits if there is no penalty."""
+        if self.repeat_last_n == 0:
+            return _PENALTIES
+        is_penalized = any(made.get(name, off) != off for name, off in _PENALTIES.items())
+        if self.repeat_last_n is not None and self.repeat_last_n > 0 and is_penalized:
+            raise InvalidRequest(
+                f"repeat_last_n {self.repeat_last_n} is not supported: penalties count all tokens.",
+                fix="Leave it out or give -1 (all tokens), or 0 (no penalties).",
+                param="repeat_last_n",
+            )
+        return {}
+
+
+def completion_params(
+    service: Service, prompts: list[list[int]], values: dict[str, Any], max_tokens: int | None, is_streamed: bool
+) -> SamplingParams:
+    """Of a completion that is asked for with these values of the OpenAI API. `max_tokens` None: up to the end of the context."""
+    asked = parse(CompletionRequest, json.dumps({"prompt": "", **values}).encode())
+    params = msgspec.structs.replace(asked.params(), max_tokens=max_tokens)
+    return CompletionWriter(service.tokenizer, prompts, params, asked).bounded(
+        service.max_context, is_streamed, service.defaults.limit
+    )
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of one prompt: what has been generated, and when."""
+
+    num_prompt: int
+    begun_s: float = field(default_factory=time.monotonic)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_cached: int = 0
+    num_output: int = 0
+    timings: Timings | None = None  # by the engine; there are none if the text met a stop string
+    reason: str | None = None
+    stop: str | int | None = None  # the string or token that ended it
+
+    def take(self, delta: Delta, text: TextDelta) -> None:
+        if text.num_tokens:
+            self.last_s = time.monotonic()
+            self.first_s = self.first_s or self.last_s
+        self.num_output += text.num_tokens
+        self.num_cached = max(self.num_cached, delta.num_cached)
+        self.timings = delta.timings or self.timings
+        self.reason, self.stop = text.finish_reason, text.stop
+
+    @property
+    def queue_s(self) -> float:
+        return self.timings.queue_s if self.timings else 0.0
+
+    @property
+    def prefill_s(self) -> float:
+        return self.timings.prefill_s if self.timings else self.first_s - self.begun_s
+
+    @property
+    def decode_s(self) -> float:
+        return self.timings.decode_s if self.timings else self.last_s - self.first_s
+
+
+def logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    def cell(token: int, value: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", errors="replace")
+        return {"id": token, "token": text, "bytes": list(data), "logprob": max(value, -9999.0)}  # JSON has no infinity
+
+    return [
+        cell(entry.token_id, entry.logprob) | {"top_logprobs": [cell(token, value) for token, value in entry.top]}
+        for entry in entries
+    ]

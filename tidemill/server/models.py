@@ -1,0 +1,135 @@
+"""Models: the models that this server serves, by name. The one place where a request gets the service of its model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from tidemill.config import EngineOptions
+from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, TidemillError
+from tidemill.server.guard import Caller
+from tidemill.server.metrics import render_by_model
+from tidemill.server.service import Service
+
+WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model to serve, and the names it is asked for by."""
+
+    engine: EngineOptions
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.engine.served_name or self.engine.model
+
+    @staticmethod
+    def check_names(models: Sequence[Served]) -> None:
+        names = [name for one in models for name in (one.name, *one.aliases)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"Two models are named {name!r}.", fix="Name them apart, like NAME=PATH.", param="model")
+
+
+class Models:
+    def __init__(self, services: Sequence[Service]) -> None:
+        """The first is for requests that name no model."""
+        self._services = list(services)
+        self._by_name = {name: service for service in services for name in (service.model_name, *service.aliases)}
+        for service in services:
+            service.live.states = self.states
+        self.default = self._services[0]
+        # Whole responses by route: the model of the body and the function that makes the response. Batches use them, too.
+        self.whole_responses: dict[str, tuple[type[BaseModel], WholeResponse]] = {}
+
+    def __iter__(self) -> Iterator[Service]:
+        return iter(self._services)
+
+    @property
+    def names(self) -> list[str]:
+        return [service.model_name for service in self]
+
+    def of(self, name: str | None) -> Service:
+        """The service of the model that a request asks for."""
+        if name is None:
+            return self.default
+        service = self._by_name.get(name)
+        if service is None:
+            known = ", ".join(repr(one) for one in self._by_name)
+            raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {known}.", param="model")
+        return service
+
+    @property
+    def is_draining(self) -> bool:
+        return self.default.is_draining
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        for service in self:
+            service.is_draining = True
+
+    @property
+    def num_pending(self) -> int:
+        return sum(service.client.num_pending for service in self)
+
+    @property
+    def alive(self) -> bool:
+        return any(service.state != "failed" for service in self)
+
+    def states(self) -> dict[str, str]:
+        """Of each model, by name."""
+        return {service.model_name: service.state for service in self}
+
+    async def prove(self, within_s: float) -> None:
+        """Raises unless an engine completes a step within this time, or models are loaded on demand and none is at the moment."""
+        if self.is_draining:
+            raise Draining("The server is stopping.")
+        if not self.alive:
+            raise EngineDead("The engine has failed.")
+        running = [service for service in self if service.state in ("loaded", "restarting")]
+        proofs = [asyncio.ensure_future(service.prove(within_s)) for service in running]
+        try:
+            for number, proof in enumerate(asyncio.as_completed(proofs), 1):
+                try:
+                    return await proof
+                except TidemillError:
+                    if number == len(proofs):
+                        raise
+        finally:
+            for one in proofs:
+                one.cancel()
+
+    def metrics(self) -> bytes:
+        if len(self._services) == 1:
+            return self.default.metrics.render()
+        return render_by_model({service.model_name: service.metrics for service in self})
+
+    def cancel(self, request_id: str, tenant: str | None) -> int:
+        """Ends a request by its id; returns how many of its requests in engines there were. `tenant`: only if it is theirs."""
+        return sum(service.cancel(request_id, tenant) for service in self)
+
+    def explain(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+        """Where the time of a request's parts went, whichever model it was for. `tenant`: only of this one."""
+        return [
+            story.body() | {"model": service.model_name}
+            for service in self
+            for one in service.ids_of(request_id, tenant)
+            for story in service.explainer.find(one, tenant)
+        ]
+
+    def close(self) -> None:
+        for service in self:
+            service.close()
+
+
+class ModelUnknown(InvalidRequest):
+    """A model this server does not serve."""
+
+    status = 404
+    code = "model_not_found"

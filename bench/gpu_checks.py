@@ -3,6 +3,7 @@ batches. Run by bench/gpu.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -435,6 +436,42 @@ def check_engine() -> None:
         assert ask(without_graphs(core()), x)["x"] == lone, "without graphs"
 
 
+def check_families() -> None:
+    """Layers with windows, softcaps, two rotations, biases and gelu: near Transformers, and the same bits in any company."""
+    import transformers
+
+    common = {
+        "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1400, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"] * 2
+    draw = random.Random(1)
+    for name, more in {
+        "Qwen2": {},
+        "Mistral": {"sliding_window": 300, "head_dim": 128},
+        "Gemma2": {"sliding_window": 300, "head_dim": 128, "query_pre_attn_scalar": 100, "layer_types": kinds},
+        "Gemma3": {"sliding_window": 300, "head_dim": 256, "layer_types": kinds},
+    }.items():
+        folder = Path(tempfile.mkdtemp())
+        torch.manual_seed(0)
+        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**common | more)
+        model = with_weights(getattr(transformers, f"{name}ForCausalLM")(config), torch.bfloat16)
+        model.save_pretrained(folder)
+        reference = with_weights(model.cuda().eval(), torch.float32)
+        prompt = [draw.randrange(2000) for _ in range(700)]
+        options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
+        core = EngineCore.load(options)
+        print(f"  {name}:", end="")
+        assert_near(reference, core, prompt)
+        x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+        lone = ask(core, x)["x"]
+        assert ask(core, x)["x"] == lone, f"{name}: cached"
+        others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
+        assert ask(core, others | x)["x"] == lone, f"{name}: among others"
+        chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
+        assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+
+
 def check_fast_math() -> None:
     """Prompts by flash-attn-4, whether it is faster or not."""
     folder = Path(tempfile.mkdtemp())
@@ -464,6 +501,7 @@ def check_nothing_compiles() -> None:
         ),
         SamplingParams(max_tokens=30, grammar=Grammar("regex", "[0-9]{9}")),
         SamplingParams(max_tokens=4, n=3, top_p=0.5),
+        SamplingParams(max_tokens=5, allowed_token_ids=(5, 6, 7, 8), bad_word_ids=((5,), (6, 7))),
         SamplingParams(max_tokens=1, pooling="mean"),
     ]
     seen = []

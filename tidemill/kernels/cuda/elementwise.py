@@ -75,10 +75,10 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
 @triton.jit
 def activated(x, ACT: tl.constexpr):
     """As kernels/glu.py."""
-    if ACT == "silu":
-        return x / (1.0 + tl.exp(-x))
-    tl.static_assert(ACT == "gelu_tanh")
-    return x / (1.0 + tl.exp(-x * tl.fma(x * x, x * 0 + 0.0713548162726, 1.5957691216)))
+    z = x
+    if ACT == "gelu_tanh":
+        z = x * tl.fma(x * x, x * 0.0 + 0.0713548162726, x * 0.0 + 1.5957691216)
+    return x / (1.0 + tl.exp(-z))
 
 
 @triton.jit

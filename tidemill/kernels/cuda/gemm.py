@@ -52,7 +52,7 @@ def _finish(
 ):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
-    if ACT:  # of rounded values, as if they had been stored in between
+    if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
         acc = activated(gate, ACT) * up
     return acc
@@ -81,8 +81,8 @@ def _gemm(
         x += INS
         w += INS
     acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
-    width: tl.constexpr = OUTS // 2 if ACT else OUTS
-    num_out = num_out // 2 if ACT else num_out
+    width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
+    num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
@@ -100,8 +100,8 @@ def _gemm_bulk(
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
     acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
-    width: tl.constexpr = OUTS // 2 if ACT else OUTS
-    num_out = num_out // 2 if ACT else num_out
+    width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
+    num_out = num_out // 2 if ACT != "" else num_out
     if BULK_OUT:
         out_desc.store([m * ROWS, n * width], acc.to(out_desc.dtype))
     else:  # a tile of float32 would not fit beside the operands

@@ -37,7 +37,7 @@ from tidemill.wire import Submit
 
 CHECKS = (
     "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles", "stress_engine",
+    "check_families", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles", "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
@@ -56,7 +56,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
         for name, (num_out, num_in) in shapes.items():
             copies = max(2, -(-200 * 2**20 // (num_out * num_in * 2)))
             weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-            gated, is_head = name == "gate_up", name == "head"
+            act, is_head = "silu" if name == "gate_up" else "", name == "head"
             for num_rows in CHOICES:
                 x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(num_rows, num_out, device="cuda") if is_head else None
@@ -65,11 +65,11 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
                     if tile is LIBRARY:
                         continue
                     try:
-                        seen[tile] = time_us([partial(gemm, x, w, tile, gated=gated, out=out) for w in weights], 5)
+                        seen[tile] = time_us([partial(gemm, x, w, tile, act=act, out=out) for w in weights], 5)
                     except triton.runtime.errors.OutOfResources:  # too much shared memory for this tile
                         continue
                 if not is_head:
-                    seen[LIBRARY] = time_us([partial(matmul, x, w, None, gated, True, LIBRARY) for w in weights], 5)
+                    seen[LIBRARY] = time_us([partial(matmul, x, w, None, act, True, LIBRARY) for w in weights], 5)
                 best = min(seen, key=lambda tile: seen[tile])
                 tile = [] if best is LIBRARY else list(astuple(best))
                 own = min((us for tile, us in seen.items() if tile is not LIBRARY), default=math.nan)

@@ -3,6 +3,7 @@ batches. Run by bench/gpu.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -22,14 +23,16 @@ import triton
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import byte_tokenizer
-from tidemill.config import EngineOptions
+from tidemill.config import AttentionSpec, EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.kernels.attention import capped
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
+from tidemill.kernels.glu import glu_reference
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.sampling import Grammar, SamplingParams
@@ -62,7 +65,9 @@ def check_elementwise() -> None:
         alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
         assert torch.equal(alone, out[7:8])
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
-    out, expected = elementwise.swiglu(torch.stack([gate, up], 2).flatten(1)), swiglu_reference(torch.cat([gate, up], 1).float())
+    paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
+    out, expected = elementwise.glu(paired, "silu"), glu_reference(both)
+    assert (elementwise.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
@@ -75,9 +80,9 @@ def check_gemm() -> None:
         whole = gemm(x, weight)
         exact = x.float() @ weight.float().t()
         assert (whole.float() - exact).abs().max() < 0.05
-        gated = gemm(x, weight, bias_N=bias, gated=True)
+        gated = gemm(x, weight, bias_N=bias, act="silu")
         both = exact + bias.float()
-        expected = swiglu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))
+        expected = glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1))
         assert (gated.float() - expected).abs().max() < 2**-6 * expected.abs().max()
         for rows in (1, 2, 16, 17, 63, 64, 100, 128, 256, 1000, 2048):
             assert torch.equal(gemm(x[:rows].contiguous(), weight), whole[:rows]), (num_out, num_in, rows)
@@ -85,7 +90,7 @@ def check_gemm() -> None:
         for tile in itertools.chain.from_iterable(TILES.values()):
             part = x[:200].contiguous()
             assert torch.equal(gemm(part, weight, tile), whole[:200]), tile
-            assert torch.equal(gemm(part, weight, tile, bias_N=bias, gated=True), gated[:200]), tile
+            assert torch.equal(gemm(part, weight, tile, bias_N=bias, act="silu"), gated[:200]), tile
 
 
 def check_tuning() -> None:
@@ -93,12 +98,12 @@ def check_tuning() -> None:
     folder = Path(tempfile.mkdtemp())
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}):
         begin = time.perf_counter()
-        for gated, num_out, num_in in ((False, 5120, 2560), (False, 2560, 4096), (True, 19456, 2560), (False, 2560, 9728)):
+        for act, num_out, num_in in (("", 5120, 2560), ("", 2560, 4096), ("silu", 19456, 2560), ("", 2560, 9728)):
             weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
             x = torch.randn(300, num_in, device="cuda", dtype=torch.bfloat16)
-            before = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
-            tuning.find_tiles(weight, gated, library=True)
-            after = [matmul(x[:rows].contiguous(), weight, None, gated) for rows in (1, 40, 300)]
+            before = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
+            tuning.find_tiles(weight, act, library=True)
+            after = [matmul(x[:rows].contiguous(), weight, None, act) for rows in (1, 40, 300)]
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         print(f"  searched four shapes in {time.perf_counter() - begin:.1f} s")
         kept = json.loads((folder / "tidemill" / "tiles.json").read_text())
@@ -119,8 +124,12 @@ class Scene:
         family: tuple[int, ...] = (),
         common: int = 0,
         layers: int = 2,
+        **more: Any,
     ) -> None:
         torch.manual_seed(0)
+        given = {"scale": dim**-0.5} | more
+        self.spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotation=None, **given)
+        self.sinks = torch.randn(heads, device="cuda") if self.spec.has_sinks else None
         page = attention.BLOCK
         self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
         num_pages = sum(-(-length // page) for length in lengths) + 1
@@ -143,14 +152,21 @@ class Scene:
         first = self.first[row] + start
         q = self.qkv[first : first + count].view(count, -1, self.dim)[:, : self.heads].float()
         num_repeats = self.heads // self.kv_heads
-        scores = torch.einsum("tnd,lnd->ntl", q, k.repeat_interleave(num_repeats, 1)) * self.dim**-0.5
-        scores.masked_fill_(torch.arange(k.shape[0], device="cuda") > positions[:, None], float("-inf"))
-        return torch.einsum("ntl,lnd->tnd", scores.softmax(-1), v.repeat_interleave(num_repeats, 1)).flatten(1)
+        scores = torch.einsum("tnd,lnd->ntl", q, k.repeat_interleave(num_repeats, 1)) * self.spec.scale
+        scores, keys = capped(scores, self.spec.softcap), torch.arange(k.shape[0], device="cuda")
+        scores.masked_fill_(keys > positions[:, None], float("-inf"))
+        if self.spec.window:
+            scores.masked_fill_(keys <= positions[:, None] - self.spec.window, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(-1, count, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
+        return torch.einsum("ntl,lnd->tnd", weights, v.repeat_interleave(num_repeats, 1)).flatten(1)
 
     def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, attention.Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
-        tile, members = attention.prompt_rows(group, self.dim) // group, attention.shared_rows(group) // group
+        roles = attention.by_roles((self.spec,))
+        tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
@@ -158,7 +174,7 @@ class Scene:
         if by_flash:
             programs = (*programs[:2], flash.MOST_PROMPTS)
         elif not extra and len(work.prompts):
-            programs = (*programs[:2], attention.num_prompt_programs(len(work.prompts), self.kv_heads, self.dim))
+            programs = (*programs[:2], attention.num_prompt_programs(len(work.prompts), self.kv_heads, roles))
         words = np.zeros(2**22, np.int32)
         size = work.rows.size
         work.write(words, size, 0, programs)  # type: ignore[arg-type]
@@ -167,22 +183,30 @@ class Scene:
         partial = torch.full((num_parts, self.heads, self.dim + 2), float("nan"), device="cuda")
         done = torch.zeros(size, self.kv_heads, dtype=torch.int32, device="cuda")
         prompts = flash.Prompts.of(device, self.table) if by_flash else None
-        return work, attention.Lists(device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts)
+        return work, attention.Lists(
+            device, device[records.HEADER + 2 * padded(size) :], *programs, partial, done, prompts, roles
+        )
 
     def run(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> torch.Tensor:
         work, lists = self.prepare(items, extra, by_flash)
         where = torch.from_numpy(self.first[work.rows] + work.positions).cuda()
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
-        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.heads)
+        positions = torch.from_numpy(work.positions).cuda()
+        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks)
         assert not lists.done.any()
         return out
 
 
 def check_attention() -> None:
-    for heads, kv_heads, dim in ((32, 8, 128), (16, 8, 128), (9, 3, 64)):
+    everything = {"window": 600, "softcap": 5.0, "has_sinks": True}
+    kinds: list[tuple[int, int, int, dict[str, Any]]] = [
+        (32, 8, 128, {}), (16, 8, 128, {}), (9, 3, 64, {}), (64, 8, 64, everything),
+        (8, 4, 256, {"window": 512, "softcap": 50.0}),
+    ]  # fmt: skip
+    for heads, kv_heads, dim, more in kinds:
         lengths = [1, 64, 65, 512, 513, 1301, 1700, 100, 630, 2070]
-        scene = Scene(lengths, heads, kv_heads, dim)
+        scene = Scene(lengths, heads, kv_heads, dim, **more)
         whole = [scene.run([(row, 0, length)]) for row, length in enumerate(lengths)]
         for row, length in enumerate(lengths):
             assert (whole[row].float() - scene.expected(row, 0, length)).abs().max() < 0.02, (heads, row)
@@ -197,13 +221,14 @@ def check_attention() -> None:
         last = [(row, length - 1, 1) for row, length in enumerate(lengths)]
         assert torch.equal(scene.run(last), torch.stack([out[-1] for out in whole])), "last tokens"
     lengths = [1100] * 40 + [700, 2000, 1500]
-    scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024)
-    items = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-    work, _ = scene.prepare(items)
-    assert len(work.members) == 2 * 41
-    alone = torch.cat([scene.run([item]) for item in items])
-    assert torch.equal(scene.run(items), alone), "a shared prefix"
-    assert torch.equal(scene.run(items, extra=5), alone), "a shared prefix, few programs"
+    for more in ({}, everything):
+        scene = Scene(lengths, 32, 8, 128, family=(*range(40), 41), common=1024, **more)
+        items = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+        work, _ = scene.prepare(items)
+        assert len(work.members) == 2 * 41
+        alone = torch.cat([scene.run([item]) for item in items])
+        assert torch.equal(scene.run(items), alone), "a shared prefix"
+        assert torch.equal(scene.run(items, extra=5), alone), "a shared prefix, few programs"
 
 
 def has_flash() -> bool:
@@ -234,10 +259,10 @@ def check_heads() -> None:
     cos, sin = (t.cuda() for t in rope_tables(*rope_frequencies(dim, 1e6, None), 100))
     positions, slots = torch.arange(40, dtype=torch.int32, device="cuda"), torch.randperm(160, device="cuda")[:40]
     q_norm, k_norm = torch.randn(2, dim, device="cuda", dtype=torch.bfloat16).unbind()
-    for norm in (None, (q_norm, k_norm, 1e-6)):
+    for norm in (None, HeadWeights(q_norm, k_norm, 1e-6)):
         given = qkv.view(40, -1, dim).clone()
         out = qkv.clone()
-        elementwise.enter_heads(out, cache, 2, positions, slots, cos, sin, heads, norm)
+        elementwise.enter_heads(out, cache, 2, positions, slots, Angles(cos, sin), heads, norm or PLAIN)
         q, k, v = given.split([heads, kv_heads, kv_heads], 1)
         if norm:
             q, k = F.rms_norm(q, (dim,), q_norm, 1e-6), F.rms_norm(k, (dim,), k_norm, 1e-6)
@@ -411,6 +436,42 @@ def check_engine() -> None:
         assert ask(without_graphs(core()), x)["x"] == lone, "without graphs"
 
 
+def check_families() -> None:
+    """Layers with windows, softcaps, two rotations, biases and gelu: near Transformers, and the same bits in any company."""
+    import transformers
+
+    common = {
+        "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1400, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"] * 2
+    draw = random.Random(1)
+    for name, more in {
+        "Qwen2": {},
+        "Mistral": {"sliding_window": 300, "head_dim": 128},
+        "Gemma2": {"sliding_window": 300, "head_dim": 128, "query_pre_attn_scalar": 100, "layer_types": kinds},
+        "Gemma3": {"sliding_window": 300, "head_dim": 256, "layer_types": kinds},
+    }.items():
+        folder = Path(tempfile.mkdtemp())
+        torch.manual_seed(0)
+        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**common | more)
+        model = with_weights(getattr(transformers, f"{name}ForCausalLM")(config), torch.bfloat16)
+        model.save_pretrained(folder)
+        reference = with_weights(model.cuda().eval(), torch.float32)
+        prompt = [draw.randrange(2000) for _ in range(700)]
+        options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
+        core = EngineCore.load(options)
+        print(f"  {name}:", end="")
+        assert_near(reference, core, prompt)
+        x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+        lone = ask(core, x)["x"]
+        assert ask(core, x)["x"] == lone, f"{name}: cached"
+        others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
+        assert ask(core, others | x)["x"] == lone, f"{name}: among others"
+        chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
+        assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+
+
 def check_fast_math() -> None:
     """Prompts by flash-attn-4, whether it is faster or not."""
     folder = Path(tempfile.mkdtemp())
@@ -440,6 +501,7 @@ def check_nothing_compiles() -> None:
         ),
         SamplingParams(max_tokens=30, grammar=Grammar("regex", "[0-9]{9}")),
         SamplingParams(max_tokens=4, n=3, top_p=0.5),
+        SamplingParams(max_tokens=5, allowed_token_ids=(5, 6, 7, 8), bad_word_ids=((5,), (6, 7))),
         SamplingParams(max_tokens=1, pooling="mean"),
     ]
     seen = []

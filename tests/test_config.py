@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import load_model
-from tidemill.config import EngineOptions, ModelConfig, fmt_bytes, parse_bytes, resolve
+from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, alike, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.runner.cpu_runner import CpuRunner
 
 SMOLLM2 = ModelConfig(
-    architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
-    head_dim=64, max_context=8192, norm_eps=1e-5, rope_theta=1e5, tie_embeddings=True,
+    architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, max_context=8192, norm_eps=1e-5,
+    layers=alike(30, AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, rotation=None)), tie_embeddings=True,
 )  # fmt: skip
 LARGE = Machine(num_cores=8, memory_bytes=64 * 2**30, available_bytes=60 * 2**30, kernels="neon")
 PLAIN = replace(LARGE, kernels="", no_kernels="they were not built")

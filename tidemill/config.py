@@ -19,6 +19,7 @@ QUANTIZED_TYPES = {
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
+_MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
 GIB = 2**30
 MIB = 2**20
@@ -39,6 +40,49 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """A rotary position embedding of the first `num_dims` dimensions of a head."""
+
+    num_dims: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What the attention of a layer computes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    rotation: Rotation | None  # None: queries and keys are not rotated
+    window: int = 0  # a query sees this many keys, its own the last; 0: all before it
+    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+    has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            _check_size(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
+                fix="The first must be a multiple of the second.",
+            )
+
+
+def _check_size(name: str, value: object, most: int = 2**31) -> None:
+    if not isinstance(value, int) or not 0 < value <= most:
+        raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix="It must be a positive integer.")
+
+
+def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """The layers of a model whose layers do not differ."""
+    _check_size("num_layers", num_layers, _MAX_LAYERS)
+    return (spec,) * num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of a decoder, whatever file it came from."""
 
@@ -46,32 +90,40 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionSpec, ...]  # one for each layer; KV heads and their size are the same in all
     max_context: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # of each query and key head, before rotation
+    act: str = "silu"  # of the gate, a name in kernels/glu.py
+    logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 < value <= 2**31:
-                raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix="It must be a positive integer.")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
-                fix="The first must be a multiple of the second.",
-            )
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+            _check_size(name, getattr(self, name))
+        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.layers}) > 1:
+            raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].head_dim
 
     @property
     def num_parameters(self) -> int:

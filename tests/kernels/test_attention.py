@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tidemill.config import AttentionSpec
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
-from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, write_kv
+from tidemill.kernels.kv_cache import Angles, HeadWeights, PagedKV, copy_pages, new_cache, write_kv
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 
@@ -17,6 +18,10 @@ BACKENDS = [
 ]
 
 
+def spec_of(heads, kv_heads, dim, **more):
+    return AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rotation=None, **{"scale": dim**-0.5} | more)
+
+
 class Scene:
     """Requests (tokens before, new tokens) whose earlier tokens are in a paged cache, and the reference's results.
 
@@ -24,7 +29,7 @@ class Scene:
     by zero, and with huge finite values for torch's, which may.
     """
 
-    def __init__(self, requests, heads, kv_heads, dim, page_size, backend, dtype=torch.float32):
+    def __init__(self, requests, heads, kv_heads, dim, page_size, backend, dtype=torch.float32, rotated=None, **spec):
         torch.manual_seed(0)
         self.requests = requests
         num_pages = NUM_PAGES * 16 // page_size + 1
@@ -34,8 +39,10 @@ class Scene:
         )
         order = torch.randperm(num_pages - 1) + 1
         table = torch.zeros(len(requests), block_bounds(MAX_CONTEXT)[-1][1] // page_size, dtype=torch.int32)
-        cos, sin = rope_tables(*rope_frequencies(dim, 10000.0, None), MAX_CONTEXT)
-        self.kv = PagedKV(cache, table, cos, sin, heads)
+        angles = Angles(*rope_tables(*rope_frequencies(rotated or dim, 10000.0, None), MAX_CONTEXT))
+        spec = spec_of(heads, kv_heads, dim, **spec)
+        self.kv = PagedKV(cache, table, (spec,) * NUM_LAYERS, [angles] * NUM_LAYERS)
+        self.learned = HeadWeights(sinks=torch.randn(heads) if spec.has_sinks else None)
         self.qkv, self.expected, used = [], [], 0
         for row, (before, new) in enumerate(requests):
             total = before + new
@@ -44,12 +51,13 @@ class Scene:
             used += num
             every = torch.randn(total, self.width, dim)
             positions = torch.arange(total)
-            rotated = apply_rope(every[:, : heads + kv_heads], cos[:total], sin[:total])
-            k, v = rotated[:, heads:], every[:, heads + kv_heads :]
+            turned = apply_rope(every[:, : heads + kv_heads], angles.cos[:total], angles.sin[:total])
+            k, v = turned[:, heads:], every[:, heads + kv_heads :]
             write_kv(cache, LAYER, self.slots(row, positions[:before]), k[:before], v[:before])
             self.qkv.append(every[before:])
             k, v = (x.to(dtype).float() for x in (k, v))
-            self.expected.append(attention_reference(rotated[before:, :heads], k, v, positions[before:], dim**-0.5).flatten(1))
+            q, at = turned[before:, :heads], positions[before:]
+            self.expected.append(attention_reference(q, k, v, at, spec, self.learned.sinks).flatten(1))
         self.backend = (NativeAttention if backend == "compiled" else TorchAttention)(self.kv)
 
     def slots(self, row, positions):
@@ -62,7 +70,7 @@ class Scene:
         positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         slots = torch.cat([self.slots(row, at) for row, at in zip(rows, positions, strict=True)])
         step = self.backend.plan(np.array(rows), starts, counts, torch.cat(positions), slots)
-        return step.attend(LAYER, torch.cat([self.qkv[row] for row in rows]).flatten(1))
+        return step.attend(LAYER, torch.cat([self.qkv[row] for row in rows]).flatten(1), self.learned)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -72,6 +80,34 @@ def test_mixed_step_equals_reference(backend, page_size, heads, kv_heads, dim):
     requests = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (0, 2), (511, 3), (7, 100)]
     scene = Scene(requests, heads, kv_heads, dim, page_size, backend)
     assert torch.allclose(scene.run(), torch.cat(scene.expected), atol=2e-5)
+
+
+KINDS = {
+    "window": {"window": 50},
+    "window of a block": {"window": 32},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.3},
+    "sinks": {"has_sinks": True},
+    "partly rotated": {"rotated": 8},
+    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "rotated": 24},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_what_its_spec_says(backend, kind):
+    """Alone and among others, a request has the same bits."""
+    requests = [(0, 1), (130, 1), (63, 1), (64, 1), (0, 40), (100, 33), (511, 3), (7, 100)]
+    scene = Scene(requests, 6, 2, 32, 16, backend, **KINDS[kind])
+    plain = Scene(requests, 6, 2, 32, 16, backend)
+    out, expected = scene.run(), torch.cat(scene.expected)
+    assert torch.allclose(out, expected, atol=3e-5)
+    assert not torch.allclose(expected, torch.cat(plain.expected), atol=1e-3)
+    first = 0
+    for row, (_, new) in enumerate(requests):
+        assert torch.equal(scene.run([row]), out[first : first + new])
+        first += new
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,7 +167,7 @@ def test_blocks_depend_on_position_alone():
 def test_work_follows_live_tokens():
     """One long request does not make the short ones pay for its length."""
     starts, counts = np.array([4000] + [10] * 20), np.ones(21, np.int64)
-    kv = PagedKV(new_cache(100, 1, 2, 16, 64), torch.zeros(21, 512, dtype=torch.int32), torch.empty(0), torch.empty(0), 6)
+    kv = PagedKV(new_cache(100, 1, 2, 16, 64), torch.zeros(21, 512, dtype=torch.int32), (spec_of(6, 2, 64),), [None])
     plan = plan_attention(starts, counts, kv.table.numpy(), kv)
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
@@ -139,7 +175,7 @@ def test_work_follows_live_tokens():
 
 def test_what_the_compiled_kernel_cannot_do_goes_to_torch():
     def kv(heads, kv_heads, dim):
-        return PagedKV(new_cache(2, 1, kv_heads, 4, dim), torch.empty(0), torch.empty(0), torch.empty(0), heads)
+        return PagedKV(new_cache(2, 1, kv_heads, 4, dim), torch.empty(0), (spec_of(heads, kv_heads, dim),), [None])
 
     assert NativeAttention.can_run(kv(9, 3, 64)) == (native.lib is not None)
     assert not NativeAttention.can_run(kv(4, 2, 12))

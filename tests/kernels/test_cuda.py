@@ -15,12 +15,14 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
+from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
+from tidemill.kernels.glu import ACTIVATIONS, glu_reference
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_rms_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
-from tidemill.kernels.swiglu import swiglu_reference
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
 
@@ -41,9 +43,11 @@ def paired(gate_up):
     return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
 
 
-def test_swiglu():
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
-    assert_close(elementwise.swiglu(paired(gate_up.t()).t().contiguous()), swiglu_reference(gate_up), atol=1e-5, rtol=1e-5)
+    out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
+    assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
@@ -66,13 +70,27 @@ def test_heads_enter_the_cache(norm):
         q = torch.nn.functional.rms_norm(q, (dim,), q_weight, 1e-6)
         k = torch.nn.functional.rms_norm(k, (dim,), k_weight, 1e-6)
     q, k = apply_rope(q, cos[positions], sin[positions]), apply_rope(k, cos[positions], sin[positions])
-    weights = (q_weight, k_weight, 1e-6) if norm else None
-    elementwise.enter_heads(qkv, cache, layer, positions, slots, cos, sin, heads, weights)
+    weights = HeadWeights(q_weight, k_weight, 1e-6) if norm else PLAIN
+    elementwise.enter_heads(qkv, cache, layer, positions, slots, Angles(cos, sin), heads, weights)
     assert_close(qkv.view(6, -1, dim)[:, :heads], q, atol=1e-5, rtol=1e-5)
     entered = cache[slots // page, layer, :, :, slots % page]
     assert_close(entered[:, 0], k, atol=1e-5, rtol=1e-5)
     assert torch.equal(entered[:, 1], v)
     assert cache.count_nonzero() == 6 * 2 * kv_heads * dim
+
+
+@pytest.mark.parametrize("rotated", [0, 8, 12])
+def test_heads_are_rotated_in_part(rotated):
+    heads, kv_heads, dim, page = 4, 2, 16, 4
+    qkv, cache = torch.randn(3, (heads + 2 * kv_heads) * dim), torch.zeros(4, 1, 2, kv_heads, page, dim)
+    positions, slots = torch.tensor([30, 1, 2]), torch.tensor([5, 0, 15])
+    angles = Angles(*rope_tables(*rope_frequencies(rotated, 1e4, None), 40)) if rotated else None
+    expected = qkv.view(3, -1, dim)[:, : heads + kv_heads].clone()
+    if angles:
+        expected = apply_rope(expected, angles.cos[positions], angles.sin[positions])
+    elementwise.enter_heads(qkv, cache, 0, positions, slots, angles, heads)
+    assert_close(qkv.view(3, -1, dim)[:, :heads], expected[:, :heads], atol=1e-5, rtol=1e-5)
+    assert_close(cache[slots // page, 0, 0, :, slots % page], expected[:, heads:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tile", [gemm.Tile(16, 32, 32, 2, 4), gemm.Tile(32, 16, 64, 2, 4), gemm.Tile(32, 32, 32, 2, 4, bulk=1)])
@@ -84,8 +102,8 @@ def test_gemm(tile, rows, outs, ins):
     bias, out = torch.randn(outs), torch.empty(rows, outs)
     assert gemm.gemm(x, weight, tile, bias_N=bias, out=out) is out
     assert_close(out, x @ weight.t() + bias, atol=1e-4, rtol=1e-5)
-    gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), gated=True)
-    assert_close(gated, swiglu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
+    gated = gemm.gemm(x, paired(weight), tile, bias_N=paired(bias), act="silu")
+    assert_close(gated, glu_reference(x @ weight.t() + bias), atol=1e-4, rtol=1e-5)
 
 
 def test_every_measured_tile_is_one():
@@ -104,19 +122,19 @@ def test_tiles_that_were_searched_for_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(gemm, "_measured", lambda known={}: known)
     searched, weight = [], torch.zeros(48, 32)
 
-    def search(weight, gated, library):
+    def search(weight, act, library):
         searched.append(weight.shape)
         return {1: gemm.Tile(16, 32, 64, 3, 2), 64: gemm.LIBRARY}
 
     monkeypatch.setattr(tuning, "_search", search)
     (tmp_path / "tidemill").mkdir()
     (tmp_path / "tidemill" / "tiles.json").write_text('{"some GPU": {"48x')
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     assert gemm.choose_tile(1, 48, 32) == gemm.Tile(16, 32, 64, 3, 2)
     assert gemm.choose_tile(2, 48, 32) is gemm.LIBRARY
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     gemm._measured().clear()
-    tuning.find_tiles(weight, False, True)
+    tuning.find_tiles(weight, "", True)
     assert len(searched) == 1
     assert gemm.choose_tile(64, 48, 32) is gemm.LIBRARY
     assert [path.name for path in (tmp_path / "tidemill").iterdir()] == ["tiles.json"]
@@ -135,8 +153,12 @@ class Scene:
     """Requests (tokens before, new tokens) over a paged cache, with poison where nobody wrote. Those of a family have the same
     pages of the first 64 positions."""
 
-    def __init__(self, requests, heads, kv_heads, family=()):
+    def __init__(self, requests, heads, kv_heads, family=(), **spec):
         torch.manual_seed(0)
+        self.spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=kv_heads, head_dim=16, rotation=None, **{"scale": 0.25} | spec
+        )  # fmt: skip
+        self.sinks = torch.randn(heads) if self.spec.has_sinks else None
         dim, page, self.layer, self.heads = 16, 16, 1, heads
         self.requests = requests
         self.cache = torch.full((100, 2, 2, kv_heads, page, dim), 1e30)
@@ -155,7 +177,7 @@ class Scene:
             pages, offsets = self.table[row].long()[positions // page], positions % page
             self.cache[pages, self.layer, 0, :, offsets], self.cache[pages, self.layer, 1, :, offsets] = k, v
             qkv.append(torch.cat([q, torch.full((new, 2 * kv_heads, dim), 1e30)], 1).flatten(1))
-            expected.append(attention_reference(q, k, v, positions[before:], dim**-0.5).flatten(1))
+            expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks).flatten(1))
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
     def attend(self, work, size, programs, by_flash=False):
@@ -171,7 +193,8 @@ class Scene:
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         lists = attention.Lists(words, singles, *programs, partial, done, prompts)
-        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.heads)
+        positions = torch.from_numpy(work.positions)
+        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks)
         assert not done.any()
         return out
 
@@ -179,7 +202,7 @@ class Scene:
         items = np.array([(row, *request) for row, request in enumerate(self.requests)], np.int32)
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
-        tile = tile or attention.prompt_rows(group, 16) // group
+        tile = tile or attention.prompt_rows(group, by_roles=False) // group
         return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
 
 
@@ -197,6 +220,31 @@ def test_attention(heads, kv_heads, small_blocks):
         assert_close(scene.attend(work, 60, programs), scene.expected, atol=1e-4, rtol=1e-5)
 
 
+KINDS = {
+    "window": {"window": 21},
+    "window of a block": {"window": 16},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"has_sinks": True},
+    "all at once": {"window": 40, "softcap": 3.0, "scale": 0.4, "has_sinks": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
+    """Of tokens alone, in several splits, of prompts, and of a split in common; alone they have the same bits."""
+    requests = [(0, 1), (70, 1), (64, 1), (90, 1), (0, 9), (40, 40), (180, 1)]
+    scene = Scene(requests, 4, 2, family=(1, 2, 3), **KINDS[kind])
+    work = scene.work()
+    assert work.shared.size
+    out = scene.attend(work, 60, (20, 2, 9))
+    assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
+    for i in (1, 3):
+        item = np.array([(i, *requests[i])], np.int32)
+        alone = cuda_work.make_work(item, np.ones(1, bool), scene.table.numpy(), 16, 32)
+        alone.singles[:, 0] = i
+        assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
+
+
 def flash_reference(q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q, page_table, causal, tile_mn, out):
     """What flash-attn-4 does, by its documentation; it needs a GPU itself."""
     assert causal
@@ -209,7 +257,8 @@ def flash_reference(q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q
         positions = torch.arange(num_keys)
         keys, values = (x[pages[positions // k.shape[1]], positions % k.shape[1]] for x in (k, v))
         new = slice(first, first + num)
-        out[new] = attention_reference(q[new], keys, values, positions[num_keys - num :], q.shape[-1] ** -0.5)
+        spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rotation=None)
+        out[new] = attention_reference(q[new], keys, values, positions[num_keys - num :], spec)
 
 
 def test_prompts_are_handed_to_flash_attention(small_blocks, monkeypatch):
@@ -302,23 +351,25 @@ def build(kernel, types, warps=4, **constants):
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
-build(elementwise._swiglu, dict(gate_up_ptr=B, out_ptr=B), BLOCK=1024)
+build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
-build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, PAGE=64, QK_NORM=True, HEADS=16)
+build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
-how = dict(GROUP=8, HAS_BIAS=True, GATED=True)
+how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
 build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
 build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, scale="fp32")
-build(attention._attend_single, types, 2, **shape, ROWS=16, TOGETHER=4)
-build(attention._attend_shared, types, **shape, WORD=0, ROWS=64)
-build(attention._attend_prompts, types, **shape, WORD=2, ROWS=64)
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
+for some in (False, True):
+    kind = dict(WINDOW=some, SOFTCAP=some)
+    build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
+    build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
+    build(attention._attend_prompts, types, **shape, **kind, SINKS=some, WORD=2, ROWS=64)
 types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
              out_ptr=I, adjusted_ptr=F, records_ptr=I, limits_ptr=F, stats_ptr=F, above_ptr=F,
              brackets_ptr=F, kept_ptr=F, sizes_ptr=I)
@@ -354,7 +405,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
-        "_add_rms_norm", "_swiglu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize",
     }  # fmt: skip

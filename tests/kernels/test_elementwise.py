@@ -1,14 +1,16 @@
 """Small ops: right, and the same bits for a row wherever it stands."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tidemill.kernels import native
 from tidemill.kernels.argmax import argmax
+from tidemill.kernels.glu import glu
 from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
 from tidemill.kernels.norm import add_rms_norm
-from tidemill.kernels.swiglu import swiglu
 
 SIZES = [50, 64, 577, 1536]
 
@@ -21,12 +23,13 @@ def rows_keep_their_bits(function, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_swiglu(size, backend):
+@pytest.mark.parametrize(("act", "of_torch"), [("silu", F.silu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))])
+def test_glu(size, backend, act, of_torch):
     x = torch.randn(200, 2 * size) * 4
     gate, up = x.chunk(2, -1)
-    assert torch.allclose(swiglu(x), F.silu(gate) * up, atol=1e-5, rtol=1e-5)
-    rows_keep_their_bits(swiglu, x)
-    extreme = swiglu(torch.tensor([[-200.0, 200.0, -80.0, 1.0, 1.0, 1.0]]))
+    assert torch.allclose(glu(x, act), of_torch(gate) * up, atol=1e-5, rtol=1e-5)
+    rows_keep_their_bits(lambda some: glu(some, act), x)
+    extreme = glu(torch.tensor([[-200.0, 200.0, -80.0, 1.0, 1.0, 1.0]]), act)
     assert torch.allclose(extreme, torch.tensor([[0.0, 200.0, 0.0]]), atol=1e-30)
 
 

@@ -47,10 +47,10 @@ def test_the_number_of_threads_changes_no_bit(num_threads):
     gate_up = torch.randn(100, 1280)
     try:
         native.lib.set_threads(2)
-        expected = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.swiglu(gate_up)
+        expected = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.glu(gate_up, 0)
         assert native.lib.set_threads(num_threads) == num_threads
         for _ in range(20):
-            again = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.swiglu(gate_up)
+            again = native.lib.add_rms_norm(x, residual.clone(), weight, 1e-5), native.lib.glu(gate_up, 0)
             assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
     finally:
         native.lib.set_threads(2)
@@ -60,11 +60,11 @@ def test_the_number_of_threads_changes_no_bit(num_threads):
 def test_two_callers_at_once_take_turns():
     torch.manual_seed(0)
     rows = [torch.randn(64, 2 * 512) for _ in range(2)]
-    expected = [native.lib.swiglu(x) for x in rows]
+    expected = [native.lib.glu(x, 0) for x in rows]
     wrong = []
 
     def call(i: int) -> None:
-        wrong.extend(i for _ in range(200) if not torch.equal(native.lib.swiglu(rows[i]), expected[i]))
+        wrong.extend(i for _ in range(200) if not torch.equal(native.lib.glu(rows[i], 0), expected[i]))
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -126,14 +126,14 @@ class TestRecordedForward:
 def test_a_forked_child_can_use_it():
     """multiprocessing forks; the child has none of the threads."""
     x = torch.randn(64, 2 * 512)
-    expected = native.lib.swiglu(x)
+    expected = native.lib.glu(x, 0)
     child = os.fork()
     if child == 0:
-        same = torch.equal(native.lib.swiglu(x), expected)
+        same = torch.equal(native.lib.glu(x, 0), expected)
         native.lib.set_threads(3)
-        os._exit(0 if same and torch.equal(native.lib.swiglu(x), expected) else 1)
+        os._exit(0 if same and torch.equal(native.lib.glu(x, 0), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(native.lib.swiglu(x), expected)
+    assert torch.equal(native.lib.glu(x, 0), expected)
 
 
 @needs_library
@@ -199,10 +199,10 @@ class TestStaleLibraries:
             shutil.copy(path, tmp_path)
         header = tmp_path / "tidemill.h"
         text = header.read_text()
-        swapped = text.replace("long num_tokens, num_heads,", "long num_heads, num_tokens,")
+        swapped = text.replace("long num_heads, num_kv_heads,", "long num_kv_heads, num_heads,")
         assert swapped != text
         header.write_text(swapped)
-        with pytest.raises(OSError, match=r"tm_step\.num_"):
+        with pytest.raises(OSError, match=r"tm_layer\.num_"):
             native._check_build(build(tmp_path, tmp_path / "x.so"), "")
 
 

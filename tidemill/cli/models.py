@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.config import EngineOptions, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
+from tidemill.config import EngineOptions, ModelConfig, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
 from tidemill.weights.locate import PACKAGED, locate, packaged_file
 
 console = Console(highlight=False)
@@ -77,8 +78,7 @@ def _inspect(model: str) -> None:
         "parameters": f"{config.num_parameters:,}" + (" (tied embeddings)" if config.tie_embeddings else ""),
         "layers": f"{config.num_layers} of {config.hidden_size}, feed-forward {config.intermediate_size}",
         "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
-        "context": f"{config.max_context:,} tokens, rope theta {config.rope_theta:g}"
-        + (f", {config.rope_scaling.kind} scaling" if config.rope_scaling else ""),
+        "context": f"{config.max_context:,} tokens; rope {', '.join(_rotations(config))}",
         "vocabulary": f"{config.vocab_size:,} tokens",
         "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
         "chat template": "yes" if tokenizer.chat_template else "no",
@@ -89,3 +89,12 @@ def _inspect(model: str) -> None:
     for key, value in [*rows.items(), *(("note", note) for note in (*config.notes, *defaults.notes))]:
         table.add_row(key, value)
     console.print(table, markup=False)
+
+
+def _rotations(config: ModelConfig) -> Iterator[str]:
+    """Each kind of rotation once, in the order of the layers."""
+    for rotation in dict.fromkeys(spec.rotation for spec in config.layers):
+        if rotation is None:
+            yield "none in some layers"
+        else:
+            yield f"theta {rotation.theta:g}" + (f" with {rotation.scaling.kind} scaling" if rotation.scaling else "")

@@ -23,24 +23,42 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.kv_cache import PagedKV, runs_of_pages, write_kv
+from tidemill.config import AttentionSpec
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 
 PREFILL_TILE = 32
 _FIRST_BLOCK, _LAST_BLOCK = 64, 512
+_LOWEST = -1e30  # than any score
 _MAX_SCORE_BYTES = 64 * 2**20  # of one block's scores; more tiles than that are computed in turns
 
 
 def attention_reference(
-    q_TND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, positions_T: torch.Tensor, scale: float
+    q_TND: torch.Tensor,
+    k_LGD: torch.Tensor,
+    v_LGD: torch.Tensor,
+    positions_T: torch.Tensor,
+    spec: AttentionSpec,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One request, keys in a row: what the paged version must compute."""
     num_repeats = q_TND.shape[1] // k_LGD.shape[1]
     k = k_LGD.repeat_interleave(num_repeats, dim=1)
     v = v_LGD.repeat_interleave(num_repeats, dim=1)
-    scores = torch.einsum("tnd,lnd->ntl", q_TND, k) * scale
-    hidden = torch.arange(k.shape[0]) > positions_T[:, None]
-    return torch.einsum("ntl,lnd->tnd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    scores = capped(torch.einsum("tnd,lnd->ntl", q_TND, k) * spec.scale, spec.softcap)
+    keys, queries = torch.arange(k.shape[0]), positions_T[:, None]
+    hidden = keys > queries
+    if spec.window:
+        hidden |= keys <= queries - spec.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks_N is not None:
+        scores = torch.cat([scores, sinks_N[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    return torch.einsum("ntl,lnd->tnd", scores.softmax(-1)[..., : k.shape[0]], v)
+
+
+def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """In place."""
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
 def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
@@ -79,7 +97,7 @@ def decode_tile(num_repeats: int, dim: int, num_threads: int) -> int:
 class _Block:
     num_tiles: int
     runs: torch.Tensor  # of the first layer's keys, see `runs_of_pages`; ordered [tile, G, page]
-    hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query; None if there are none
+    hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query, or before its window; None if there are none
     num_keys: int
 
 
@@ -102,15 +120,18 @@ class AttentionPlan:
     num_tokens: int
 
 
-def plan_attention(starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV) -> AttentionPlan:
+def plan_attention(
+    starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV, window: int = 0
+) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
-    `page_tables`: [requests, pages], at least as wide as the last block."""
+    `page_tables`: [requests, pages], at least as wide as the last block. `window`: of the layers this is for."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
     small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
-        groups += _make_groups(decoding, first_token[decoding], starts[decoding], np.ones_like(decoding), 1, page_tables, kv)
+        ones = np.ones_like(decoding)
+        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, 1, page_tables, kv, window)
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
@@ -118,14 +139,14 @@ def plan_attention(starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarr
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
         groups += _make_groups(
-            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE, page_tables, kv
+            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE, page_tables, kv, window
         )
     return AttentionPlan(groups, int(counts.sum()))
 
 
 def _make_groups(
     request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, tile_len: int,
-    page_tables: np.ndarray, kv: PagedKV,
+    page_tables: np.ndarray, kv: PagedKV, window: int,
 ) -> list[_Tiles]:  # fmt: skip
     """Tiles of one shape, sorted by reach and cut into groups of bounded memory."""
     order = np.argsort(-(position + lens), kind="stable")
@@ -142,12 +163,16 @@ def _make_groups(
         blocks = []
         for lo, hi in block_bounds(int(reach[0])):
             n = int(np.count_nonzero(reach > lo))
+            if window and hi <= positions[:n].min() - window + 1:
+                continue  # nobody sees it
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
             hidden = None
-            if positions[:n].min() < hi - 1:
-                after = np.arange(lo, hi)[None, None, :] > positions[:n, :, None]  # [n, tile_len, B]
-                after = np.repeat(after, rows // tile_len, axis=1)[:, None]
-                hidden = torch.from_numpy(after)
+            if positions[:n].min() < hi - 1 or (window and lo <= positions[:n].max() - window):
+                keys, queries = np.arange(lo, hi)[None, None, :], positions[:n, :, None]
+                unseen = keys > queries  # [n, tile_len, B]
+                if window:
+                    unseen |= keys <= queries - window
+                hidden = torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
             blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, hi - lo))
         groups.append(
             _Tiles(
@@ -161,10 +186,17 @@ def _make_groups(
     return groups
 
 
-def paged_attention(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def paged_attention(
+    q_TND: torch.Tensor,
+    cache: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan,
+    spec: AttentionSpec,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
     out = torch.empty_like(q_TND)
     for group in plan.groups:
-        result = _attend(q_TND, cache, layer, group, scale)
+        result = _attend(q_TND, cache, layer, group, spec, sinks_N)
         tokens = group.tokens
         if group.valid is not None:
             result, tokens = result[group.valid], tokens[group.valid]
@@ -172,32 +204,33 @@ def paged_attention(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, plan: 
     return out
 
 
-def _attend(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, scale: float) -> torch.Tensor:
+def _attend(
+    q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None
+) -> torch.Tensor:
     """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
     num_kv_heads, page_size, dim = cache.shape[3:]
     n, tile_len = group.num_tiles, group.tile_len
     num_repeats = q_TND.shape[1] // num_kv_heads
     flat = cache.view(-1, page_size * dim)
-    q = q_TND.index_select(0, group.tokens).mul_(scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
+    q = q_TND.index_select(0, group.tokens).mul_(spec.scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
     q = q.transpose(1, 2).reshape(n * num_kv_heads, tile_len * num_repeats, dim)
     if q.shape[1] == 1:
         q = q.expand(-1, 2, -1).contiguous()
     rows = q.shape[1]
-    top = total = acc = None
+    # A sink is a key that was seen before all others, of which only the score counts.
+    top = q.new_full((q.shape[0], rows, 1), _LOWEST)
+    if sinks_N is not None:
+        sinks = sinks_N.view(1, num_kv_heads, 1, num_repeats).expand(n, -1, tile_len, -1).reshape(n * num_kv_heads, -1, 1)
+        top[:, : sinks.shape[1]] = sinks
+    total, acc = torch.full_like(top, sinks_N is not None), torch.zeros_like(q)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
         k = flat.index_select(0, block.runs + 2 * layer * num_kv_heads).view(batch, block.num_keys, dim).float()
-        scores = torch.bmm(q[:batch], k.transpose(1, 2))
+        scores = capped(torch.bmm(q[:batch], k.transpose(1, 2)), spec.softcap)
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
         v = flat.index_select(0, block.runs + (2 * layer + 1) * num_kv_heads).view(batch, block.num_keys, dim).float()
-        if top is None or total is None or acc is None:
-            top = block_top
-            scores.sub_(top).exp_()
-            total = scores.sum(-1, keepdim=True)
-            acc = torch.bmm(scores, v)
-            continue
         # Longer tiles come first, so those that reach this block are a leading part of the state.
         old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
         shrink = old_top.sub_(new_top).exp_()
@@ -205,8 +238,6 @@ def _attend(q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles,
         total[:batch].mul_(shrink).add_(scores.sum(-1, keepdim=True))
         acc[:batch].mul_(shrink).baddbmm_(scores, v)
         top[:batch] = new_top
-    assert acc is not None
-    assert total is not None
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
@@ -222,30 +253,32 @@ class TorchAttention:
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
     ) -> TorchStep:
         kv = self._kv
-        angles = kv.cos.index_select(0, positions_T), kv.sin.index_select(0, positions_T)
-        return TorchStep(kv, plan_attention(starts, counts, kv.table.numpy()[rows], kv), slots_T, angles)
+        tables = kv.table.numpy()[rows]
+        plans = {window: plan_attention(starts, counts, tables, kv, window) for window in {spec.window for spec in kv.specs}}
+        return TorchStep(kv, plans, slots_T, positions_T)
 
 
 @dataclass(slots=True)
 class TorchStep:
     kv: PagedKV
-    attention: AttentionPlan
+    plans: dict[int, AttentionPlan]  # by the layers' window
     slots_T: torch.Tensor  # where this step's keys and values go
-    angles: tuple[torch.Tensor, torch.Tensor]
+    positions_T: torch.Tensor
 
-    def attend(
-        self, layer: int, qkv_TC: torch.Tensor, qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    ) -> torch.Tensor:
-        kv = self.kv
+    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+        kv, spec, angles = self.kv, self.kv.specs[layer], self.kv.angles[layer]
         heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
         num_rotated = kv.num_heads + kv.num_kv_heads
         turning = heads[:, :num_rotated]
-        if qk_norm is not None:
-            q_weight, k_weight, eps = qk_norm
+        if learned.q_norm is not None and learned.k_norm is not None:
+            q_weight, k_weight, eps = learned.q_norm, learned.k_norm, learned.eps
             q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
             turning = torch.cat(
                 [F.rms_norm(q, (kv.head_dim,), q_weight, eps), F.rms_norm(k, (kv.head_dim,), k_weight, eps)], dim=1
             )
-        rotated = apply_rope(turning, *self.angles)
-        write_kv(kv.cache, layer, self.slots_T, rotated[:, kv.num_heads :], heads[:, num_rotated:])
-        return paged_attention(rotated[:, : kv.num_heads], kv.cache, layer, self.attention, kv.head_dim**-0.5).flatten(1)
+        if angles is not None:
+            at = self.positions_T
+            turning = apply_rope(turning, angles.cos.index_select(0, at), angles.sin.index_select(0, at))
+        write_kv(kv.cache, layer, self.slots_T, turning[:, kv.num_heads :], heads[:, num_rotated:])
+        queries = turning[:, : kv.num_heads]
+        return paged_attention(queries, kv.cache, layer, self.plans[spec.window], spec, learned.sinks).flatten(1)

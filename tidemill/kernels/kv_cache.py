@@ -7,6 +7,29 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.config import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Of a rotary position embedding: [positions, rotated dimensions / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What a layer's attention has learned besides its projections."""
+
+    q_norm: torch.Tensor | None = None  # [D], of each head before rotation
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    sinks: torch.Tensor | None = None  # [N]
+
+
+PLAIN = HeadWeights()
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
@@ -14,9 +37,12 @@ class PagedKV:
 
     cache: torch.Tensor  # [P, layers, 2, G, S, D]
     table: torch.Tensor  # [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
-    cos: torch.Tensor  # [positions, D / 2]
-    sin: torch.Tensor
-    num_heads: int
+    specs: tuple[AttentionSpec, ...]  # of each layer
+    angles: list[Angles | None]  # of each layer
+
+    @property
+    def num_heads(self) -> int:
+        return self.specs[0].num_heads
 
     @property
     def num_kv_heads(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidemill.config import AttentionSpec
 from tidemill.kernels import native
-from tidemill.kernels.kv_cache import PagedKV
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
@@ -25,9 +26,10 @@ class NativeAttention:
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._group = kv.num_heads // kv.num_kv_heads
-        # Addresses of each layer's keys and values in the first page.
+        self._specs = [_spec(spec, angles) for spec, angles in zip(kv.specs, kv.angles, strict=True)]
         self._layers = [
-            (kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr()) for layer in range(kv.cache.shape[1])
+            _Layer(ctypes.addressof(spec), kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr())
+            for layer, spec in enumerate(self._specs)
         ]
 
     @staticmethod
@@ -52,9 +54,6 @@ class NativeAttention:
         tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
         step = native.Step(
             num_tokens=positions_T.shape[0],
-            num_heads=kv.num_heads,
-            num_kv_heads=kv.num_kv_heads,
-            head_dim=kv.head_dim,
             page_size=kv.page_size,
             page_stride=kv.cache.stride(0),
             table_width=kv.table.shape[1],
@@ -64,25 +63,44 @@ class NativeAttention:
             table=kv.table.data_ptr(),
             positions=positions_T.data_ptr(),
             slots=slots_T.data_ptr(),
-            cos=kv.cos.data_ptr(),
-            sin=kv.sin.data_ptr(),
-            scale=kv.head_dim**-0.5,
         )
         return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_T))
+
+
+def _spec(spec: AttentionSpec, angles: Angles | None) -> native.LayerSpec:
+    return native.LayerSpec(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_rotated=0 if angles is None else 2 * angles.cos.shape[1],
+        window=spec.window,
+        cos=None if angles is None else angles.cos.data_ptr(),
+        sin=None if angles is None else angles.sin.data_ptr(),
+        scale=spec.scale,
+        softcap=spec.softcap,
+    )
+
+
+@dataclass(slots=True)
+class _Layer:
+    """Addresses: its tm_layer, and its keys and values in the first page."""
+
+    spec: int
+    keys: int
+    values: int
 
 
 @dataclass(slots=True)
 class NativeStep:
     lib: native.Library
     address: int  # of the tm_step
-    layers: list[tuple[int, int]]
+    layers: list[_Layer]
     num_out: int
     alive: tuple[Any, ...]  # what the tm_step points to
 
-    def attend(
-        self, layer: int, qkv_TC: torch.Tensor, qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    ) -> torch.Tensor:
-        return self.lib.attention(self.address, qkv_TC, *self.layers[layer], qk_norm, self.num_out)
+    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+        at = self.layers[layer]
+        return self.lib.attention(self.address, at.spec, learned, qkv_TC, at.keys, at.values, self.num_out)
 
     def replay(self, program: Program, embedded_TH: torch.Tensor) -> torch.Tensor:
         """All layers of a recorded model at once."""

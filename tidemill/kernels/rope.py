@@ -65,11 +65,13 @@ def rope_tables(freqs: np.ndarray, factor: float, num_positions: int) -> tuple[t
 
 
 def apply_rope(x_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    """Rotates the pairs (i, i + D/2) of every head. Only multiplications and additions, so every element rounds the same way."""
-    half = x_TND.shape[-1] // 2
-    first, second = x_TND[..., :half], x_TND[..., half:]
+    """Rotates the pairs (i, i + R/2) of the first R dimensions of every head, for which there are angles. Only multiplications
+    and additions, so every element rounds the same way."""
+    half = cos_TD.shape[-1]
+    first, second = x_TND[..., :half], x_TND[..., half : 2 * half]
     cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
     out = torch.empty(x_TND.shape, dtype=x_TND.dtype, device=x_TND.device)
     torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    out[..., 2 * half :] = x_TND[..., 2 * half :]
     return out

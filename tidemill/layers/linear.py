@@ -50,11 +50,12 @@ class Linear(Layer):
 
 
 class GatedLinear(Linear):
-    """silu(gate) * up of two matmuls of the same input."""
+    """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str) -> None:
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str, act: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)
+        self._act = act
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         gate, up = parts
-        return self._method.join_gated(gate, up, bias)
+        return self._method.join_gated(gate, up, bias, self._act)

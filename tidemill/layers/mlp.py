@@ -9,9 +9,9 @@ from tidemill.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str, act: str = "silu") -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, dtype=dtype)
+        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, dtype=dtype, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,9 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(None, x_TH, self.weight, self.eps)
+
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)

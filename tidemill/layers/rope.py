@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tidemill.config import RopeScaling
+from tidemill.config import Rotation
+from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.rope import rope_frequencies, rope_tables
 from tidemill.layers.base import Layer
 
@@ -12,14 +13,16 @@ from tidemill.layers.base import Layer
 class Rope(Layer):
     """`factors` is an optional stored tensor that divides the frequencies (how GGUF files carry Llama 3's scaling)."""
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
-        super().__init__({"factors": (head_dim // 2,)}, optional=True)
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+    def __init__(self, rotation: Rotation) -> None:
+        super().__init__({"factors": (rotation.num_dims // 2,)}, optional=True)
+        self.rotation = rotation
         self.factors: torch.Tensor | None = None
 
-    def build(self, num_positions: int, device: torch.device | None = None) -> None:
-        """Make the tables once the weights are there."""
-        freqs, factor = rope_frequencies(self.head_dim, self.theta, self.scaling)
+    def build(self, num_positions: int, device: torch.device | None = None) -> Angles:
+        """The tables, once the weights are there."""
+        rotation = self.rotation
+        freqs, factor = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling)
         if self.factors is not None:
             freqs = freqs / self.factors.numpy()
-        self.cos, self.sin = (table.to(device) for table in rope_tables(freqs, factor, num_positions))
+        cos, sin = rope_tables(freqs, factor, num_positions)
+        return Angles(cos.to(device), sin.to(device))

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig
+from tidemill.config import ModelConfig, Rotation
 from tidemill.errors import CheckpointError
+from tidemill.kernels.kv_cache import Angles
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
@@ -32,13 +33,14 @@ class CausalLM(nn.Module, ABC):
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
-    rope: Rope
     blocks: nn.ModuleList
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
         super().__init__()
         self.config, self.dtype = config, dtype
+        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.layers) if one is not None]
+        self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
 
@@ -56,13 +58,21 @@ class CausalLM(nn.Module, ABC):
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time. All layers are alike today."""
-        whole = self.blocks
-        self.blocks = whole[:1]
+        """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time."""
+        whole, layers = self.blocks, self.config.layers
+        self.blocks = nn.ModuleList(whole[layers.index(spec)] for spec in dict.fromkeys(layers))
         try:
             yield
         finally:
             self.blocks = whole
+
+    def angles(self, num_positions: int, device: torch.device | None = None) -> list[Angles | None]:
+        """Each layer's cosines and sines."""
+        tables: dict[Rotation | None, Angles | None] = {None: None}
+        for rotation, rope in zip(self._rotations, self.ropes, strict=True):
+            assert isinstance(rope, Rope)
+            tables[rotation] = rope.build(num_positions, device)
+        return [tables[spec.rotation] for spec in self.config.layers]
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
@@ -129,7 +139,13 @@ class CausalLM(nn.Module, ABC):
             if isinstance(module, Layer) and module.missing:
                 name = stored_as.get((module, min(module.missing)), min(module.missing))
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+        with torch.inference_mode():
+            model.loaded(checkpoint.format)
         return model.eval()
+
+    def loaded(self, checkpoint_format: str) -> None:
+        """All tensors are there: what a format stores differently is settled here."""
+        return
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         for name, places in targets.items():

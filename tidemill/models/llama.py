@@ -1,34 +1,32 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral (within its window)."""
+"""The Llama family: Llama 2 and 3, SmolLM2 and 3, Mistral. Others derive from it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, RopeScaling
+from tidemill.config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
-from tidemill.layers.rope import Rope
 from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
+
+_ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
         super().__init__()
-        c = config
-        self.attn_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.attn = Attention(
-            layer, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.attention_bias, c.attention_out_bias, dtype,
-            c.norm_eps if c.qk_norm else None,
-        )  # fmt: skip
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -37,6 +35,7 @@ class Block(nn.Module):
 
 
 class Llama(CausalLM):
+    block: ClassVar[type[nn.Module]] = Block
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
         ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
@@ -49,16 +48,15 @@ class Llama(CausalLM):
         ("blocks.{}.mlp.gate_up", "up", "model.layers.{}.mlp.up_proj", "blk.{}.ffn_up"),
         ("blocks.{}.mlp.down", "down", "model.layers.{}.mlp.down_proj", "blk.{}.ffn_down"),
         ("norm", "weight", "model.norm", "output_norm"),
-        ("rope", "factors", "", "rope_freqs"),
+        ("ropes.0", "factors", "", "rope_freqs"),
     ]
     IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         super().__init__(config, dtype)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
@@ -96,16 +94,21 @@ class Llama(CausalLM):
 
 def _check_numbers(config: ModelConfig, source: object) -> None:
     """What would make rope tables or norms that are not numbers."""
-    scaling = config.rope_scaling or RopeScaling(kind="linear", factor=1.0)
+    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
+    scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
+        "number of rotated dimensions": any(not 0 < one.num_dims <= config.head_dim or one.num_dims % 2 for one in rotations),
+        "sliding window": any(spec.window < 0 for spec in config.layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
-        "rope theta": not 1 < config.rope_theta < 1e30,
-        "rope scaling factor": not 1e-6 < scaling.factor < 1e6,
-        "rope scaling's original context": scaling.kind != "linear" and scaling.original_context < 1,
-        "rope scaling's low_freq_factor and high_freq_factor": not 0 < scaling.low_freq_factor < scaling.high_freq_factor,
-        "rope scaling's beta_fast and beta_slow": not (scaling.beta_fast > 0 and scaling.beta_slow > 0),
+        "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
+        "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),
+        "rope scaling's original context": any(s.kind != "linear" and s.original_context < 1 for s in scalings),
+        "rope scaling's low_freq_factor and high_freq_factor": not all(
+            0 < s.low_freq_factor < s.high_freq_factor for s in scalings
+        ),
+        "rope scaling's beta_fast and beta_slow": not all(s.beta_fast > 0 and s.beta_slow > 0 for s in scalings),
     }
     for name, is_wrong in wrong.items():
         if is_wrong:
@@ -118,46 +121,63 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
     def need(key: str, kind: type = int) -> Any:
         return required(data, key, kind, source)
 
-    if data.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{source}: hidden_act {data['hidden_act']!r} is not supported.")
+    act = data.get("hidden_activation") or data.get("hidden_act", "silu")
+    if act not in _ACTS:
+        raise CheckpointError(f"{source}: hidden_act {act!r} is not supported.", fix=f"{', '.join(_ACTS)} are.")
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
-    if data.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise CheckpointError(f"{source}: partial_rotary_factor {data['partial_rotary_factor']} is not supported.")
-    trained = need("max_position_embeddings")
-    context, notes = _within_window(trained, optional(data, "sliding_window", int, trained, source))
+    trained, num_layers = need("max_position_embeddings"), need("num_hidden_layers")
     # Newer files put both under rope_parameters.
     rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
     theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
+    head_dim = optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source)
+    partial = optional(data, "partial_rotary_factor", float, None, source) or optional(
+        rope, "partial_rotary_factor", float, 1.0, source
+    )
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rotation=Rotation(num_dims=int(head_dim * partial), theta=theta, scaling=hf_scaling(rope, trained, source)),
+    )
+    alike(num_layers, spec)  # so many layers there can be
+    layers = [replace(spec, window=window) for window in windows(data, num_layers, source)]
+    for layer, is_rotated in enumerate(optional(data, "no_rope_layers", list, None, source) or []):
+        if not is_rotated and layer < num_layers:
+            layers[layer] = replace(layers[layer], rotation=None)
     return ModelConfig(
         architecture=checkpoint.architecture,
         vocab_size=need("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=optional(data, "num_key_value_heads", int, num_heads, source),
-        head_dim=optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source),
-        max_context=context,
+        layers=tuple(layers),
+        max_context=trained,
         norm_eps=need("rms_norm_eps", float),
-        rope_theta=theta,
-        rope_scaling=_hf_scaling(rope, trained, source),
+        act=_ACTS[act],
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)),
         attention_out_bias=bool(data.get("attention_bias", False)),
         mlp_bias=bool(data.get("mlp_bias", False)),
-        notes=notes,
         stored=stored_values(checkpoint),
     )
 
 
-def _within_window(context: int, window: int) -> tuple[int, tuple[str, ...]]:
-    """Up to a sliding window's length, attention is full; further this engine does not go yet."""
-    if window >= context:
-        return context, ()
-    return window, (f"context limited to the sliding window of {window}, within which attention is full",)
+def windows(data: dict[str, Any], num_layers: int, source: object) -> list[int]:
+    """Each layer's sliding window, 0 without one. Newer files list the kinds of their layers; in older ones of Qwen's, windows
+    are switched on, and begin at a certain layer."""
+    window = optional(data, "sliding_window", int, None, source) or 0
+    if not window or data.get("use_sliding_window") is False:
+        return [0] * num_layers
+    kinds = optional(data, "layer_types", list, None, source)
+    if kinds is None:
+        first = optional(data, "max_window_layers", int, 0, source) if data.get("use_sliding_window") else 0
+        return [window if layer >= first else 0 for layer in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise CheckpointError(f"{source}: layer_types must name sliding_attention or full_attention for each layer.")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def _hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
+def hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "dynamic"):
         return None  # dynamic scaling starts past max_position_embeddings, where this engine's context ends
@@ -178,9 +198,7 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors()}
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
     head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
-    rotated = data.get(f"{arch}.rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        raise CheckpointError(f"{source}: only {rotated} of {head_dim} dimensions are rotated, which is not supported.")
+    rotated = optional(data, f"{arch}.rope.dimension_count", int, head_dim, source)
     if data.get(f"{arch}.expert_count"):
         raise CheckpointError(f"{source}: mixture-of-experts models are not supported.")
     table = shapes.get("token_embd.weight")
@@ -188,7 +206,6 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
     trained = need("context_length")
     window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
-    context, notes = _within_window(trained, window or trained)
     kind, scaling = data.get(f"{arch}.rope.scaling.type", "none"), None
     if kind in ("linear", "yarn"):
         original = optional(data, f"{arch}.rope.scaling.original_context_length", int, trained, source)
@@ -197,21 +214,24 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
         scaling = RopeScaling(kind="linear", factor=need("rope.scale_linear", float))
     elif kind != "none":
         raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear and yarn are.")
+    theta = optional(data, f"{arch}.rope.freq_base", float, 10000.0, source)
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rotation=Rotation(num_dims=rotated, theta=theta, scaling=scaling),
+        window=window,
+    )
     return ModelConfig(
         architecture=arch,
         vocab_size=table[0],
         hidden_size=hidden_size,
         intermediate_size=need("feed_forward_length"),
-        num_layers=need("block_count"),
-        num_heads=num_heads,
-        num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
-        head_dim=head_dim,
-        max_context=context,
-        notes=notes,
+        layers=alike(need("block_count"), spec),
+        max_context=trained,
         stored=stored_values(checkpoint),
         norm_eps=need("attention.layer_norm_rms_epsilon", float),
-        rope_theta=optional(data, f"{arch}.rope.freq_base", float, 10000.0, source),
-        rope_scaling=scaling,
         tie_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         attention_out_bias="blk.0.attn_output.bias" in shapes,

@@ -12,8 +12,15 @@ from tidemill.weights.checkpoint import Checkpoint
 ARCHITECTURES = {
     ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
     ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
+    ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
+    ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
     ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
+    ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
+    ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
+    ("gguf", "gemma3"): "tidemill.models.gemma:Gemma3",
     ("gguf", "qwen3"): "tidemill.models.qwen3:Qwen3",
 }
 

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import Weight
-from tidemill.kernels.swiglu import swiglu
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")
@@ -25,19 +25,19 @@ class LinearMethod(ABC, Generic[Part]):
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
         """All of them, one below the other, laid out for a kernel."""
 
-    def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None) -> Weight:
-        """The two, laid out for a matmul that gives silu(gate) * up."""
-        return _Gated(self.join([gate, up], bias))
+    def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
+        """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
+        return _Gated(self.join([gate, up], bias), act)
 
 
 class _Gated(Weight):
     """The fused matmul, then its gate."""
 
-    def __init__(self, both: Weight) -> None:
-        self._both = both
+    def __init__(self, both: Weight, act: str) -> None:
+        self._both, self._act = both, act
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return swiglu(self._both(x_TK))
+        return glu(self._both(x_TK), self._act)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._both.rows(ids_T)

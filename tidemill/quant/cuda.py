@@ -12,17 +12,17 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class CudaWeight(Weight):
-    """`gated`: rows of gate and up in turn, and the matmul gives silu(gate) * up. `fast`: sums may run in an order that depends
-    on the number of rows."""
+    """`act`: rows of gate and up in turn, and the matmul gives act(gate) * up. `fast`: sums may run in an order that depends on
+    the number of rows."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, gated: bool = False) -> None:
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, act: str = "") -> None:
         self._weight_NK, self._bias = weight_NK, bias_N
-        self._fast, self._gated = fast, gated
+        self._fast, self._act = fast, act
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import matmul
 
-        return matmul(x_TK, self._weight_NK, self._bias, self._gated, any_order=self._fast)
+        return matmul(x_TK, self._weight_NK, self._bias, self._act, any_order=self._fast)
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import gemm
@@ -34,14 +34,14 @@ class CudaWeight(Weight):
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles
 
-        compile_tiles(self._weight_NK, self._bias, self._gated, nums_rows)
+        compile_tiles(self._weight_NK, self._bias, self._act, nums_rows)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.gemm import LIBRARY, choose_tile, library_agrees
         from tidemill.kernels.cuda.tuning import find_tiles
 
         num_out, num_in = self._weight_NK.shape
-        find_tiles(self._weight_NK, self._gated, library=self._bias is None)
+        find_tiles(self._weight_NK, self._act, library=self._bias is None)
         for num_rows in nums_rows:
             if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:
                 library_agrees(num_rows, num_out, num_in, self._weight_NK.device)
@@ -63,7 +63,7 @@ class CudaDense(LinearMethod[torch.Tensor]):
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast)
 
-    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> Weight:
+    def join_gated(self, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None, act: str) -> Weight:
         weight = torch.stack([gate, up], 1).flatten(0, 1)
         paired = None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
-        return CudaWeight(weight, paired, self._fast, gated=True)
+        return CudaWeight(weight, paired, self._fast, act)

@@ -20,13 +20,13 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
-from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, num_prompt_programs, prompt_rows, shared_rows
+from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
-from tidemill.kernels.kv_cache import PagedKV, copy_pages
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import Report, StepResult, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
@@ -49,13 +49,11 @@ class CudaStep:
     positions_T: torch.Tensor
     slots_T: torch.Tensor
 
-    def attend(
-        self, layer: int, qkv_TC: torch.Tensor, qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
         kv = self.kv
-        enter_heads(qkv_TC, kv.cache, layer, self.positions_T, self.slots_T, kv.cos, kv.sin, kv.num_heads, qk_norm)
+        enter_heads(qkv_TC, kv.cache, layer, self.positions_T, self.slots_T, kv.angles[layer], kv.num_heads, learned)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        attend(qkv_TC, kv.cache, layer, kv.table, self.lists, out, kv.num_heads)
+        attend(qkv_TC, kv.cache, layer, kv.table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
         return out
 
 
@@ -92,10 +90,10 @@ class CudaRunner:
             config.num_pages + 1, shape.num_layers, 2, shape.num_kv_heads, config.page_size, shape.head_dim,
             dtype=torch.bfloat16, device=self._device,
         )  # fmt: skip
-        model.rope.build(config.max_context, self._device)
-        self._kv = PagedKV(self.cache, self.state.pages, model.rope.cos, model.rope.sin, shape.num_heads)
+        self._kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context, self._device))
+        self._by_roles = by_roles(shape.layers)
         group = shape.num_heads // shape.num_kv_heads
-        self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, shape.head_dim) // group
+        self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
         num_slots = config.max_requests * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
@@ -116,7 +114,9 @@ class CudaRunner:
             for size in reversed(self._mixed_sizes)
             for has_singles in (False, True)
         }
-        self.flash = self._try_flash(pool) if config.fast_math else FlashTrial(False, "batch-invariant")
+        self.flash = FlashTrial(False, "batch-invariant")
+        if config.fast_math:
+            self.flash = self._try_flash(pool) if flash.covers(shape.layers) else FlashTrial(False, "not for this model's layers")
         if self.flash.is_taken:
             for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
                 for has_singles in (False, True):
@@ -266,7 +266,7 @@ class CudaRunner:
     def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False) -> Step:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
-        num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, shape.head_dim)
+        num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
         programs = (*singles, num_prompts)
 
         def run() -> torch.Tensor:
@@ -299,7 +299,7 @@ class CudaRunner:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.pages, self.state.page_size)
         singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
         prompts = flash.Prompts.of(self._words, self.state.pages) if by_flash else None
-        lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts)
+        lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
         return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,8 @@ def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> t
     """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
     kv = attention.kv
     num_pages = min(-(-num_tokens // kv.page_size), kv.cache.shape[0] - 1, kv.table.shape[1])
-    num_tokens = min(num_tokens, num_pages * kv.page_size, kv.cos.shape[0])
+    longest = min((angles.cos.shape[0] for angles in kv.angles if angles is not None), default=num_tokens)
+    num_tokens = min(num_tokens, num_pages * kv.page_size, longest)
     kv.table[0, :num_pages] = torch.arange(1, num_pages + 1)
     positions = torch.arange(num_tokens)
     step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, positions + kv.page_size)

@@ -465,6 +465,7 @@ def _size(num: int) -> str:
 
 def _shown(service: Service) -> dict[str, Any]:
     tokenizer, model = service.tokenizer, service.ready.model
+    rotation = model.layers[-1].rotation
     kind = _family(service)
     ends = [text for token in tokenizer.eos_token_ids if (text := tokenizer.token_text(token))]
     capabilities = ["completion"]
@@ -490,7 +491,7 @@ def _shown(service: Service) -> dict[str, Any]:
             f"{kind}.context_length": service.max_context,
             f"{kind}.embedding_length": model.hidden_size,
             f"{kind}.feed_forward_length": model.intermediate_size,
-            f"{kind}.rope.freq_base": model.rope_theta,
+            **({f"{kind}.rope.freq_base": rotation.theta} if rotation else {}),
             f"{kind}.vocab_size": model.vocab_size,
             "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
             "tokenizer.ggml.eos_token_id": next(iter(tokenizer.eos_token_ids), None),

@@ -7,6 +7,9 @@ a split of 512 positions are merged by the online softmax, splits are merged in 
 - `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them;
 - `_attend_shared`: a split that several requests have in common (they share its pages), read once for all of them.
 
+With a window, blocks and splits that a row does not see change none of its bits, so they are left out where no row sees them. A
+sink is a split that comes before all others, of one key without a value.
+
 The sum of weights is a tree of additions of two, written out: a reduction across threads would add in an order that depends on
 the tile. Every eighth pair of keys is added up, so that the threads that hold a row meet once a split, not once a block.
 
@@ -26,6 +29,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.config import AttentionSpec
 from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
 from tidemill.kernels.cuda.records import (
     MEMBER_SLOT,
@@ -84,12 +88,30 @@ def _in_all(total, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, scale, softcap, SOFTCAP: tl.constexpr):
+    """softcap * tanh(score * scale / softcap). Without a softcap the scale is applied with the softmax."""
+    if SOFTCAP:
+        power = tl.exp2(scores * (2.0 * 1.4426950408889634 * scale / softcap))
+        scores = softcap - 2.0 * softcap / (power + 1.0)
+    return scores
+
+
+@triton.jit
+def _sink(sinks_ptr, head, valid, like, factor, SINKS: tl.constexpr):
+    """The top and the total of a row before its first key. `factor`: of the softmax's exponents."""
+    if SINKS:
+        return tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634 / factor, like + 1.0
+    return like + float("-inf"), like
+
+
+@triton.jit
 def _merge(acc, top, total, more_acc, more_top, more_total, scale):
     new_top = tl.maximum(top, more_top)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     old, new = tl.exp2((top - shift) * scale), tl.exp2((more_top - shift) * scale)
     acc = tl.fma(acc, tl.zeros_like(acc) + old[:, None], more_acc * new[:, None])
-    return acc, new_top, tl.fma(total, old, more_total * new)
+    # This way round: a total that is known to be 1, as a sink's, gives the same sum.
+    return acc, new_top, tl.fma(more_total, new, total * old)
 
 
 @triton.jit
@@ -101,8 +123,10 @@ def _queries(qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS:
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_prompts(
-    qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
-    WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, sinks_ptr, layer_run, runs_per_page, table_width, scale,
+    factor, softcap, window,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WORD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
@@ -120,22 +144,27 @@ def _attend_prompts(
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        all_acc, all_total, all_top = acc, tl.zeros((ROWS,), tl.float32), top
+        all_acc = acc
+        all_top, all_total = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
         num_whole = (start + 1) // BLOCK  # blocks of which every row sees every key
-        for block in range(num_whole):
-            if (block % per_split == 0) & (block > 0):
-                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
+        first = 0
+        if WINDOW:  # none is known to be whole
+            first = tl.maximum(start - window + 1, 0) // BLOCK
+            num_whole = first
+        for block in range(first, num_whole):
+            if (block % per_split == 0) & (block > first):
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor)
                 acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
-            scores = tl.dot(q, cache_desc.load([run, 0]).T)
-            weights, top, shrink = _weigh(scores, top, scale)
+            scores = _capped(tl.dot(q, cache_desc.load([run, 0]).T), scale, softcap, SOFTCAP)
+            weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
         for block in tl.range(num_whole, tl.cdiv(start + num, BLOCK), num_stages=1):
-            if (block % per_split == 0) & (block > 0):
-                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
+            if (block % per_split == 0) & (block > first):
+                all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor)
                 acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             keys = block * BLOCK + tl.arange(0, BLOCK)
@@ -143,13 +172,16 @@ def _attend_prompts(
             keys_ptr = cache_ptr + (tl.load(table + block).to(tl.int64) * runs_per_page + layer_run + kv_head) * (BLOCK * DIM)
             at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
-            scores = tl.where(keys[None, :] <= positions[:, None], tl.dot(q, k), float("-inf"))
-            weights, top, shrink = _weigh(scores, top, scale)
+            seen = keys[None, :] <= positions[:, None]
+            if WINDOW:
+                seen &= keys[None, :] > positions[:, None] - window
+            scores = tl.where(seen, _capped(tl.dot(q, k), scale, softcap, SOFTCAP), float("-inf"))
+            weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
             acc = tl.dot(weights, v, acc * shrink[:, None])
-        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), scale)
+        all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor)
         out_at = (token[:, None] * NUM_HEADS + head[:, None]) * DIM + columns[None, :]
         tl.store(out_ptr + out_at, (all_acc / all_total[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         tile += tl.num_programs(1) * PROMPT_WIDTH
@@ -158,8 +190,10 @@ def _attend_prompts(
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_shared(
-    qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, layer_run, runs_per_page, table_width, scale,
-    WORD: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, positions_ptr, layer_run, runs_per_page, table_width, scale,
+    factor, softcap, window,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WORD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
@@ -176,14 +210,19 @@ def _attend_shared(
         member = members_ptr + (member0 + rows // group) * MEMBER_WIDTH
         token = tl.load(member + MEMBER_TOKEN, mask=valid, other=0).to(tl.int64)
         slot = tl.load(member + MEMBER_SLOT, mask=valid, other=0).to(tl.int64)
+        if WINDOW:
+            oldest = tl.load(positions_ptr + token, mask=valid, other=0) - window  # and the first key that is not seen any more
         head = kv_head * group + rows % group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         for block in range(SPLIT // BLOCK):
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
-            scores = tl.dot(q, cache_desc.load([run, 0]).T)
-            weights, top, shrink = _weigh(scores, top, scale)
+            scores = _capped(tl.dot(q, cache_desc.load([run, 0]).T), scale, softcap, SOFTCAP)
+            if WINDOW:
+                keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)
+                scores = tl.where(keys[None, :] > oldest[:, None], scores, float("-inf"))
+            weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(q.dtype)
             acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
@@ -205,8 +244,8 @@ def _part(part, there, columns, DIM: tl.constexpr):
 
 @triton.jit
 def _merge_parts(
-    partial_ptr, out_ptr, token, slot, num_splits, kv_head, scale,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr,
+    partial_ptr, out_ptr, sinks_ptr, token, slot, num_splits, kv_head, factor,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """In order."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -214,8 +253,8 @@ def _merge_parts(
     rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
     head, there = kv_head * group + rows, rows < group
     part = partial_ptr + (slot * NUM_HEADS + head) * (DIM + 2)
-    acc, weight = tl.zeros((num_rows, DIM), tl.float32), tl.zeros((num_rows,), tl.float32)
-    top = tl.full((num_rows,), float("-inf"), tl.float32)
+    acc = tl.zeros((num_rows, DIM), tl.float32)
+    top, weight = _sink(sinks_ptr, head, there, tl.zeros((num_rows,), tl.float32), factor, SINKS)
     for first in range(0, num_splits, TOGETHER):
         parts = ()  # type: tuple
         for i in tl.static_range(TOGETHER):  # so many are under way at a time
@@ -223,7 +262,7 @@ def _merge_parts(
             parts = parts + (_part(part + i * NUM_HEADS * (DIM + 2), is_there, columns, DIM),)
         for i in tl.static_range(TOGETHER):
             more, more_top, more_weight = parts[i]
-            acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, scale)
+            acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, factor)
         part += TOGETHER * NUM_HEADS * (DIM + 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
@@ -231,7 +270,9 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_single(
-    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, layer_run, runs_per_page, table_width, scale,
+    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, layer_run, runs_per_page, table_width,
+    scale, factor, softcap, window,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -252,22 +293,31 @@ def _attend_single(
         q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
-        for first in range(split * SPLIT, min(split * SPLIT + SPLIT, position + 1), BLOCK):
+        begins = split * SPLIT
+        if WINDOW:
+            begins = tl.maximum(begins, tl.maximum(position - window + 1, 0) // BLOCK * BLOCK)
+        for first in range(begins, min(split * SPLIT + SPLIT, position + 1), BLOCK):
             keys = first + tl.arange(0, BLOCK)
             there = keys <= position
+            seen = there
+            if WINDOW:
+                seen = there & (keys > position - window)
             keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
                 BLOCK * DIM
             )
             at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
-            scores = tl.where(there[None, :], tl.dot(q, k), float("-inf"))
-            weights, top, shrink = _weigh(scores, top, scale)
+            scores = tl.where(seen[None, :], _capped(tl.dot(q, k), scale, softcap, SOFTCAP), float("-inf"))
+            weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             v = tl.load(keys_ptr + NUM_KV_HEADS * BLOCK * DIM + (at[:, None] + columns[None, :]), mask=there[:, None], other=0.0)
             acc = tl.dot(weights, v, acc * shrink[:, None])
         weight = _in_all(total, ROWS)
         if num_splits == 1:
+            if SINKS:
+                sink, one = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
+                acc, top, weight = _merge(tl.zeros((ROWS, DIM), tl.float32), sink, one, acc, top, weight, factor)
             out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
             tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         else:
@@ -280,8 +330,9 @@ def _attend_single(
             if done == num_here - 1:  # the last of them merges all
                 tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
                 _merge_parts(
-                    partial_ptr, out_ptr, token, slot0, num_splits, kv_head, scale, NUM_HEADS, NUM_KV_HEADS, DIM, TOGETHER
-                )
+                    partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS, DIM,
+                    TOGETHER, SINKS,
+                )  # fmt: skip
         token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
         row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
         num_splits, num_here = num_next, tl.load(tile + SINGLE_LISTED)
@@ -306,43 +357,57 @@ class Lists:
     partial: torch.Tensor  # float32 [slots, heads, D + 2]
     done: torch.Tensor  # int32 [tokens, KV heads], zeros
     prompts: PromptAttention | None = None  # None: ours
+    by_roles: bool = False  # ours is the kernel made for this GPU
 
 
 def attend(
-    qkv_TC: torch.Tensor, cache: torch.Tensor, layer: int, table: torch.Tensor, lists: Lists, out_TC: torch.Tensor, num_heads: int
+    qkv_TC: torch.Tensor,
+    cache: torch.Tensor,
+    layer: int,
+    table: torch.Tensor,
+    lists: Lists,
+    out_TC: torch.Tensor,
+    spec: AttentionSpec,
+    positions_T: torch.Tensor,
+    sinks_N: torch.Tensor | None = None,
 ) -> None:
     """`cache`: [P, layers, 2, G, S, D] with pages of a block. Queries are read from `qkv_TC`, results go to `out_TC`."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     assert page_size == BLOCK
     desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
-    where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.shape[1], dim**-0.5 * _LOG2_E)
-    group = num_heads // num_kv_heads
+    num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
+    where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.shape[1])
+    scale = spec.scale if spec.softcap else spec.scale * _LOG2_E
+    how_much = (scale, _LOG2_E if spec.softcap else scale, spec.softcap, spec.window)
     common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
+    common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0}
+    has_sinks = {"SINKS": sinks_N is not None}
+    sinks = qkv_TC if sinks_N is None else sinks_N  # not read if there are none
     if lists.num_shared:
         launch(
             _attend_shared, (num_kv_heads, lists.num_shared),
-            qkv_TC, desc, table, lists.partial, lists.words, *where, WORD=SHARED, ROWS=shared_rows(group),
-            num_warps=4, num_stages=2, **common,
+            qkv_TC, desc, table, lists.partial, lists.words, positions_T, *where, *how_much, WORD=SHARED,
+            ROWS=shared_rows(group), num_warps=4, num_stages=2, **common,
         )  # fmt: skip
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, *where,
-            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **common,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, *where, *how_much,
+            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:
         lists.prompts.attend(qkv_TC, cache, layer, out_TC, num_heads)
-    elif lists.num_prompts and by_roles(dim):
+    elif lists.num_prompts and lists.by_roles:
         from tidemill.kernels.cuda import hopper_attention
 
         hopper_attention.attend_prompts(
-            qkv_TC, cache, table, out_TC, lists.words, where, lists.num_prompts, PROMPTS, num_heads, SPLIT
+            qkv_TC, cache, table, out_TC, lists.words, (*where, scale), lists.num_prompts, PROMPTS, num_heads, SPLIT
         )
     elif lists.num_prompts:
         launch(
             _attend_prompts, (num_kv_heads, lists.num_prompts),
-            qkv_TC, desc, cache, table, out_TC, lists.words, *where, WORD=PROMPTS,
-            ROWS=prompt_rows(group, dim), num_warps=4, num_stages=2, **common,
+            qkv_TC, desc, cache, table, out_TC, lists.words, sinks, *where, *how_much, WORD=PROMPTS,
+            ROWS=prompt_rows(group, by_roles=False), num_warps=4, num_stages=2, **has_sinks, **common,
         )  # fmt: skip
 
 
@@ -355,14 +420,16 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
 
 
 @cache
-def by_roles(dim: int) -> bool:
-    """Whether prompts go through the kernel made for this GPU."""
-    return not IS_INTERPRETED and 64 <= dim <= 128 and torch.cuda.get_device_capability()[0] == 9
+def by_roles(specs: tuple[AttentionSpec, ...]) -> bool:
+    """Whether prompts go through the kernel made for this GPU: if no layer has a window, a softcap or sinks."""
+    if IS_INTERPRETED or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    return all(64 <= s.head_dim <= 128 and not (s.window or s.softcap or s.has_sinks) for s in specs)
 
 
-def num_prompt_programs(num_tiles: int, num_kv_heads: int, dim: int) -> int:
+def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> int:
     """The kernel by roles has one program a multiprocessor, for all heads; of the other, each head has one for every tile."""
-    if not by_roles(dim):
+    if not by_roles:
         return num_tiles + 16
     return min(num_tiles * num_kv_heads, torch.cuda.get_device_properties().multi_processor_count)
 
@@ -371,5 +438,5 @@ def shared_rows(group: int) -> int:
     return max(SHARED_ROWS, triton.next_power_of_2(group))
 
 
-def prompt_rows(group: int, dim: int) -> int:
-    return max(128 if by_roles(dim) else PROMPT_ROWS, triton.next_power_of_2(group))
+def prompt_rows(group: int, by_roles: bool) -> int:
+    return max(128 if by_roles else PROMPT_ROWS, triton.next_power_of_2(group))

@@ -1,4 +1,4 @@
-"""A step's tokens, norm with residual addition, SwiGLU, and what happens to q, k and v between projection and attention."""
+"""A step's tokens, norm with residual addition, GLU, and what happens to q, k and v between projection and attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
+from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -72,62 +73,73 @@ def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H:
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def activated(x, ACT: tl.constexpr):
+    """As kernels/glu.py."""
+    z = x
+    if ACT == "gelu_tanh":
+        z = x * tl.fma(x * x, x * 0.0 + 0.0713548162726, x * 0.0 + 1.5957691216)
+    return x / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(gate_up_ptr + row * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
-    out = (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, out, mask=columns < width)
+    tl.store(out_ptr + row * width + columns, (activated(gate, ACT) * up).to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
-def swiglu(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
     """Of columns that hold gate and up in turn. (Our own matmul has it built in; this follows the library's.)"""
     num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out = gate_up_TI2.new_empty(num_rows, width)
-    launch(_swiglu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, BLOCK=1024, num_warps=4, **HOW)
+    launch(_glu, (num_rows, triton.cdiv(width, 1024)), gate_up_TI2, out, width, ACT=act, BLOCK=1024, num_warps=4, **HOW)
     return out
 
 
 @triton.jit
 def _enter_heads(
     qkv_ptr, cache_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
-    HEADS: tl.constexpr, AHEAD: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
+    QK_NORM: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache."""
+    """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Pairs are (i, i +
+    DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    half: tl.constexpr = DIM // 2
-    pair = tl.arange(0, half)[None, :]
+    turned: tl.constexpr = ROTATED // 2
+    pair = tl.arange(0, DIM // 2)[None, :]
+    low, high = pair, pair + DIM // 2
+    if turned and turned < DIM // 2:
+        low, high = tl.where(pair < turned, pair, pair + turned), tl.where(pair < turned, pair + turned, pair + DIM // 2)
     is_q, is_turned, there = head < NUM_HEADS, head < NUM_HEADS + NUM_KV_HEADS, head < NUM_HEADS + 2 * NUM_KV_HEADS
     position, slot = tl.load(positions_ptr + token), tl.load(slots_ptr + token).to(tl.int64)
-    cos, sin = tl.load(cos_ptr + position * half + pair), tl.load(sin_ptr + position * half + pair)
+    cos = tl.load(cos_ptr + position * turned + pair, mask=pair < turned, other=1.0)
+    sin = tl.load(sin_ptr + position * turned + pair, mask=pair < turned, other=0.0)
     begin(AHEAD)  # those were there before the kernel that this one waits for
     base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head)[:, None] * DIM
-    first = tl.load(base + pair, mask=there[:, None], other=0.0).to(tl.float32)
-    second = tl.load(base + half + pair, mask=there[:, None], other=0.0).to(tl.float32)
+    first = tl.load(base + low, mask=there[:, None], other=0.0).to(tl.float32)
+    second = tl.load(base + high, mask=there[:, None], other=0.0).to(tl.float32)
     x, y = first, second
     if QK_NORM:
         scale = 1.0 / tl.sqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)
         kind = qkv_ptr.dtype.element_ty
-        weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + pair).to(tl.float32), tl.load(k_norm_ptr + pair).to(tl.float32))
+        weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + low).to(tl.float32), tl.load(k_norm_ptr + low).to(tl.float32))
         x = (x * scale[:, None] * weight).to(kind).to(tl.float32)
-        weight = tl.where(
-            is_q[:, None], tl.load(q_norm_ptr + half + pair).to(tl.float32), tl.load(k_norm_ptr + half + pair).to(tl.float32)
-        )
+        weight = tl.where(is_q[:, None], tl.load(q_norm_ptr + high).to(tl.float32), tl.load(k_norm_ptr + high).to(tl.float32))
         y = (y * scale[:, None] * weight).to(kind).to(tl.float32)
     first = tl.where(is_turned[:, None], x * cos - y * sin, first)
     second = tl.where(is_turned[:, None], y * cos + x * sin, second)
-    tl.store(base + pair, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
-    tl.store(base + half + pair, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    tl.store(base + low, first.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
+    tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
     to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
     enters = (there & (head >= NUM_HEADS))[:, None]
-    tl.store(to + pair, first.to(cache_ptr.dtype.element_ty), mask=enters)
-    tl.store(to + half + pair, second.to(cache_ptr.dtype.element_ty), mask=enters)
+    tl.store(to + low, first.to(cache_ptr.dtype.element_ty), mask=enters)
+    tl.store(to + high, second.to(cache_ptr.dtype.element_ty), mask=enters)
 
 
 def enter_heads(
@@ -136,18 +148,19 @@ def enter_heads(
     layer: int,
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    angles: Angles | None,
     num_heads: int,
-    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    learned: HeadWeights = PLAIN,
 ) -> None:
     """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]."""
     _, _, _, num_kv_heads, page_size, dim = cache.shape
-    q_norm, k_norm, eps = qk_norm or (cos, cos, 0.0)
+    cos, sin = (qkv_TC, qkv_TC) if angles is None else (angles.cos, angles.sin)  # not read if there are none
+    has_norm = learned.q_norm is not None
+    q_norm, k_norm = (learned.q_norm, learned.k_norm) if has_norm else (cos, cos)
     heads = 16
     launch(
         _enter_heads, (qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads)),
-        qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, PAGE=page_size, QK_NORM=qk_norm is not None, HEADS=heads,
-        num_warps=4, **HOW,
+        qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), learned.eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
+        PAGE=page_size, QK_NORM=has_norm, HEADS=heads, num_warps=4, **HOW,
     )  # fmt: skip

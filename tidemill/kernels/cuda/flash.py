@@ -15,11 +15,16 @@ from typing import Any
 
 import torch
 
+from tidemill.config import AttentionSpec
 from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
 
 MOST_PROMPTS = 4
 WHOLE = 2**30  # the tile of a request that is not cut
 _ROWS = 128  # of a tile of queries, by heads that share their keys
+
+
+def covers(specs: tuple[AttentionSpec, ...]) -> bool:
+    return all(s.scale == s.head_dim**-0.5 and not (s.window or s.softcap or s.has_sinks) for s in specs)
 
 
 @cache

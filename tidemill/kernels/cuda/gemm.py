@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import swiglu
+from tidemill.kernels.cuda.elementwise import activated, glu
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 
 
@@ -48,13 +48,13 @@ def _place(num_rows, num_out, ROWS: tl.constexpr, OUTS: tl.constexpr, GROUP: tl.
 @triton.jit
 def _finish(
     acc, bias_ptr, outs, num_out,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
-    if GATED:  # of rounded values, as if they had been stored in between
+    if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activated(gate, ACT) * up
     return acc
 
 
@@ -62,7 +62,7 @@ def _finish(
 def _gemm(
     x_ptr, w_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
@@ -80,9 +80,9 @@ def _gemm(
         acc = tl.dot(a, b, acc)
         x += INS
         w += INS
-    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, GATED, ROWS, OUTS, out_ptr.dtype.element_ty)
-    width: tl.constexpr = OUTS // 2 if GATED else OUTS
-    num_out = num_out // 2 if GATED else num_out
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
+    num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
@@ -92,16 +92,16 @@ def _gemm(
 def _gemm_bulk(
     x_desc, w_desc, out_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr, BULK_OUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):  # past the edges it reads zeros
         acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
-    acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, GATED, ROWS, OUTS, out_ptr.dtype.element_ty)
-    width: tl.constexpr = OUTS // 2 if GATED else OUTS
-    num_out = num_out // 2 if GATED else num_out
+    acc = _finish(acc, bias_ptr, n * OUTS + tl.arange(0, OUTS), num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
+    num_out = num_out // 2 if ACT != "" else num_out
     if BULK_OUT:
         out_desc.store([m * ROWS, n * width], acc.to(out_desc.dtype))
     else:  # a tile of float32 would not fit beside the operands
@@ -184,7 +184,7 @@ def matmul(
     x_TK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    gated: bool,
+    act: str,
     any_order: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -195,9 +195,9 @@ def matmul(
     if tile is LIBRARY:
         if bias_N is None and (any_order or is_compiling() or library_agrees(num_rows, num_out, num_in, x_TK.device)):
             out = F.linear(x_TK, weight_NK)
-            return swiglu(out) if gated else out
+            return glu(out, act) if act else out
         tile = own_tile(num_rows, num_out)
-    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, gated=gated)
+    return gemm(x_TK, weight_NK, tile, bias_N=bias_N, act=act)
 
 
 def gemm(
@@ -206,21 +206,21 @@ def gemm(
     tile: Tile | None = None,
     *,
     bias_N: torch.Tensor | None = None,
-    gated: bool = False,
+    act: str = "",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`gated`: silu(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
+    """`act`: act(gate) * up of the weight's pairs of rows. `out`: where the result goes, and its type; by default like x."""
     num_rows, num_in = x_TK.shape
     num_out = weight_NK.shape[0]
     tile = tile or choose_tile(num_rows, num_out, num_in)
     if tile is LIBRARY:
         tile = own_tile(num_rows, num_out)
     if out is None:
-        out = x_TK.new_empty(num_rows, num_out // 2 if gated else num_out)
+        out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
     bias = weight_NK if bias_N is None else bias_N
     how = {
-        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "GATED": gated,
+        "ROWS": tile.rows, "OUTS": tile.outs, "INS": tile.ins, "GROUP": 8, "HAS_BIAS": bias_N is not None, "ACT": act,
         "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
     }  # fmt: skip
     if tile.bulk and num_in % 8 == 0 and out.shape[1] % 8 == 0:
@@ -230,7 +230,7 @@ def gemm(
             grid,
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.ins]),
             TensorDescriptor.from_tensor(weight_NK, [tile.outs, tile.ins]),
-            TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if gated else tile.outs) if bulk_out else 16]),
+            TensorDescriptor.from_tensor(out, [tile.rows, (tile.outs // 2 if act else tile.outs) if bulk_out else 16]),
             bias, out, num_rows, num_out, num_in, BULK_OUT=bulk_out, **how,
         )  # fmt: skip
         return out

@@ -125,7 +125,7 @@ def _merge(all_buf, all_top, all_total, acc, top, total, scale, acc_rows: gl.con
     old_rows, new_rows = gl.convert_layout(old, acc_rows), gl.convert_layout(new, acc_rows)
     all_acc = all_buf.load(acc.type.layout)
     all_acc = gl.fma(all_acc, gl.zeros_like(all_acc) + old_rows[:, None], acc * new_rows[:, None])
-    return all_acc, new_top, gl.fma(all_total, old, total * new)
+    return all_acc, new_top, gl.fma(total, new, all_total * old)
 
 
 @gluon.jit

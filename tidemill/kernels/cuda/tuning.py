@@ -56,7 +56,7 @@ def time_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
     return best
 
 
-def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: bool, nums_rows: Iterable[int]) -> None:
+def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, act: str, nums_rows: Iterable[int]) -> None:
     """Inside `compile_only`: what a search or a trial of the library will run, and what steps of so many rows do."""
     num_out, num_in = weight_NK.shape
     tiles = {own_tile(rows, num_out) for rows in nums_rows} | {choose_tile(rows, num_out, num_in) for rows in nums_rows}
@@ -65,12 +65,12 @@ def compile_tiles(weight_NK: torch.Tensor, bias_N: torch.Tensor | None, gated: b
     x = torch.empty(1, num_in, device=weight_NK.device, dtype=weight_NK.dtype)
     for tile in tiles - {LIBRARY}:
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            gemm(x, weight_NK, tile, bias_N=bias_N, gated=gated)
-            if gated and bias_N is None:
+            gemm(x, weight_NK, tile, bias_N=bias_N, act=act)
+            if act and bias_N is None:
                 gemm(x, weight_NK, tile)  # the library is held against the plain matmul
 
 
-def find_tiles(weight_NK: torch.Tensor, gated: bool, library: bool) -> None:
+def find_tiles(weight_NK: torch.Tensor, act: str, library: bool) -> None:
     """Unless they are known from the table or an earlier start. `library`: it may be taken where it has our bits."""
     num_out, num_in = weight_NK.shape
     if knows(num_out, num_in):
@@ -78,13 +78,13 @@ def find_tiles(weight_NK: torch.Tensor, gated: bool, library: bool) -> None:
     device = torch.cuda.get_device_name()
     kept = _kept().get(device, {}).get(f"{num_out}x{num_in}")
     if kept is None:
-        found = _search(weight_NK, gated, library)
+        found = _search(weight_NK, act, library)
         kept = {str(rows): list(astuple(tile)) if tile is not LIBRARY else [] for rows, tile in found.items()}
         _keep(device, f"{num_out}x{num_in}", kept)
     know(num_out, num_in, kept)
 
 
-def _search(weight_NK: torch.Tensor, gated: bool, library: bool) -> dict[int, Tile]:
+def _search(weight_NK: torch.Tensor, act: str, library: bool) -> dict[int, Tile]:
     num_out, num_in = weight_NK.shape
     weights = [weight_NK] + [weight_NK.clone() for _ in range(min(15, _UNCACHED // (num_out * num_in * 2)))]
     found = {}
@@ -93,11 +93,11 @@ def _search(weight_NK: torch.Tensor, gated: bool, library: bool) -> dict[int, Ti
         seen = {}
         for tile in tiles:
             try:
-                seen[tile] = time_us([partial(gemm, x, weight, tile, gated=gated) for weight in weights], 3)
+                seen[tile] = time_us([partial(gemm, x, weight, tile, act=act) for weight in weights], 3)
             except triton.runtime.errors.OutOfResources:  # this GPU has less shared memory
                 continue
         if library and rows > 16 and library_agrees(rows, num_out, num_in, weight_NK.device):
-            seen[LIBRARY] = time_us([partial(matmul, x, weight, None, gated, tile=LIBRARY) for weight in weights], 3)
+            seen[LIBRARY] = time_us([partial(matmul, x, weight, None, act, tile=LIBRARY) for weight in weights], 3)
         if seen:
             found[rows] = min(seen, key=lambda tile: seen[tile])
     return found

@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, OpKind, Program, Recording
 from tidemill.kernels.native.sources import source_hash
 
@@ -34,15 +35,23 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5}
 
 
+class LayerSpec(ctypes.Structure):
+    """tm_layer of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
+        *((name, _POINTER) for name in ("cos", "sin")),
+        *((name, _FLOAT) for name in ("scale", "softcap")),
+    ]
+
+
 class Step(ctypes.Structure):
     """tm_step of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_tokens", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _LONG) for name in ("page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
+        *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
-        *((name, _POINTER) for name in ("table", "positions", "slots", "cos", "sin")),
-        ("scale", _FLOAT),
+        *((name, _POINTER) for name in ("table", "positions", "slots")),
     ]
 
 
@@ -72,8 +81,9 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     theirs, fields = dict[str, int](), lib.tm_layout()
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
-    ours = {"tm_step": ctypes.sizeof(Step), "tm_op": ctypes.sizeof(Op)}
-    for struct, mirror in (("tm_step", Step), ("tm_op", Op)):
+    ours = dict[str, int]()
+    for struct, mirror in (("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op)):
+        ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
         raise OSError(f"its structs are laid out differently ({wrong[0]}); {fix}")
@@ -93,9 +103,9 @@ class Library:
         self._norm = lib.tm_add_rms_norm
         self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
-        self._swiglu = lib.tm_swiglu
-        self._swiglu.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
-        self._swiglu.restype = None
+        self._glu = lib.tm_glu
+        self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._glu.restype = None
         self._draw = lib.tm_gumbel_argmax
         self._draw.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _LONG]
         self._draw.restype = None
@@ -103,7 +113,7 @@ class Library:
         self._argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
         self._argmax.restype = None
         self._attention = lib.tm_attention
-        self._attention.argtypes = [_POINTER] * 6 + [_FLOAT, _POINTER]
+        self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         self._recording: Recording | None = None
@@ -138,36 +148,30 @@ class Library:
             self._recording.note(OpKind.NORM, out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
         return out
 
-    def swiglu(self, gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `glu.ACTIVATIONS`."""
         _check(gate_up_TI2)
         num_rows, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
         out = gate_up_TI2.new_empty(num_rows, width)
-        self._swiglu(gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
+        self._glu(act, gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
         if self._recording:
-            self._recording.note(OpKind.SWIGLU, out, gate_up_TI2, num_out=width)
+            self._recording.note(OpKind.GLU, out, gate_up_TI2, kind=act, num_out=width)
         return out
 
     def attention(
-        self,
-        step: int,
-        qkv_TC: torch.Tensor,
-        keys: int,
-        values: int,
-        qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
-        num_out: int,
+        self, step: int, layer: int, learned: HeadWeights, qkv_TC: torch.Tensor, keys: int, values: int, num_out: int
     ) -> torch.Tensor:
-        """`step`, `keys`, `values`: addresses. qkv is normed and rotated in place."""
-        q_norm = k_norm = None
-        eps = 0.0
-        if qk_norm is not None:
-            _check(*qk_norm[:2])
-            q_norm, k_norm, eps = qk_norm[0].data_ptr(), qk_norm[1].data_ptr(), qk_norm[2]
-        _check(qkv_TC)
+        """`step`, `layer`, `keys`, `values`: addresses. qkv is normed and rotated in place."""
+        weights = learned.q_norm, learned.k_norm, learned.sinks
+        _check(qkv_TC, *(weight for weight in weights if weight is not None))
+        q_norm, k_norm, sinks = (None if weight is None else weight.data_ptr() for weight in weights)
         out = qkv_TC.new_empty(qkv_TC.shape[0], num_out)
-        if self._attention(step, qkv_TC.data_ptr(), keys, values, q_norm, k_norm, eps, out.data_ptr()):
+        if self._attention(step, layer, q_norm, k_norm, sinks, learned.eps, qkv_TC.data_ptr(), keys, values, out.data_ptr()):
             raise MemoryError("no memory for attention")
         if self._recording:
-            self._recording.note(OpKind.ATTENTION, out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, eps=eps)
+            self._recording.note(
+                OpKind.ATTENTION, out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
+            )
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:

@@ -21,16 +21,18 @@ being one chain of operations: bits depend on the query's position and the token
 
 typedef struct {
     const tm_step *step;
+    const tm_layer *layer;
+    tm_learned learned;
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
     char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
-    const float *q_norm, *k_norm;
-    float eps;
 } attention_job;
 
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
     long num_rows, group, start, dim; /* start: position of the first token */
+    long window;
+    float softcap; /* of scores as they are here, logarithms to base 2 */
     float *queries, *sums, *top, *total;
 } tile;
 
@@ -63,15 +65,15 @@ static void enter_token(void *arg, long token, int thread) {
     (void)thread;
     const attention_job *j = arg;
     const tm_step *s = j->step;
-    long dim = s->head_dim, half = dim / 2, page = s->slots[token] / s->page_size, offset = s->slots[token] % s->page_size;
-    float *q = j->qkv + token * (s->num_heads + 2 * s->num_kv_heads) * dim;
-    float *k = q + s->num_heads * dim, *v = k + s->num_kv_heads * dim;
-    const float *cos = s->cos + s->positions[token] * half, *sin = s->sin + s->positions[token] * half;
-    for (long h = 0; h < s->num_heads + s->num_kv_heads; h++) {
-        if (j->q_norm) norm(q + h * dim, h < s->num_heads ? j->q_norm : j->k_norm, j->eps, dim);
-        rotate(q + h * dim, cos, sin, half);
+    const tm_layer *l = j->layer;
+    long dim = l->head_dim, half = l->num_rotated / 2, page = s->slots[token] / s->page_size, offset = s->slots[token] % s->page_size;
+    float *q = j->qkv + token * (l->num_heads + 2 * l->num_kv_heads) * dim;
+    float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
+    for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
+        if (j->learned.q_norm) norm(q + h * dim, h < l->num_heads ? j->learned.q_norm : j->learned.k_norm, j->learned.eps, dim);
+        if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
-    for (long h = 0; h < s->num_kv_heads; h++) {
+    for (long h = 0; h < l->num_kv_heads; h++) {
         long at = page * s->page_stride + (h * s->page_size + offset) * dim;
         put(j->keys, at, k + h * dim, dim, s->is_bf16);
         put(j->values, at, v + h * dim, dim, s->is_bf16);
@@ -86,8 +88,8 @@ TM_INLINE f32x8 load(const char *row, long i, int is_bf16) {
 }
 
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
-static void find_rows(const tm_step *s, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
-    long row_bytes = s->head_dim * (s->is_bf16 ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
+static void find_rows(const tm_step *s, long dim, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
+    long row_bytes = dim * (s->is_bf16 ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
         const char *row = cache + pages[position >> shift] * s->page_stride * (s->is_bf16 ? 2 : 4) + ((head << shift) + offset) * row_bytes;
@@ -306,6 +308,15 @@ static void soften_rows(float *scores, int n, float *top, float *total, float *s
     }
 }
 
+/* softcap * tanh(score / softcap), for all of `n` rows. */
+static void cap(float *scores, int n, float softcap) {
+    f32x8 one = f32x8_set(1), two = f32x8_set(2);
+    for (long i = 0; i < n * BLOCK; i += 8) {
+        f32x8 power = f32x8_exp(f32x8_mul1(f32x8_load(scores + i), 2 / softcap)); /* infinite at most: then tanh is 1 */
+        f32x8_store(scores + i, f32x8_mul1(f32x8_sub(one, f32x8_div(two, f32x8_add(power, one))), softcap));
+    }
+}
+
 /* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL. */
 static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16,
                          const float *copied) {
@@ -315,12 +326,16 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     for (long row = 0; row < t->num_rows; row += together) {
         int n = t->num_rows - row < together ? t->num_rows - row : together;
         long last = t->start + (row + n - 1) / t->group; /* position of the last row's token */
-        if (last < first) continue;
+        if (last < first || (t->window && first + BLOCK <= t->start + row / t->group - t->window + 1)) continue;
         const float *q = t->queries + row * dim;
         if (copied)
             COPIED_SCORES[size](q, copied, dim, n, scores);
         else
             SCORES[is_bf16][size](q, keys, dim, n, scores);
+        if (t->softcap) cap(scores, n, t->softcap);
+        if (t->window && first <= last - t->window)
+            for (int r = 0; r < n; r++)
+                for (long k = 0; k < BLOCK && first + k <= t->start + (row + r) / t->group - t->window; k++) scores[r * BLOCK + k] = -INFINITY;
         if (t->start + row / t->group + 1 - first < BLOCK)
             for (int r = 0; r < n; r++)
                 for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
@@ -340,29 +355,32 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
 static void attend_tile(void *arg, long task, int thread) {
     const attention_job *j = arg;
     const tm_step *s = j->step;
-    long dim = s->head_dim, group = s->num_heads / s->num_kv_heads;
-    long at = task / s->num_kv_heads, head = task % s->num_kv_heads;
+    const tm_layer *l = j->layer;
+    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads;
+    long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
     long num_rows = s->tile_len[at] * group, end = s->tile_start[at] + s->tile_len[at];
     long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     const int32_t *pages = s->table + s->tile_row[at] * s->table_width;
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
-    tile t = {padded, group, s->tile_start[at], dim, queries, queries + padded * dim, top, total};
+    tile t = {padded, group, s->tile_start[at], dim, l->window, l->softcap * LOG2_E, queries, queries + padded * dim, top, total};
     for (long row = 0; row < padded; row++) {
         long token = s->tile_token[at] + row / group;
-        const float *q = j->qkv + (token * (s->num_heads + 2 * s->num_kv_heads) + head * group + row % group) * dim;
+        const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) {
-            f32x8_store(t.queries + row * dim + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), s->scale * LOG2_E) : f32x8_set(0));
+            f32x8_store(t.queries + row * dim + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
             f32x8_store(t.sums + row * dim + i, f32x8_set(0));
         }
-        top[row] = -1e30f; /* lower than any score */
-        total[row] = 0;
+        /* A sink is a key that was seen before all others, of which only the score counts. */
+        top[row] = j->learned.sinks ? j->learned.sinks[head * group + row % group] * LOG2_E : -1e30f; /* lower than any score */
+        total[row] = j->learned.sinks ? 1 : 0;
     }
-    for (long first = 0; first < end; first += BLOCK) {
+    long seen = l->window ? t.start - l->window + 1 : 0; /* the first position that any row sees */
+    for (long first = seen > 0 ? seen / BLOCK * BLOCK : 0; first < end; first += BLOCK) {
         block_rows keys, values;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        find_rows(s, j->keys, pages, head, first, num, keys);
-        find_rows(s, j->values, pages, head, first, num, values);
+        find_rows(s, dim, j->keys, pages, head, first, num, keys);
+        find_rows(s, dim, j->values, pages, head, first, num, values);
         if (num_rows > FEW) {
             copy_keys(keys, num, dim, (int)s->is_bf16, copied);
             copy_values(values, num, dim, (int)s->is_bf16, copied + BLOCK * dim);
@@ -370,24 +388,24 @@ static void attend_tile(void *arg, long task, int thread) {
         attend_block(&t, first, num, keys, values, (int)s->is_bf16, num_rows > FEW ? copied : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
-        float *to = j->out + ((s->tile_token[at] + row / group) * s->num_heads + head * group + row % group) * dim;
+        float *to = j->out + ((s->tile_token[at] + row / group) * l->num_heads + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
 }
 
-int attention_op(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps, float *out) {
-    attention_job j = {step, qkv, keys, values, out, q_norm, k_norm, eps};
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out) {
+    attention_job j = {step, layer, learned, qkv, keys, values, out};
     for (int t = 0; t < tm_num_threads(); t++)
-        if (!tm_scratch(t, 1, scratch_bytes(step->head_dim))) return -1;
+        if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
-    tm_parallel(step->num_tiles * step->num_kv_heads, 1, attend_tile, &j);
+    tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
     return 0;
 }
 
-TM_API int tm_attention(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps,
-                        float *out) {
+TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, const float *sinks, float eps,
+                        float *qkv, void *keys, void *values, float *out) {
     tm_lock();
-    int failed = attention_op(step, qkv, keys, values, q_norm, k_norm, eps, out);
+    int failed = attention_op(step, layer, (tm_learned){q_norm, k_norm, sinks, eps}, qkv, keys, values, out);
     tm_unlock();
     return failed;
 }

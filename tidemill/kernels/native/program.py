@@ -17,7 +17,7 @@ _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
 
 
 class OpKind(IntEnum):
-    LINEAR, NORM, SWIGLU, ATTENTION = range(4)
+    LINEAR, NORM, GLU, ATTENTION = range(4)
 
 
 class Op(ctypes.Structure):
@@ -25,7 +25,7 @@ class Op(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("op", "in_", "in_out", "out", "kind", "width", "num_out")),
-        *((name, _POINTER) for name in ("a", "b", "c", "d")),
+        *((name, _POINTER) for name in ("a", "b", "c", "d", "e", "f")),
         ("eps", ctypes.c_float),
     ]
 

@@ -55,41 +55,45 @@ TM_API void tm_add_rms_norm(const float *x, float *residual, const float *weight
     tm_unlock();
 }
 
-/* ---- silu(gate) * up of [gate | up] */
+/* ---- act(gate) * up of [gate | up]; glu.py has the activations */
 
 typedef struct {
     const float *gate_up;
     float *out;
     long width;
-} swiglu_job;
+    int act;
+} glu_job;
 
-static void swiglu_row(void *arg, long row, int thread) {
+/* x / (1 + exp(-z)) * up */
+TM_INLINE f32x8 glu(int act, f32x8 x, f32x8 up) {
+    f32x8 one = f32x8_set(1), z = x;
+    if (act) z = f32x8_mul(x, f32x8_fma(f32x8_set(1.5957691216f), f32x8_mul(x, x), f32x8_set(0.0713548162726f)));
+    return f32x8_mul(f32x8_div(x, f32x8_add(one, f32x8_exp(f32x8_sub(f32x8_set(0), z)))), up);
+}
+
+static void glu_row(void *arg, long row, int thread) {
     (void)thread;
-    const swiglu_job *j = arg;
+    const glu_job *j = arg;
     const float *gate = j->gate_up + row * 2 * j->width, *up = gate + j->width;
     float *out = j->out + row * j->width;
     long i = 0;
-    for (; i + 8 <= j->width; i += 8) {
-        f32x8 g = f32x8_load(gate + i), one = f32x8_set(1);
-        f32x8_store(out + i, f32x8_mul(f32x8_div(g, f32x8_add(one, f32x8_exp(f32x8_sub(f32x8_set(0), g)))), f32x8_load(up + i)));
-    }
+    for (; i + 8 <= j->width; i += 8) f32x8_store(out + i, glu(j->act, f32x8_load(gate + i), f32x8_load(up + i)));
     if (i < j->width) { /* the tail by the same operations */
         float g[8] = {0}, u[8] = {0}, o[8];
         for (long k = i; k < j->width; k++) g[k - i] = gate[k], u[k - i] = up[k];
-        f32x8 v = f32x8_load(g);
-        f32x8_store(o, f32x8_mul(f32x8_div(v, f32x8_add(f32x8_set(1), f32x8_exp(f32x8_sub(f32x8_set(0), v)))), f32x8_load(u)));
+        f32x8_store(o, glu(j->act, f32x8_load(g), f32x8_load(u)));
         for (long k = i; k < j->width; k++) out[k] = o[k - i];
     }
 }
 
-void swiglu_op(const float *gate_up, float *out, long num_rows, long width) {
-    swiglu_job j = {gate_up, out, width};
-    for_rows(num_rows, width, swiglu_row, &j);
+void glu_op(int act, const float *gate_up, float *out, long num_rows, long width) {
+    glu_job j = {gate_up, out, width, act};
+    for_rows(num_rows, width, glu_row, &j);
 }
 
-TM_API void tm_swiglu(const float *gate_up, float *out, long num_rows, long width) {
+TM_API void tm_glu(int act, const float *gate_up, float *out, long num_rows, long width) {
     tm_lock();
-    swiglu_op(gate_up, out, num_rows, width);
+    glu_op(act, gate_up, out, num_rows, width);
     tm_unlock();
 }
 

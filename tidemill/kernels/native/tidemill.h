@@ -24,25 +24,38 @@ void tm_unlock(void);
 
 /* ---- ops; those that return an int return 0, or -1 when there is no memory */
 
-/* One step of all layers. Field by field as in __init__.py. */
+/* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
-    long num_tokens, num_heads, num_kv_heads, head_dim;
+    long num_heads, num_kv_heads, head_dim;
+    long num_rotated;       /* dimensions of a head, from the first on */
+    long window;            /* a query sees so many keys, its own the last; 0: all before it */
+    const float *cos, *sin; /* [position][num_rotated / 2] */
+    float scale, softcap;   /* softcap: 0: none */
+} tm_layer;
+
+/* One step of all layers. */
+typedef struct {
+    long num_tokens;
     long page_size, page_stride, table_width; /* stride: values from a page to the next; width: pages a row of the table can name */
     long is_bf16;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int32_t *table;
     const int64_t *positions, *slots; /* of tokens; slot: page * page_size + offset */
-    const float *cos, *sin;           /* [position][head_dim / 2] */
-    float scale;
 } tm_step;
 
+/* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
+typedef struct {
+    const float *q_norm, *k_norm; /* [head_dim], of each head before rotation */
+    const float *sinks;           /* [num_heads]: a score that joins the softmax, without a value */
+    float eps;
+} tm_learned;
 
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
-/* qkv is rotated in place; before that q and k of each head are normed, if there are weights for it. */
-int attention_op(const tm_step *step, float *qkv, void *keys, void *values, const float *q_norm, const float *k_norm, float eps, float *out);
+/* qkv is normed and rotated in place. */
+int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
 void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
-void swiglu_op(const float *gate_up, float *out, long num_rows, long width);
+void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

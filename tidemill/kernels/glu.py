@@ -1,0 +1,27 @@
+"""act(gate) * up, from the fused projection [gate | up]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tidemill.kernels import native
+
+# Activations, and their numbers in rows.c. Each is x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
+# gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = GELU_LINEAR * 0.044715
+
+
+def glu_reference(gate_up_TI2: torch.Tensor, act: str = "silu") -> torch.Tensor:
+    """Written with exp instead of torch's silu and gelu, whose vector and scalar paths round differently: an element's bits
+    would depend on where a thread's share of the tensor ends."""
+    gate, up = gate_up_TI2.chunk(2, dim=-1)
+    out = torch.neg(gate) if act == "silu" else (gate * gate).mul_(-GELU_CUBIC).sub_(GELU_LINEAR).mul_(gate)
+    return torch.div(gate, out.exp_().add_(1.0), out=out).mul_(up)
+
+
+def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
+    return native.lib.glu(gate_up_TI2, ACTIVATIONS[act]) if native.lib else glu_reference(gate_up_TI2, act)

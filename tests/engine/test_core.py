@@ -26,7 +26,7 @@ def core(model):
     ("prompt", "params", "error", "words"),
     [
         ([], greedy(1), InvalidRequest, "empty"),
-        ([320], greedy(1), InvalidRequest, "token 320; the model has tokens 0 to 319"),
+        ([320], greedy(1), InvalidRequest, "token 320, which is out of vocabulary: tokens are 0 to 319"),
         ([-1], greedy(1), InvalidRequest, "token -1"),
         ([1] * 512, greedy(1), ContextTooLong, "512 tokens; the context holds 512"),
         ([1] * 500, greedy(13), ContextTooLong, "Lower max_tokens to 12"),

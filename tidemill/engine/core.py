@@ -146,7 +146,9 @@ class EngineCore:
             raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
             wrong = next(token for token in prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
+            raise InvalidRequest(
+                f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.", param="prompt"
+            )
         if len(prompt_ids) >= context:
             raise ContextTooLong(
                 f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the output.",

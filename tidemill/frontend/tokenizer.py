@@ -184,6 +184,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
 
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary has it: of a byte-level tokenizer, bytes are written as other characters."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 

@@ -162,3 +162,15 @@ def test_all_wrong_keys_of_logit_bias_are_named(roomy):
         "message"
     ]
     assert "'low', 'high'" in message
+
+
+def test_what_is_no_id_of_a_response(roomy):
+    refused = post(roomy, "/v1/responses", {"input": "tide", "previous_response_id": "bad"}, 400)
+    assert refused["error"]["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("length", [5000, 500_000])
+def test_clients_see_that_the_context_is_too_short(roomy, length):
+    error = post(roomy, "/v1/completions", {"prompt": "x" * length}, 400)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 4096 tokens" in error["message"]

@@ -151,14 +151,14 @@ class EngineCore:
             )
         if len(prompt_ids) >= context:
             raise ContextTooLong(
-                f"The prompt has {len(prompt_ids)} tokens; the context holds {context}, one of them for the output.",
+                f"This model's maximum context length is {context} tokens, one of them for the output; the prompt has {len(prompt_ids)}.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )
         if max_tokens is not None and len(prompt_ids) + max_tokens > context:
             raise ContextTooLong(
-                f"{len(prompt_ids)} prompt tokens and max_tokens {max_tokens} make {len(prompt_ids) + max_tokens}; "
-                f"the context holds {context}.",
+                f"This model's maximum context length is {context} tokens; {len(prompt_ids)} prompt tokens and max_tokens "
+                f"{max_tokens} make {len(prompt_ids) + max_tokens}.",
                 fix=f"Lower max_tokens to {context - len(prompt_ids)} or leave it out.",
                 param="max_tokens",
             )

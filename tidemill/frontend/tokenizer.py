@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
@@ -78,8 +78,8 @@ class Tokenizer:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
         is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
-            raise InvalidRequest(
-                f"The prompt has {len(text)} characters, more than {max_tokens} tokens of context can hold.",
+            raise ContextTooLong(
+                f"This model's maximum context length is {max_tokens} tokens, which the prompt's {len(text)} characters cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )

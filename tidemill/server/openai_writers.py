@@ -377,8 +377,10 @@ class ChatWriter(Writer):
         self.writes_logprobs = bool(body.logprobs)
         one_call = body.parallel_tool_calls is False or body.functions is not None
         as_function = body.functions is not None
-        how = {"as_function": as_function, "custom": body.custom_names, "shows_reasoning": body.include_reasoning}
-        self._readers = [_ChatReader(reading.parser(), one_call, **how) for _ in range(params.n)]
+        self._readers = [
+            _ChatReader(reading.parser(), one_call, as_function, body.custom_names, body.include_reasoning)
+            for _ in range(params.n)
+        ]
         self._echoed = body.echoed
         self._kept = [_Message() for _ in range(params.n)]
         for kept in self._kept if self._echoed else ():

@@ -151,7 +151,8 @@ class EngineCore:
             )
         if len(prompt_ids) >= context:
             raise ContextTooLong(
-                f"This model's maximum context length is {context} tokens, one of them for the output; the prompt has {len(prompt_ids)}.",
+                f"This model's maximum context length is {context} tokens, one of them for the output; "
+                f"the prompt has {len(prompt_ids)}.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )

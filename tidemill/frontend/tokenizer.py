@@ -79,7 +79,7 @@ class Tokenizer:
         is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
             raise ContextTooLong(
-                f"This model's maximum context length is {max_tokens} tokens, which the prompt's {len(text)} characters cannot fit.",
+                f"This model's maximum context length is {max_tokens} tokens; the prompt's {len(text)} characters cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )

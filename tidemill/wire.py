@@ -80,16 +80,19 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             raise InvalidRequest("The prompt is empty.", fix="Give at least one token.", param="prompt")
         if min(self.prompt_ids) < 0 or max(self.prompt_ids) >= vocab_size:
             wrong = next(token for token in self.prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"The prompt holds token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param="prompt")
+            raise InvalidRequest(
+                f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.", param="prompt"
+            )
         if num >= context:
             raise ContextTooLong(
-                f"The prompt has {num} tokens; the context holds {context}, one of them for the output.",
+                f"This model's maximum context length is {context} tokens, one of them for the output; the prompt has {num}.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )
         if max_tokens is not None and num + max_tokens > context:
             raise ContextTooLong(
-                f"{num} prompt tokens and max_tokens {max_tokens} make {num + max_tokens}; the context holds {context}.",
+                f"This model's maximum context length is {context} tokens; {num} prompt tokens and max_tokens {max_tokens} make "
+                f"{num + max_tokens}.",
                 fix=f"Lower max_tokens to {context - num} or leave it out.",
                 param="max_tokens",
             )

@@ -26,9 +26,14 @@ def core(model):
     ("prompt", "params", "error", "words"),
     [
         ([], greedy(1), InvalidRequest, "empty"),
-        ([320], greedy(1), InvalidRequest, "token 320; the model has tokens 0 to 319"),
+        ([320], greedy(1), InvalidRequest, "token 320, which is out of vocabulary: tokens are 0 to 319"),
         ([-1], greedy(1), InvalidRequest, "token -1"),
-        ([1] * 512, greedy(1), ContextTooLong, "512 tokens; the context holds 512"),
+        (
+            [1] * 512,
+            greedy(1),
+            ContextTooLong,
+            "length is 512 tokens, one of them for the output; the prompt has 512",
+        ),
         ([1] * 500, greedy(13), ContextTooLong, "Lower max_tokens to 12"),
         ([1], greedy(1, stop_token_ids=(400,)), InvalidRequest, "stop_token_ids names token 400"),
         ([1], greedy(1, logit_bias={320: 1.0}), InvalidRequest, "logit_bias names token 320"),

@@ -142,7 +142,7 @@ BAD_COMPLETIONS = [
     ({"prompt": [99999]}, "prompt", "0 to 319"),
     ({"prompt": [2**40]}, "prompt", "0 to 319"),
     ({"prompt": [2**70]}, "prompt", ""),
-    ({"prompt": "x" * 600}, "prompt", "context holds 512"),
+    ({"prompt": "x" * 600}, "prompt", "maximum context length is 512 tokens"),
     ({"prompt": "x" * 5_000_000}, "prompt", "characters"),
     ({"prompt": [1.5] * 300_000}, "prompt", "at most 256"),
     ({"prompt": [[0.5]] * 30_000}, "prompt", ""),

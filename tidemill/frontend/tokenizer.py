@@ -15,7 +15,7 @@ import msgspec
 from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, TidemillError
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
@@ -78,8 +78,8 @@ class Tokenizer:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
         is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
         if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
-            raise InvalidRequest(
-                f"The prompt has {len(text)} characters, more than {max_tokens} tokens of context can hold.",
+            raise ContextTooLong(
+                f"This model's maximum context length is {max_tokens} tokens; the prompt's {len(text)} characters cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )
@@ -183,6 +183,10 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes.get(token_id, b"")
+
+    def token_name(self, token_id: int) -> str:
+        """As the vocabulary has it: of a byte-level tokenizer, bytes are written as other characters."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")

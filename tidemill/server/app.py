@@ -65,6 +65,16 @@ def create_app(
             return JSONResponse({"status": error.message}, 503)
         return JSONResponse({"status": "ready"} | told())
 
+    @app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:
+        """As SageMaker and SGLang call it."""
+        return await health()
+
+    @app.get("/load")
+    async def load() -> Response:
+        """Requests in progress, as vLLM tells them."""
+        return JSONResponse({"server_load": models.num_pending})
+
     @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})

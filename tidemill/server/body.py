@@ -67,19 +67,23 @@ def body_of(model: type[M], untyped: bool = False) -> Callable[[Request], Awaita
     """A dependency that reads the body as `model`. `untyped`: of any content type, unless a web page sends it."""
 
     async def read(request: Request) -> M:
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json" and (not untyped or _BY_PAGES.intersection(request.headers)):
-            raise NotJSON(
-                f"The content type is {content_type[:100]!r}.",
-                fix="Send application/json (curl: -H 'Content-Type: application/json').",
-            )
-        coding = request.headers.get("content-encoding", "identity").strip().lower()
-        if coding != "identity":
-            raise NotJSON(f"The content encoding {coding[:100]!r} is not supported.", fix="Send the body uncompressed.")
-        body = b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
-        return parse(model, body, request.scope["state"]["call"])
+        return parse(model, await raw_body(request, untyped), request.scope["state"]["call"])
 
     return read
+
+
+async def raw_body(request: Request, untyped: bool = False) -> bytes:
+    """A JSON body as it is, of bounded size."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and (not untyped or _BY_PAGES.intersection(request.headers)):
+        raise NotJSON(
+            f"The content type is {content_type[:100]!r}.",
+            fix="Send application/json (curl: -H 'Content-Type: application/json').",
+        )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise NotJSON(f"The content encoding {coding[:100]!r} is not supported.", fix="Send the body uncompressed.")
+    return b"".join([part async for part in parts_of(request, MAX_BODY_BYTES, _ALL_WITHIN_S)])
 
 
 def parse(model: type[M], body: bytes, call: Call | None = None) -> M:

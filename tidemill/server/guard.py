@@ -25,8 +25,8 @@ from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.call import Call
 from tidemill.server.errors import error_body, headers_of, shaped
 
-OPEN_PATHS = frozenset({"/health", "/ready"}) | page.PATHS  # for supervisors; the page asks for the key and holds no data
-ADMIN_PATHS = frozenset({"/metrics", "/slots", "/v1/engine/live"})  # they show the requests of all tenants
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
+ADMIN_PATHS = frozenset({"/load", "/metrics", "/slots", "/v1/engine/live"})  # they show the requests of all tenants
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16
 _FOR_PAGES = (

@@ -22,7 +22,7 @@ from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
-from tidemill.server.body import body_of, schema_of
+from tidemill.server.body import body_of, parse, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
@@ -149,6 +149,26 @@ def make_router(models: Models) -> APIRouter:
         made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
         return Response(made, media_type="application/json")
 
+    @router.post("/invocations", openapi_extra=schema_of(ChatRequest))
+    async def invocations(request: Request) -> Response:
+        """As SageMaker calls it: what the body asks for tells the route."""
+        raw = await raw_body(request)
+        try:
+            names = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"The body must be a JSON object: {error}.") from None
+        call = request.state.caller.call
+        if "prompt" in names:
+            return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
+        if "input" in names:
+            made = _embeddings(models, parse(EmbeddingRequest, raw, call), request.state.caller)
+            return Response(await until_disconnect(request, made), media_type="application/json")
+        return await _respond(models, request, parse(ChatRequest, raw, call), _prepare_chat)
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return _tokenizer_card(models.default)
+
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
@@ -208,10 +228,25 @@ def _model_card(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created_s,
         "owned_by": "tidemill",
+        "root": service.model_name,
+        "parent": None,
         "max_model_len": service.max_context,
         "sampling_defaults": service.defaults.shown(),
         "aliases": list(service.aliases),
         "state": service.state,
+    }
+
+
+def _tokenizer_card(service: Service) -> dict[str, Any]:
+    """The names are those of tokenizer_config.json."""
+    tokenizer, template = service.tokenizer, service.tokenizer.chat_template
+    ends = tokenizer.eos_token_ids
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None if tokenizer.bos_token_id is None else tokenizer.token_name(tokenizer.bos_token_id),
+        "eos_token": tokenizer.token_name(ends[0]) if ends else None,
+        "model_max_length": service.max_context,
+        "chat_template": None if template is None else template.source,
     }
 
 
@@ -251,8 +286,9 @@ async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingReques
         async for number, delta, text in outputs:
             if text.num_tokens or text.finish_reason:
                 writer.take_ids(number, delta.token_ids[: text.num_tokens])
+                writer.take_stop(number, text.stop)
                 writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
-    return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.prompt_ids())
+    return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.of_prompt())
 
 
 async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
@@ -271,7 +307,7 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
         prompts, params = await _filled_in(service, body, params)
     else:
         prompts = await _prompts(service, body.prompt, body.add_special_tokens)
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
@@ -296,7 +332,7 @@ async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> 
     params = await _params(service, body)
     _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
     params = reading.gated(params)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
@@ -314,14 +350,16 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
     return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
 
 
-def _truncated(service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None = 1) -> list[list[int]]:
-    """The last `num` tokens of each; -1: as many as leave room for the output."""
+def _truncated(
+    service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None = 1, side: str | None = None
+) -> list[list[int]]:
+    """The last `num` tokens of each, or the first if the right side is cut; -1: as many as leave room for the output."""
     if num is None:
         return prompts
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
     num = num if num > 0 else max(service.max_context - (max_tokens or 1), 1)
-    return [prompt[-num:] for prompt in prompts]
+    return [prompt[:num] if side == "right" else prompt[-num:] for prompt in prompts]
 
 
 def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None:
@@ -381,6 +419,7 @@ async def _stream(job: _Job, first: list[_Output], rest: AsyncGenerator[_Output,
 def _chunks(job: _Job, output: _Output) -> list[bytes]:
     number, delta, text = output
     job.writer.take_ids(number, delta.token_ids[: text.num_tokens])
+    job.writer.take_stop(number, text.stop)
     logprobs = (delta.logprobs or [])[: text.num_tokens]
     if not text.text and not logprobs and not text.finish_reason:
         return []
@@ -429,8 +468,14 @@ async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tupl
 
 async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
     service = models.of(body.model)
-    prompts = await _prompts(service, body.input)
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens)
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("Give one of input and messages.", param="input")
+    if body.messages is not None:
+        chat = body.chat()
+        prompts = [await service.encode_chat(chat.conversation(), **chat.how())]
+    else:
+        prompts = await _prompts(service, body.input, body.add_special_tokens)
+    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, side=body.truncation_side)
     size = service.ready.model.hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
@@ -443,8 +488,9 @@ async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) ->
             vectors[i] = msgspec.Raw(_encoded_vector(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     num_tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return _json({"object": "list", "data": data, "model": service.model_name, "usage": usage})
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+    made = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
+    return _json(made | {"data": data, "usage": usage})
 
 
 async def _embedded(
@@ -474,9 +520,9 @@ async def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         text = body.prompt if body.prompt is not None else body.content or ""
         given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
         ids = await service.encode(text, body.prompt is not None if given is None else given)
-    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context, "token_strs": None}
     if body.return_token_strs:
-        made["token_strs"] = [service.tokenizer.token_text(token) for token in ids]
+        made["token_strs"] = [service.tokenizer.token_name(token) for token in ids]
     if body.with_pieces:
         made["tokens"] = [{"id": token, "piece": _piece(service.tokenizer.token_bytes(token))} for token in ids]
     return made

@@ -147,6 +147,7 @@ class SamplingRequest(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # keep this many of the prompt's last tokens
+    truncation_side: Literal["left", "right"] | None = None  # which end is cut off; None: the left
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # in logprobs
     cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
@@ -179,7 +180,8 @@ class SamplingRequest(Body):
 
     @property
     def wants_usage_always(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and bool(options.include_usage) and options.continuous_usage_stats
 
     def most_tokens(self, given: int | None) -> int | None:
         """`given`: as max_tokens."""
@@ -205,7 +207,11 @@ class SamplingRequest(Body):
             if getattr(self, name) is not None:
                 given[name] = tuple(getattr(self, name))
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}
+            if wrong := [token[:40] for token in self.logit_bias if not _is_token_id(token)]:
+                raise InvalidRequest(
+                    f"logit_bias is keyed by token ids; got {', '.join(map(repr, wrong[:10]))}.", param="logit_bias"
+                )
+            given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if "grammar" not in more:
             given["grammar"] = self._asked_grammar()
         return SamplingParams(**given | more)
@@ -224,10 +230,8 @@ class SamplingRequest(Body):
         return _grammar(_GRAMMARS[names[0]], value)
 
 
-def _token_id(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise InvalidRequest(f"logit_bias is keyed by token ids; got {text[:40]!r}.", param="logit_bias")
-    return int(text)
+def _is_token_id(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 10
 
 
 class CompletionRequest(SamplingRequest):
@@ -444,7 +448,7 @@ class ChatMessages(Body):
     tool_choice: Literal["auto", "none", "required"] | AllowedTools | NamedTool | None = None
     functions: list[Function] | None = Field(default=None, max_length=256)  # what tools were before
     function_call: Literal["auto", "none"] | NamedFunction | None = None  # what tool_choice was before
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     documents: list[dict[str, Any]] | None = Field(default=None, max_length=256)
     chat_template: str | None = Field(default=None, max_length=2**16)  # if the server allows it
     chat_template_kwargs: dict[str, Any] | None = None
@@ -513,7 +517,8 @@ class ChatRequest(SamplingRequest, ChatMessages):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
-    echo: Literal[False] | None = None
+    include_reasoning: bool = True
+    echo: bool | None = None  # begin with the message that is continued
     add_special_tokens: Literal[False] | None = None  # the template writes them
 
     @property
@@ -529,6 +534,12 @@ class ChatRequest(SamplingRequest, ChatMessages):
         """The text that the output continues."""
         content = self.messages[-1].content if self.continue_final_message else None
         return content if isinstance(content, str) else ""
+
+    @property
+    def echoed(self) -> str:
+        """What comes before the output: the message that it continues, or the last one if it is the assistant's."""
+        last = self.messages[-1]
+        return last.content if self.echo and last.role == "assistant" and isinstance(last.content, str) else ""
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -549,16 +560,25 @@ class ChatRequest(SamplingRequest, ChatMessages):
 class EmbeddingRequest(Body):
     without_effect = frozenset({"user"})
     model: str | None = None
-    input: PromptField
+    input: PromptField | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)  # instead of an input
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = True
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
     pooling: Literal["mean", "last"] = "mean"
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
 
     @field_validator("input")
     @classmethod
     def _of_one_kind(cls, given: Any) -> Any:
         return one_kind(given, MAX_INPUTS)
+
+    def chat(self) -> ChatMessages:
+        return _as_chat(self)
 
 
 class TokenizeRequest(Body):
@@ -579,14 +599,18 @@ class TokenizeRequest(Body):
     with_pieces: bool = False  # tokens as objects, with their texts
 
     def chat(self) -> ChatMessages:
-        assert self.messages is not None
-        return ChatMessages.model_construct(
-            messages=self.messages,
-            tools=self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-        )
+        return _as_chat(self, self.tools)
+
+
+def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
+    assert body.messages is not None
+    return ChatMessages.model_construct(
+        messages=body.messages,
+        tools=tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
 
 
 class DetokenizeRequest(Body):

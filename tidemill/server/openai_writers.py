@@ -47,6 +47,7 @@ class Writer(ABC):
         self._new_ids: list[list[int]] | None = None  # by choice: tokens that no chunk has reported yet
         if body.return_token_ids:
             self._new_ids = [[] for _ in range(len(prompts) * params.n)]
+        self._stops: dict[int, str | int] = {}  # by choice
         self._prompt_lists: dict[int, msgspec.Raw] = {}
 
     async def take_prompt_logprobs(self, prompt: int, entries: list[TokenLogprobs]) -> None:
@@ -55,9 +56,7 @@ class Writer(ABC):
             self._prompt_lists[prompt] = _list([b"null", await _encoded(entries, self._prompt_entry)])
 
     def _prompt_logprobs(self, prompt: int) -> dict[str, Any]:
-        if not self._lists_prompts:
-            return {}
-        return {"prompt_logprobs": self._prompt_lists.get(prompt, [None])}
+        return {"prompt_logprobs": self._prompt_lists.get(prompt, [None]) if self._lists_prompts else None}
 
     def _prompt_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """The token itself and the likeliest in its place, by id."""
@@ -78,9 +77,24 @@ class Writer(ABC):
         token_ids, self._new_ids[number] = self._new_ids[number], []
         return {"token_ids": token_ids}
 
+    def take_stop(self, number: int, stop: str | int | None) -> None:
+        """The stop string or token that ended a choice; to be told before its last text."""
+        if stop is not None:
+            self._stops[number] = stop
+
+    def _ending(self, number: int) -> dict[str, Any]:
+        """What ended a choice, as vLLM and as SGLang say it: the first knows no end-of-text token."""
+        stop = self._stops.get(number)
+        is_asked = isinstance(stop, str) or stop in self._params.stop_token_ids
+        return {"stop_reason": stop if is_asked else None, "matched_stop": stop}
+
     def prompt_ids(self) -> dict[str, Any]:
         """For the whole response or its first chunk."""
         return {}
+
+    def of_prompt(self) -> dict[str, Any]:
+        """Of the prompt, for the whole response."""
+        return self.prompt_ids()
 
     def first_chunk(self, number: int) -> dict[str, Any] | None:
         """Before any text."""
@@ -182,9 +196,14 @@ class _Lists:
             offsets.append(self._offset)
             self._offset += len(self._tokenizer.token_text(entry.token_id))
         values = [_finite(entry.logprob) for entry in entries]
-        top = [{self._name(token): _finite(value) for token, value in reversed(entry.top)} for entry in entries]
+        top = [self._top(entry) for entry in entries]
         for name, column in zip(_NAMES, (tokens, values, top, offsets), strict=True):
             self._parts[name].append(_json(column)[1:-1])
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The token itself, and the likeliest. Of tokens with the same text, the likeliest counts."""
+        top = {self._name(token): _finite(value) for token, value in reversed(entry.top)}
+        return {self._name(entry.token_id): _finite(entry.logprob)} | dict(reversed(top.items()))
 
     def add_first(self, token_id: int) -> None:
         """The first token of a prompt: it has no log-probability."""
@@ -263,8 +282,10 @@ class CompletionWriter(Writer):
         if self.writes_logprobs:
             lists = self._new_lists(prompt, is_first, offset)
             lists.add(logprobs)
-        first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
-        return [self._choice(number, text, lists, reason) | first | self._reported_ids(number)]
+        more = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
+        if reason is not None:
+            more |= self._ending(number)
+        return [self._choice(number, text, lists, reason) | more | self._reported_ids(number)]
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}
@@ -291,9 +312,9 @@ class CompletionWriter(Writer):
                 if self.writes_logprobs and kept.lists is None:
                     kept.lists = self._new_lists(prompt, True)
                 text = self._echoed_text(prompt) + "".join(kept.texts)
-                ids = self._prompt_ids(prompt) | self._reported_ids(kept.number)
+                ids = {"token_ids": None, "prompt_token_ids": None} | self._prompt_ids(prompt) | self._reported_ids(kept.number)
                 choice = self._choice(len(made), text, kept.lists, kept.finish_reason)
-                made.append(choice | self._prompt_logprobs(prompt) | ids)
+                made.append(choice | self._ending(kept.number) | self._prompt_logprobs(prompt) | ids)
         return made
 
     def _choice(self, number: int, text: str, lists: _Lists | None, reason: str | None) -> dict[str, Any]:
@@ -329,6 +350,7 @@ class _Message:
 
     def body(self) -> dict[str, Any]:
         made: dict[str, Any] = {"role": "assistant", "content": None if self._calls or self._function else ""}
+        made |= {"refusal": None, "reasoning_content": None, "reasoning": None}
         made |= {name: "".join(texts) for name, texts in self._texts.items()}
         if self._function is not None:
             made["function_call"] = {"name": self._function["name"], "arguments": "".join(self._arguments)}
@@ -355,11 +377,17 @@ class ChatWriter(Writer):
         self.writes_logprobs = bool(body.logprobs)
         one_call = body.parallel_tool_calls is False or body.functions is not None
         as_function = body.functions is not None
-        self._readers = [_ChatReader(reading.parser(), one_call, as_function, body.custom_names) for _ in range(params.n)]
+        self._readers = [
+            _ChatReader(reading.parser(), one_call, as_function, body.custom_names, body.include_reasoning)
+            for _ in range(params.n)
+        ]
+        self._echoed = body.echoed
         self._kept = [_Message() for _ in range(params.n)]
+        for kept in self._kept if self._echoed else ():
+            kept.add({"content": self._echoed})
 
     def first_chunk(self, number: int) -> dict[str, Any]:
-        return _delta(number, {"role": "assistant", "content": ""})
+        return _delta(number, {"role": "assistant", "content": self._echoed})
 
     def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
         deltas = self._readers[number].read(text, reason is not None)
@@ -371,10 +399,15 @@ class ChatWriter(Writer):
                 made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
             made[0] |= self._reported_ids(number)
             made[-1]["finish_reason"] = self._readers[number].reason(reason)
+        if reason is not None:
+            made[-1] |= self._ending(number)
         return made
 
     def prompt_ids(self) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[0]}
+
+    def of_prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": None} | self.prompt_ids() | self._prompt_logprobs(0)
 
     def add(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> None:
         kept = self._kept[number]
@@ -391,7 +424,8 @@ class ChatWriter(Writer):
                 "message": kept.body(),
                 "logprobs": {"content": _list(kept.logprobs)} if self.writes_logprobs else None,
                 "finish_reason": kept.finish_reason,
-                **self._prompt_logprobs(0),
+                **self._ending(number),
+                "token_ids": None,
                 **self._reported_ids(number),
             }
             for number, kept in enumerate(self._kept)
@@ -406,6 +440,7 @@ class ChatWriter(Writer):
 
 
 def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    """As SGLang and DeepSeek do, each names the reasoning: programs read it without asking whether it is there."""
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
@@ -413,11 +448,17 @@ class _ChatReader:
     """One sample's text as deltas of a message: content, reasoning, tool calls."""
 
     def __init__(
-        self, parser: OutputParser, one_call: bool, as_function: bool = False, custom: frozenset[str] = frozenset()
+        self,
+        parser: OutputParser,
+        one_call: bool,
+        as_function: bool = False,
+        custom: frozenset[str] = frozenset(),
+        shows_reasoning: bool = True,
     ) -> None:
         """`as_function`: calls are written as before there were tools. `custom`: names of custom tools."""
         self._parser = parser
         self._one_call, self._as_function, self._custom_names = one_call, as_function, custom
+        self._shows_reasoning = shows_reasoning
         self._has_calls = False
         self._custom: tuple[CallStart, list[str]] | None = None  # a call of a custom tool, and its arguments so far
 
@@ -428,6 +469,8 @@ class _ChatReader:
         deltas: list[dict[str, Any]] = []
         for piece in pieces:
             if isinstance(piece, TextPiece):
+                if piece.is_reasoning and not self._shows_reasoning:
+                    continue
                 names = ("reasoning_content", "reasoning") if piece.is_reasoning else ("content",)  # clients know either name
                 deltas.append(dict.fromkeys(names, piece.text))
             elif self._one_call and piece.index > 0:

@@ -118,6 +118,8 @@ class Responses:
             return self.store.get_to_continue(tenant, body.conversation_id, "conversation")[0], new
         if body.previous_response_id is None:
             return [], new
+        if not body.previous_response_id.startswith("resp"):
+            raise InvalidRequest("previous_response_id is not the id of a response.", param="previous_response_id")
         if (tenant, body.previous_response_id) in self._running:
             raise InvalidRequest("The previous response is in progress.", fix="Wait for its end.", param="previous_response_id")
         before, earlier = self.store.get_to_continue(tenant, body.previous_response_id)

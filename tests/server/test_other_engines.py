@@ -1,0 +1,176 @@
+"""What programs written for vLLM's and SGLang's servers read from a response, or ask for."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+MESSAGES = [{"role": "user", "content": "tide"}]
+GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+ROUTES = {"/v1/completions": {"prompt": "The tide"}, "/v1/chat/completions": {"messages": MESSAGES}}
+
+
+def post(server, path: str, body: dict, status: int = 200) -> dict:
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=120)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def chunks(server, path: str, body: dict) -> list[dict]:
+    text = httpx.post(f"{server.url}{path}", json=body | {"stream": True}, timeout=120).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize(("path", "prompt"), ROUTES.items())
+def test_what_ended_the_output_is_told(roomy, path, prompt):
+    whole = post(roomy, path, GREEDY | prompt | {"return_token_ids": True})["choices"][0]
+    assert (whole["finish_reason"], whole["stop_reason"], whole["matched_stop"]) == ("length", None, None)
+    token = whole["token_ids"][3]
+    for more, stop in (({"stop_token_ids": [token]}, token), ({"stop": ["x" * 9, *"abcdefgh "]}, None)):
+        choice = post(roomy, path, GREEDY | prompt | more | {"max_tokens": 400})["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == choice["matched_stop"] == (stop or choice["matched_stop"])
+        assert stop is not None or choice["stop_reason"] in more["stop"]
+        last = chunks(roomy, path, GREEDY | prompt | more | {"max_tokens": 400})[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", *[choice["stop_reason"]] * 2)
+
+
+def test_end_of_text_is_a_matched_stop_but_no_stop_reason(scripted):
+    choice = post(scripted, "/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, "return_token_ids": True})[
+        "choices"
+    ][0]
+    assert choice["finish_reason"] == "stop"
+    assert (choice["stop_reason"], choice["matched_stop"]) == (None, choice["token_ids"][-1])
+
+
+def test_members_that_were_not_asked_for_are_null(roomy):
+    chat = post(roomy, "/v1/chat/completions", GREEDY | {"messages": MESSAGES})
+    assert (chat["prompt_logprobs"], chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == (None, None, None)
+    message = chat["choices"][0]["message"]
+    assert (message["reasoning"], message["reasoning_content"], message["refusal"]) == (None, None, None)
+    choice = post(roomy, "/v1/completions", GREEDY | {"prompt": "The tide"})["choices"][0]
+    assert (choice["prompt_logprobs"], choice["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
+    assert post(roomy, "/tokenize", {"prompt": "tide"})["token_strs"] is None
+
+
+def test_a_chat_has_its_prompt_logprobs_beside_the_choices(roomy):
+    body = GREEDY | {"messages": MESSAGES, "prompt_logprobs": 1, "return_token_ids": True, "n": 2}
+    made = post(roomy, "/v1/chat/completions", body)
+    first, *others = made["prompt_logprobs"]
+    assert first is None
+    assert all(str(token) in entry for token, entry in zip(made["prompt_token_ids"][1:], others, strict=True))
+    assert all("prompt_logprobs" not in choice for choice in made["choices"])
+
+
+@pytest.mark.parametrize("num", [0, 2])
+def test_the_token_itself_is_first_among_the_top_logprobs(roomy, num):
+    body = GREEDY | {"prompt": "The tide", "logprobs": num, "temperature": 2, "seed": 3, "return_tokens_as_token_ids": True}
+    lists = post(roomy, "/v1/completions", body)["choices"][0]["logprobs"]
+    assert [next(iter(top)) for top in lists["top_logprobs"]] == lists["tokens"]
+    assert [top[token] for top, token in zip(lists["top_logprobs"], lists["tokens"], strict=True)] == lists["token_logprobs"]
+    assert {len(top) for top in lists["top_logprobs"]} <= {max(num, 1), num + 1}
+
+
+@pytest.mark.parametrize(("side", "kept"), [("left", [6, 7, 8]), ("right", [5, 6, 7]), (None, [6, 7, 8])])
+def test_the_side_that_is_cut_off(roomy, side, kept):
+    body = GREEDY | {"prompt": [5, 6, 7, 8], "truncate_prompt_tokens": 3, "truncation_side": side, "return_token_ids": True}
+    assert post(roomy, "/v1/completions", body)["choices"][0]["prompt_token_ids"] == kept
+
+
+def test_the_message_that_is_continued_is_echoed(roomy):
+    begun = [*MESSAGES, {"role": "assistant", "content": "High water"}]
+    body = GREEDY | {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    plain, echoed = (
+        post(roomy, "/v1/chat/completions", body | {"echo": echo})["choices"][0]["message"]["content"] for echo in (False, True)
+    )
+    assert echoed == "High water" + plain
+    streamed = [
+        chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(roomy, "/v1/chat/completions", body | {"echo": True})
+    ]
+    assert "".join(streamed) == echoed
+
+
+def test_usage_in_each_chunk_needs_include_usage(roomy):
+    body = GREEDY | {"prompt": "The tide"}
+    for is_included in (False, True):
+        options = {"include_usage": is_included, "continuous_usage_stats": True}
+        got = chunks(roomy, "/v1/completions", body | {"stream_options": options})
+        assert len(got) > 1
+        assert all(("usage" in chunk) == is_included for chunk in got)
+
+
+def test_invocations_are_told_apart_by_what_they_ask_for(roomy):
+    for path, body in (*ROUTES.items(), ("/v1/embeddings", {"input": "tide"})):
+        body = body if path == "/v1/embeddings" else body | GREEDY
+        direct, invoked = post(roomy, path, body), post(roomy, "/invocations", body)
+        name = "data" if path == "/v1/embeddings" else "choices"
+        assert (invoked["object"], invoked[name]) == (direct["object"], direct[name])
+    assert len(chunks(roomy, "/invocations", GREEDY | ROUTES["/v1/completions"])) > 1
+    assert "JSON object" in post(roomy, "/invocations", [1], 400)["error"]["message"]
+    assert "messages" in post(roomy, "/invocations", {}, 400)["error"]["message"]
+
+
+def test_supervisors_routes(roomy):
+    assert httpx.get(f"{roomy.url}/ping").status_code == httpx.post(f"{roomy.url}/ping").status_code == 200
+    assert httpx.get(f"{roomy.url}/load").json() == {"server_load": 0}
+
+
+def test_tokenizer_info(roomy):
+    told = httpx.get(f"{roomy.url}/tokenizer_info").json()
+    assert (told["bos_token"], told["eos_token"], told["model_max_length"]) == ("<s>", "</s>", 4096)
+    assert "messages" in told["chat_template"]
+
+
+def test_token_strs_are_as_in_the_vocabulary(roomy):
+    assert post(roomy, "/tokenize", {"prompt": "a b", "return_token_strs": True})["token_strs"] == ["a", "Ġ", "b"]
+
+
+def test_a_conversation_is_embedded(roomy):
+    made = post(roomy, "/v1/embeddings", {"messages": MESSAGES})
+    prompt = post(roomy, "/v1/chat/completions/render", {"messages": MESSAGES, "add_generation_prompt": False})
+    assert made["data"] == post(roomy, "/v1/embeddings", {"input": prompt["prompt_token_ids"]})["data"]
+    assert made["id"]
+    assert made["created"]
+    assert made["usage"]["completion_tokens"] == 0
+    for wrong in ({}, {"messages": MESSAGES, "input": "x"}):
+        assert "one of input and messages" in post(roomy, "/v1/embeddings", wrong, 400)["error"]["message"]
+
+
+def test_a_token_out_of_vocabulary(roomy):
+    assert "out of vocabulary" in post(roomy, "/v1/completions", {"prompt": [999999]}, 400)["error"]["message"]
+
+
+def test_reasoning_is_left_out_if_it_is_not_wanted(scripted):
+    body = {"messages": MESSAGES, "temperature": 0}
+    with_it, without = (
+        post(scripted, "/v1/chat/completions", body | {"include_reasoning": wanted})["choices"][0]["message"]
+        for wanted in (True, False)
+    )
+    assert with_it["reasoning"]
+    assert without == with_it | {"reasoning": None, "reasoning_content": None}
+    deltas = [
+        chunk["choices"][0]["delta"] for chunk in chunks(scripted, "/v1/chat/completions", body | {"include_reasoning": False})
+    ]
+    assert not any(delta.get("reasoning_content") or delta.get("reasoning") for delta in deltas)
+    assert "".join(delta.get("content", "") for delta in deltas) == with_it["content"]
+
+
+def test_all_wrong_keys_of_logit_bias_are_named(roomy):
+    message = post(roomy, "/v1/completions", {"prompt": "x", "logit_bias": {"low": 1, "5": 1, "high": 1}}, 400)["error"][
+        "message"
+    ]
+    assert "'low', 'high'" in message
+
+
+def test_what_is_no_id_of_a_response(roomy):
+    refused = post(roomy, "/v1/responses", {"input": "tide", "previous_response_id": "bad"}, 400)
+    assert refused["error"]["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("length", [5000, 500_000])
+def test_clients_see_that_the_context_is_too_short(roomy, length):
+    error = post(roomy, "/v1/completions", {"prompt": "x" * length}, 400)["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "This model's maximum context length is 4096 tokens" in error["message"]

@@ -396,6 +396,7 @@ DRAFT_7 = {
     "required": ["const", "own", "again", "escaped"],
     "additionalProperties": False,
 }
+ROOTED = Sounding.model_json_schema(ref_template="/$defs/{model}")  # as litellm asks pydantic for it
 PORT_SCHEMAS = {"sail": Voyage.model_json_schema(), "sound": Sounding.model_json_schema(), "turn": DRAFT_7}
 
 
@@ -434,6 +435,11 @@ def test_forced_calls_keep_to_schemas_with_references(grammars, name, several):
             seen.add(call["name"])
             jsonschema.validate(call["arguments"], PORT_SCHEMAS[call["name"]])
     assert seen == ({name} if name else set(PORT_SCHEMAS))
+
+
+def test_references_without_a_number_sign(grammars):
+    grammar = call_grammar([{"name": "sound", "parameters": ROOTED}], "sound", False)
+    jsonschema.validate(json.loads(written(grammars, grammar, random.Random(5)))["arguments"], PORT_SCHEMAS["sound"])
 
 
 @pytest.mark.parametrize(("tools", "name", "words"), [([], None, "no tools"), ([{"name": "a"}], "b", "'b'"), ([], "", "''")])

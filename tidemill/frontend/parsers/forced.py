@@ -11,6 +11,7 @@ from tidemill.sampling import Grammar
 MAX_FORCED_CALLS = 16  # in one output, if several are allowed
 _NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # maps from names to schemas
 _VALUES = ("const", "enum", "default", "examples")  # keywords whose values are data, not schemas
+_ROOTED = ("/$defs/", "/definitions/")  # as litellm refers to definitions of the document
 
 
 def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -> Grammar:
@@ -48,6 +49,8 @@ def _relocated(schema: dict[str, Any], place: str) -> dict[str, Any]:
         for prefix in prefixes:
             if target == prefix or target.startswith(prefix + "/"):
                 return place + target[len(prefix) :]
+        if own_id is None and target.startswith(_ROOTED):
+            return place + target
         return target
 
     def schemas(value: Any) -> Any:

@@ -103,6 +103,10 @@ class Writer(ABC):
         """Prompt tokens that are sent back as text, over all choices."""
         return 0
 
+    def limit(self, max_tokens: int) -> None:
+        """Of each choice's output."""
+        self._params = msgspec.structs.replace(self._params, max_tokens=max_tokens)
+
     def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None) -> SamplingParams:
         """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
         would, or at the default limit."""
@@ -125,6 +129,14 @@ class Writer(ABC):
         if cells > MAX_LOGPROB_CELLS:
             raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")
         return params
+
+
+def _ended(choices: list[dict[str, Any]], reason: str, last: dict[str, Any]) -> list[dict[str, Any]]:
+    """The finish reason comes in a chunk without text, as in OpenAI's API: a client may stop reading at it."""
+    if choices[-1].get("delta") or choices[-1].get("text"):
+        choices.append(last)
+    choices[-1]["finish_reason"] = reason
+    return choices
 
 
 def _id_name(token_id: int) -> str:
@@ -264,7 +276,8 @@ class CompletionWriter(Writer):
             lists = self._new_lists(prompt, is_first, offset)
             lists.add(logprobs)
         first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
-        return [self._choice(number, text, lists, reason) | first | self._reported_ids(number)]
+        made = [self._choice(number, text, lists, None) | first | self._reported_ids(number)]
+        return _ended(made, reason, self._choice(number, "", None, None)) if reason else made
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}
@@ -370,8 +383,8 @@ class ChatWriter(Writer):
             if self.writes_logprobs:
                 made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
             made[0] |= self._reported_ids(number)
-            made[-1]["finish_reason"] = self._readers[number].reason(reason)
-        return made
+        reason = self._readers[number].reason(reason)
+        return _ended(made, reason, _delta(number, {})) if reason else made
 
     def prompt_ids(self) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[0]}

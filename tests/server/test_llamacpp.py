@@ -230,6 +230,7 @@ def test_infill(roomy, scripted):
     assert more["prompt"] == f"{repository}<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>x"
     assert "fill in the middle" in ask(roomy, "/infill", 400, **ends)["error"]["message"]
     assert ask(scripted, "/infill", 400, input_prefix="x")["error"]["param"] == "input_suffix"
+    assert ask(scripted, "/infill", 400, **ends, input_extra=[{"filename": "a.py"}])["error"]["param"] == "input_extra"
 
 
 def test_suffix_of_openai_completions(roomy, scripted):

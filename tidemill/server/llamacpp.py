@@ -155,7 +155,7 @@ class Completion(CompletionOptions):
 
 class ExtraFile(Body):
     filename: str = Field(default="", max_length=4096)
-    text: str = ""
+    text: str
 
 
 class Infill(CompletionOptions):

@@ -277,7 +277,8 @@ class CompletionWriter(Writer):
             lists.add(logprobs)
         first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
         made = [self._choice(number, text, lists, None) | first | self._reported_ids(number)]
-        return _ended(made, reason, self._choice(number, "", None, None)) if reason else made
+        empty = _Lists(self._tokenizer, self._token_name) if self.writes_logprobs else None
+        return _ended(made, reason, self._choice(number, "", empty, None)) if reason else made
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}

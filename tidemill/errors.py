@@ -12,6 +12,7 @@ class TidemillError(Exception):
     kind = "internal_error"
     status = 500
     code: str | None = None  # the name API clients know it by, where there is one
+    figures: dict[str, int] | None = None  # for programs, where there are any
 
     def __init__(self, message: str, *, fix: str = "", param: str | None = None) -> None:
         super().__init__(f"{message} {fix}".strip())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.conftest import Server
 
+HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "n_predict": 12}
 
 
@@ -21,7 +22,7 @@ def ask(server, path, status=200, **body):
 def events(server, path="/completion", **body):
     with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}, timeout=60) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
-        return [json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: ")]
+        return [json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {")]
 
 
 def openai_text(server, prompt, **more):
@@ -68,6 +69,8 @@ def test_prompts_of_all_kinds(roomy):
     expected = ask(roomy, "/completion", prompt="The tide", **GREEDY)["content"]
     for prompt in (ids, ["The ", *ids[4:]], [*ids[:4], "tide"]):
         assert ask(roomy, "/completion", prompt=prompt, **GREEDY)["content"] == expected
+    assert ask(roomy, "/completion", prompt={"prompt_string": "The tide"}, **GREEDY)["content"] == expected
+    assert openai_text(roomy, ["The ", *ids[4:]]) == expected
     several = ask(roomy, "/completion", prompt=["The tide", ids, [*ids[:4], "tide"], "x"], **GREEDY)
     assert [one["content"] for one in several[:3]] == [expected] * 3
     assert [one["index"] for one in several] == [0, 1, 2, 3]
@@ -87,6 +90,60 @@ def test_how_it_ends(roomy, scripted):
     assert goes_on["tokens_predicted"] == 20
     nothing = ask(roomy, "/completion", prompt="The tide", n_predict=0)
     assert (nothing["content"], nothing["tokens_predicted"], nothing["stop_type"]) == ("", 0, "limit")
+
+
+def test_the_output_ends_with_the_context(scripted):
+    body = {"prompt": "<|assistant|>", "ignore_eos": True, "temperature": 0}
+    for n_predict in (-1, 10**6):
+        made = ask(scripted, "/completion", n_predict=n_predict, **body)
+        assert (made["tokens_predicted"], made["stop_type"], made["truncated"]) == (511, "limit", True)
+        assert made["generation_settings"]["n_predict"] == n_predict
+    assert ask(scripted, "/v1/completions", n_predict=10**6, **body)["usage"]["completion_tokens"] == 511
+    assert ask(scripted, "/completion", n_predict=3, **body)["truncated"] is False
+    error = ask(scripted, "/completion", 400, prompt="x" * 600)["error"]
+    assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 600, 512)
+
+
+def test_settings_are_those_that_were_used(roomy):
+    made = ask(roomy, "/completion", prompt="x", ignore_eos=True, top_p=0.5, n_predict=2)["generation_settings"]
+    assert (made["top_p"], made["top_k"], made["temperature"], made["mirostat"]) == (0.5, 0, 1, 0)
+    assert made["logit_bias"] == [{"bias": None, "token": token} for token in ask(roomy, "/tokenize", prompt="</s>")["tokens"]]
+
+
+def test_openai_routes_without_v1(roomy):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "temperature": 0}
+    made, same = ask(roomy, "/chat/completions", **chat), ask(roomy, "/v1/chat/completions", **chat)
+    assert made["id"].startswith("chatcmpl-")
+    assert made["choices"] == same["choices"]
+    assert made["system_fingerprint"].startswith("b")
+    assert httpx.get(f"{roomy.url}/models").json() == httpx.get(f"{roomy.url}/v1/models").json()
+    assert ask(roomy, "/responses", input="Hi", max_output_tokens=3)["object"] == "response"
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert ask(roomy, path, **chat)["input_tokens"] == same["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(("path", "more"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})])
+def test_the_finish_reason_has_a_chunk_of_its_own(roomy, path, more):
+    parts = events(roomy, path, max_tokens=5, temperature=0, logprobs=1 if "prompt" in more else True, **more)
+    *texts, last = [part["choices"][0] for part in parts]
+    assert last["finish_reason"] == "length"
+    assert last.get("text", last.get("delta")) in ("", {})
+    assert [one["finish_reason"] for one in texts] == [None] * len(texts)
+    logprobs = [one["logprobs"] for one in texts if one["logprobs"]]
+    assert sum(len(one.get("content", one.get("tokens", ()))) for one in logprobs) == 5
+
+
+@pytest.mark.parametrize(("path", "more"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})])
+def test_timings_per_token(roomy, path, more):
+    how = {"max_tokens": 5, "temperature": 0, "timings_per_token": True, "stream_options": {"include_usage": True}}
+    parts = events(roomy, path, **how, **more)
+    assert "timings" not in parts[0]
+    assert all(part["timings"]["predicted_per_second"] >= 0 for part in parts[1:])
+    last = parts[-1]
+    assert last["choices"] == []
+    assert last["timings"]["predicted_n"] == 5
+    assert last["timings"]["prompt_n"] + last["timings"]["cache_n"] == last["usage"]["prompt_tokens"]
+    assert ask(roomy, path, max_tokens=5, timings_per_token=True, **more)["timings"]["predicted_n"] <= 5
 
 
 def test_sampling_under_its_names(roomy):
@@ -116,7 +173,7 @@ def test_grammars(roomy):
 def test_fields_of_the_response(roomy):
     names = ["content", "generation_settings/n_predict", "nothing"]
     made = ask(roomy, "/completion", prompt="The tide", response_fields=names, **GREEDY)
-    assert made == {"content": openai_text(roomy, "The tide"), "n_predict": 12}
+    assert made == {"content": openai_text(roomy, "The tide"), "generation_settings/n_predict": 12}
 
 
 BAD = [
@@ -136,7 +193,8 @@ BAD = [
     ({"logit_bias": {f"x{i}": 1 for i in range(2000)}}, "logit_bias"),
     ({"temprature": 1}, "temprature"),
     ({"prompt": [[1, "a"], 5]}, "prompt"),
-    ({"prompt": [{"prompt_string": "x"}]}, "prompt"),
+    ({"prompt": {"prompt_string": "x", "multimodal_data": ["aGk="]}}, "prompt"),
+    ({"prompt": [{"text": "x"}]}, "prompt"),
     ({"prompt": ["x"] * 1000}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [10**6]}, None),
@@ -172,6 +230,7 @@ def test_infill(roomy, scripted):
     assert more["prompt"] == f"{repository}<|fim_prefix|>def f(<|fim_suffix|>return 1<|fim_middle|>x"
     assert "fill in the middle" in ask(roomy, "/infill", 400, **ends)["error"]["message"]
     assert ask(scripted, "/infill", 400, input_prefix="x")["error"]["param"] == "input_suffix"
+    assert ask(scripted, "/infill", 400, **ends, input_extra=[{"filename": "a.py"}])["error"]["param"] == "input_extra"
 
 
 def test_suffix_of_openai_completions(roomy, scripted):
@@ -190,6 +249,8 @@ def test_embedding(roomy):
     for path in ("/embedding", "/embeddings"):
         assert ask(roomy, path, content=["one", "two"]) == [{"index": i, "embedding": [ours[i]["embedding"]]} for i in (0, 1)]
     ids = ask(roomy, "/tokenize", prompt="two", add_special_tokens=False)["tokens"]
+    mixed = ask(roomy, "/v1/embeddings", input=["one", [*ids[:1], "wo"]])["data"]
+    assert [one["embedding"] for one in mixed] == [one["embedding"] for one in ours]
     assert ask(roomy, "/embedding", input=[*ids[:1], "wo"]) == [{"index": 0, "embedding": [ours[1]["embedding"]]}]
     assert ask(roomy, "/embedding", 400)["error"]["param"] == "content"
     assert ask(roomy, "/embedding", 400, content="x", embd_normalize=-1)["error"]["param"] == "embd_normalize"

@@ -146,7 +146,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "x" * 5_000_000}, "prompt", "characters"),
     ({"prompt": [1.5] * 300_000}, "prompt", "at most 256"),
     ({"prompt": [[0.5]] * 30_000}, "prompt", ""),
-    ({"prompt": [1, "a"]}, "prompt", "list of token ids"),
+    ({"prompt": [1.5, "a"]}, "prompt", "list of token ids"),
     ({"prompt": ["a"] * 20, "n": 100}, "n", "at most 256"),
     ({"prompt": {"a": 1}}, "prompt", ""),
     ({"prompt": None}, "prompt", ""),

@@ -31,6 +31,7 @@ _PREFIXES = {
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
 }
+_WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them
 _TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _QUIET = frozenset({"/health", "/ready", "/metrics"})  # polled every few seconds; logged only on errors
@@ -167,6 +168,8 @@ class Called:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] in _WITHOUT_V1:
+            scope = dict(scope) | {"path": f"/v1{scope['path']}", "raw_path": b"/v1" + scope.get("raw_path", b"")}
         path = scope["path"]
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"").decode("latin-1")
         labels = [given] if re.fullmatch(ID_PATTERN, given) else []

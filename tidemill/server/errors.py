@@ -53,7 +53,9 @@ def headers_of(error: TidemillError) -> dict[str, str]:
 
 
 def error_body(error: TidemillError) -> dict[str, Any]:
-    return _body(str(error), error.kind, error.param, error.code)
+    body = _body(str(error), error.kind, error.param, error.code)
+    body["error"] |= error.figures or {}
+    return body
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

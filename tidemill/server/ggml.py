@@ -146,6 +146,23 @@ class Progress:
         return self.timings.decode_s if self.timings else self.last_s - self.first_s
 
 
+def timings(progress: Progress) -> dict[str, float]:
+    """Under llama.cpp's names."""
+    prompt_n, prompt_ms = progress.num_prompt - progress.num_cached, 1000 * progress.prefill_s
+    predicted_n, predicted_ms = progress.num_output, 1000 * progress.decode_s
+    return {
+        "cache_n": progress.num_cached,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(prompt_n, 1),
+        "prompt_per_second": 1000 * prompt_n / max(prompt_ms, 1e-6),
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / max(predicted_n - 1, 1),
+        "predicted_per_second": 1000 * max(predicted_n - 1, 0) / max(predicted_ms, 1e-6),  # the first is the prefill's
+    }
+
+
 def logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
     def cell(token: int, value: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)

@@ -26,8 +26,8 @@ from tidemill.server.explain import Story
 from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
-from tidemill.server.openai import merge
-from tidemill.server.openai_types import MAX_CHOICES, ChatMessages
+from tidemill.server.openai import ids_of, merge
+from tidemill.server.openai_types import MAX_CHOICES, ChatMessages, Mixed, few_texts, is_mixed
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
@@ -36,7 +36,6 @@ from tidemill.wire import Delta
 _MOST_BIASED = 100.0  # a bias that forbids a token, or forces it
 _MAX_BIASED_CHARS = 256  # of a text whose tokens get a bias
 _MAX_FIELDS = 64
-_MAX_TEXTS = 1024  # between token ids: each is tokenized by itself
 
 _json = msgspec.json.Encoder().encode
 
@@ -45,30 +44,30 @@ _json = msgspec.json.Encoder().encode
 
 _ID = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 _MIXED = {"type": "array", "items": {"anyOf": [_ID, {"type": "string"}]}}
-_PROMPT = {"anyOf": [{"type": "string"}, _MIXED, {"type": "array", "items": {"anyOf": [{"type": "string"}, _MIXED]}}]}
+_TEXT = {"type": "object", "properties": {"prompt_string": {"type": "string"}}, "required": ["prompt_string"]}
+_ONE = [{"type": "string"}, _MIXED, _TEXT]
+_PROMPT = {"anyOf": [*_ONE, {"type": "array", "items": {"anyOf": _ONE}}]}
 PromptField = Annotated[Any, WithJsonSchema(_PROMPT)]
-Mixed = str | list[int | str]  # a prompt of text, token ids or both
 
 
 def prompts_of(given: Any) -> list[Mixed]:
-    """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is several."""
-    if isinstance(given, str) or _is_mixed(given):
+    """A text, or a list of token ids and texts, is one prompt; a list of texts or of lists is several. An object has the text as
+    its prompt_string."""
+    if isinstance(given, str | dict) or is_mixed(given):
         given = [given]
-    if not isinstance(given, list) or not all(isinstance(one, str) or _is_mixed(one) for one in given):
+    if isinstance(given, list):
+        given = [_text_of(one) if isinstance(one, dict) else one for one in given]
+    if not isinstance(given, list) or not all(isinstance(one, str) or is_mixed(one) for one in given):
         raise ValueError("it must be a text, a list of token ids and texts, or a list of prompts")
     if len(given) > MAX_CHOICES:
         raise ValueError(f"{len(given)} prompts in one request; at most {MAX_CHOICES}")
-    if sum(list(map(type, one)).count(str) for one in given if isinstance(one, list)) > _MAX_TEXTS:
-        raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
-    return given
+    return few_texts(given)
 
 
-def _is_mixed(value: Any) -> bool:
-    """Token ids, at least one, and texts. There may be millions, so without a Python loop."""
-    if not isinstance(value, list) or int not in (kinds := set(map(type, value))) or not kinds <= {int, str}:
-        return False
-    ids = value if kinds == {int} else [one for one in value if type(one) is int]
-    return min(ids) >= -(2**63) and max(ids) < 2**63
+def _text_of(prompt: dict[str, Any]) -> Any:
+    if prompt.get("multimodal_data"):
+        raise ValueError("images and audio (multimodal_data) are not supported")
+    return prompt.get("prompt_string")
 
 
 Bias = Annotated[tuple[int | str, float | bool], Strict(False)]  # from a list
@@ -101,9 +100,14 @@ class CompletionOptions(ggml.Options):
 
     @property
     def limit(self) -> int | None:
-        """Of output tokens; None: up to the end of the context."""
+        """Of output tokens; None: up to the end of the context, or the server's default."""
         given = self.n_predict if self.n_predict is not None else self.max_tokens
         return None if given is None or given < 0 else given
+
+    @property
+    def is_unlimited(self) -> bool:
+        """The output may take the rest of the context."""
+        return (self.n_predict if self.n_predict is not None else self.max_tokens or 0) < 0
 
     def values(self, service: Service) -> dict[str, Any]:
         """As parameters of the OpenAI API."""
@@ -151,7 +155,7 @@ class Completion(CompletionOptions):
 
 class ExtraFile(Body):
     filename: str = Field(default="", max_length=4096)
-    text: str = ""
+    text: str
 
 
 class Infill(CompletionOptions):
@@ -177,23 +181,12 @@ class Embedding(Body):
 # ---- what is run
 
 
-async def _ids(service: Service, prompt: Mixed) -> list[int]:
-    """Only a text at the start begins as the model expects texts to begin."""
-    if isinstance(prompt, str):
-        return await service.encode(prompt)
-    if not any(isinstance(part, str) for part in prompt):
-        return [part for part in prompt if isinstance(part, int)]
-    made: list[int] = []
-    for i, part in enumerate(prompt):
-        made += [part] if isinstance(part, int) else await service.encode(part, add_special=i == 0)
-    return made
-
-
 @dataclass(slots=True)
 class _Sequence:
     """One of the prompts, and what is known of its output."""
 
     prompt: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
     progress: Progress = field(init=False)
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -213,10 +206,18 @@ class _Job:
         self.service, self.body = service, body
         self.sequences = [_Sequence(prompt) for prompt in prompts]
         self._says_nothing = body.limit == 0  # only the prompt is computed, and cached
-        self.params = ggml.completion_params(service, prompts, values, 1 if self._says_nothing else body.limit, body.stream)
+        params = ggml.completion_params(service, prompts, values, 1 if self._says_nothing else body.limit, body.stream)
+        for sequence in self.sequences:
+            sequence.params = self._filled(params, service.max_context - len(sequence.prompt))
+
+    def _filled(self, params: SamplingParams, room: int) -> SamplingParams:
+        """What is not given takes the model's defaults. The output ends with the context at the latest; -1 asks for all of it."""
+        if self.body.is_unlimited or params.max_tokens is not None:
+            params = msgspec.structs.replace(params, max_tokens=max(min(params.max_tokens or room, room), 1))
+        return self.service.defaults.fill(params, room, null_is_absent=True)
 
     async def outputs(self, caller: Caller) -> AsyncGenerator[_Output, None]:
-        streams = [self.service.stream(caller, one.prompt, self.params, i) for i, one in enumerate(self.sequences)]
+        streams = [self.service.stream(caller, one.prompt, one.params, i) for i, one in enumerate(self.sequences)]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
                 yield i, self._take(self.sequences[i], delta, text), text.finish_reason is not None
@@ -247,7 +248,7 @@ class _Job:
         if probs:
             made["completion_probabilities"] = msgspec.Raw(b"[" + b",".join(probs) + b"]")
         if self.body.timings_per_token:
-            made["timings"] = timings(progress)
+            made["timings"] = ggml.timings(progress)
         return made
 
     async def last(self, index: int, new: _New) -> dict[str, Any]:
@@ -257,51 +258,48 @@ class _Job:
         made = self.chunk(index, new) | {
             "stop": True,
             "model": self.service.model_name,
-            "generation_settings": settings(self.service.with_defaults(self.params, sequence.prompt), self.body),
+            "generation_settings": settings(self.service, sequence.params, self.body),
             "prompt": await self.service.decode(sequence.prompt),
             "has_new_line": sequence.has_new_line,
-            "truncated": False,
+            "truncated": progress.reason == "length" and progress.num_prompt + progress.num_output >= self.service.max_context,
             "stop_type": "limit" if progress.reason == "length" else "word" if is_word else "eos",
             "stopping_word": progress.stop if is_word else "",
             "tokens_cached": progress.num_prompt + progress.num_output,
-            "timings": timings(progress),
+            "timings": ggml.timings(progress),
         }
         return made if not self.body.response_fields else _only(made, self.body.response_fields)
 
 
 def _only(body: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """The fields asked for. a/b is the field b of a."""
+    """The fields asked for, by the names they were asked for with. a/b is the field b of a."""
     made = {}
     for name in names:
         value: Any = body
         for part in name.split("/"):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            made[name.rpartition("/")[2]] = value
+            made[name] = value
     return made
 
 
-def timings(progress: Progress) -> dict[str, float]:
-    prompt_n, prompt_ms = progress.num_prompt - progress.num_cached, 1000 * progress.prefill_s
-    predicted_n, predicted_ms = progress.num_output, 1000 * progress.decode_s
-    return {
-        "cache_n": progress.num_cached,
-        "prompt_n": prompt_n,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / max(prompt_n, 1),
-        "prompt_per_second": 1000 * prompt_n / max(prompt_ms, 1e-6),
-        "predicted_n": predicted_n,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / max(predicted_n, 1),
-        "predicted_per_second": 1000 * max(predicted_n - 1, 0) / max(predicted_ms, 1e-6),  # the first is the prefill's
-    }
+# Samplers of llama.cpp that are not supported, at the values with which they are off.
+_OFF = {
+    "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "n_keep": 0,
+    "n_discard": 0, "post_sampling_probs": False, "lora": [],
+}  # fmt: skip
 
 
-def settings(params: SamplingParams, body: CompletionOptions | None = None) -> dict[str, Any]:
-    """Under llama.cpp's names."""
+def settings(service: Service, params: SamplingParams, body: CompletionOptions | None = None) -> dict[str, Any]:
+    """Under llama.cpp's names. `params`: filled with the model's defaults."""
     grammar = params.grammar
-    return {
-        "n_predict": (-1 if body.limit is None else body.limit) if body else -1,
+    biases: list[dict[str, Any]] = [{"bias": bias, "token": token} for token, bias in params.logit_bias.items()]
+    if params.ignore_eos:
+        biases += [{"bias": None, "token": token} for token in service.tokenizer.eos_token_ids]  # null: minus infinity
+    asked = None if body is None or body.is_unlimited else params.max_tokens if body.limit is None else body.limit
+    return _OFF | {
+        "n_predict": -1 if asked is None else asked,
+        "max_tokens": -1 if asked is None else asked,
         "seed": -1 if params.seed is None else params.seed,
         "temperature": params.temperature,
         "top_k": params.top_k,
@@ -315,9 +313,10 @@ def settings(params: SamplingParams, body: CompletionOptions | None = None) -> d
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
-        "logit_bias": [{"bias": bias, "token": token} for token, bias in params.logit_bias.items()],
+        "logit_bias": biases,
         "grammar": grammar.text if grammar is not None and grammar.kind == "grammar" else "",
         "stream": body.stream if body else False,
+        "timings_per_token": body.timings_per_token if body else False,
     }
 
 
@@ -330,7 +329,7 @@ def make_router(models: Models) -> APIRouter:
     @router.post("/completion", openapi_extra=schema_of(Completion))
     async def completion(request: Request, body: Completion = Depends(body_of(Completion))) -> Response:
         service = models.of(body.model)
-        prompts = [await _ids(service, prompt) for prompt in prompts_of(body.prompt)]
+        prompts = [await ids_of(service, prompt) for prompt in prompts_of(body.prompt)]
         if not prompts:
             raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
         values = await asyncio.to_thread(body.values, service)
@@ -387,7 +386,7 @@ class NoSlot(TidemillError):
 
 
 async def _respond(request: Request, job: _Job, is_list: bool) -> Response:
-    await job.service.check_grammar(job.params)
+    await job.service.check_grammar(job.sequences[0].params)
     outputs = job.outputs(request.state.caller)
     if not job.body.stream:
         made = await until_disconnect(request, _whole(job, outputs))
@@ -440,7 +439,7 @@ class _Vectors(msgspec.Struct):
 
 
 async def _embedding(models: Models, service: Service, given: list[Mixed], caller: Caller) -> bytes:
-    prompts = [await _ids(service, prompt) for prompt in given]
+    prompts = [await ids_of(service, prompt) for prompt in given]
     model, respond = models.whole_responses["/v1/embeddings"]
     asked = dumps({"model": service.model_name, "input": prompts}).encode()
     made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
@@ -453,7 +452,7 @@ async def _embedding(models: Models, service: Service, given: list[Mixed], calle
 def _props(service: Service) -> dict[str, Any]:
     tokenizer, config = service.tokenizer, service.ready.config
     eos = next(iter(tokenizer.eos_token_ids), None)
-    defaults = settings(service.with_defaults(SamplingParams(), []))
+    defaults = settings(service, service.defaults.fill(SamplingParams(), config.max_context, null_is_absent=True))
     return {
         "default_generation_settings": {"id": 0, "n_ctx": config.max_context, "params": defaults},
         "total_slots": config.max_requests,
@@ -484,5 +483,5 @@ def _slot(number: int, num_context: int, story: Story | None) -> dict[str, Any]:
         "id_task": story.request_id.partition("/")[2],  # without the tenant
         "n_prompt_tokens": story.num_prompt,
         "n_prompt_tokens_cached": story.num_cached,
-        "next_token": {"has_next_token": True, "n_decoded": num_decoded},
+        "next_token": [{"has_next_token": True, "n_decoded": num_decoded}],
     }

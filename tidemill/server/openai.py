@@ -22,6 +22,7 @@ from tidemill.frontend.infill import infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import Reading
 from tidemill.sampling import MAX_BAD_WORD_TOKENS, SamplingParams
+from tidemill.server import ggml
 from tidemill.server.body import body_of, parse, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
@@ -33,15 +34,20 @@ from tidemill.server.openai_types import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Mixed,
     SamplingRequest,
     TokenizeRequest,
+    is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
+from tidemill.version import __version__
 from tidemill.wire import Delta, Timings
 
 _EMBEDDED_AT_ONCE = 64  # texts of one request
+
+_FINGERPRINT = f"b{__version__}"  # of the build, as llama.cpp writes it
 
 _json = msgspec.json.Encoder().encode
 
@@ -69,7 +75,14 @@ class _Clock:
 
     begun_s: float = field(default_factory=time.monotonic)
     first_s: float = 0.0
+    last_s: float = 0.0
+    num_cached: int = 0
     engine: Timings | None = None
+
+    def llamacpp(self, usage: _Usage) -> dict[str, float]:
+        """The times under llama.cpp's names."""
+        how = (self.begun_s, self.first_s, self.last_s, self.num_cached, usage.num_output, self.engine)
+        return ggml.timings(ggml.Progress(usage.num_prompt, *how))
 
     def body(self, num_output: int) -> dict[str, float]:
         now = time.monotonic()
@@ -112,11 +125,13 @@ class _Job:
     def body(self, name: str, choices: list[dict[str, Any]], usage: bool, is_last: bool = False) -> dict[str, Any]:
         request_id = self.caller.call.request_id
         body = {"id": request_id, "object": name, "created": self.created_s, "model": self.service.model_name, "choices": choices}
+        body["system_fingerprint"] = _FINGERPRINT
         if usage or self.asked.wants_usage_always:
             body["usage"] = self.usage.body()
-        if is_last and self.asked.timings:
-            body["timings"] = self.clock.body(self.usage.num_output)
-        return body
+        times = self.clock.body(self.usage.num_output) if is_last and self.asked.timings else {}
+        if self.asked.timings_per_token and self.has_begun:
+            times |= self.clock.llamacpp(self.usage)
+        return body | {"timings": times} if times else body
 
     def chunk(self, choice: dict[str, Any], is_last: bool = False) -> bytes:
         body = self.body(self.writer.chunk_name, [choice], False, is_last)
@@ -175,6 +190,12 @@ def make_router(models: Models) -> APIRouter:
         service = models.of(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
         return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
+
+    @router.post("/v1/chat/completions/input_tokens", openapi_extra=schema_of(ChatRequest))
+    async def input_tokens(body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
+        """The length of the prompt, without a completion."""
+        ids = await models.of(body.model).encode_chat(body.conversation(), **body.how())
+        return _json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
     async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
@@ -285,6 +306,7 @@ async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingReques
     async with aclosing(_outputs(job)) as outputs:
         async for number, delta, text in outputs:
             if text.num_tokens or text.finish_reason:
+                job.has_begun = True
                 writer.take_ids(number, delta.token_ids[: text.num_tokens])
                 writer.take_stop(number, text.stop)
                 writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
@@ -296,6 +318,9 @@ async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, cal
     if body.request_id is not None and body.request_id not in caller.call.labels:
         caller.call.labels.append(body.request_id)
     job = await prepare(service, body, caller)
+    if body.n_predict is not None:  # llama.cpp's name, so as there: the output ends with the context, at the latest
+        room = max(service.max_context - max(map(len, job.prompts)), 1)
+        job.writer.limit(min(job.params.max_tokens or room, room))
     job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit)
     await service.check_grammar(job.params)
     return job
@@ -388,7 +413,9 @@ async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
             job.usage.num_output += text.num_tokens
             job.usage.num_reasoning += text.num_reasoning
             if text.num_tokens:
-                job.clock.first_s = job.clock.first_s or time.monotonic()
+                job.clock.last_s = time.monotonic()
+                job.clock.first_s = job.clock.first_s or job.clock.last_s
+            job.clock.num_cached = max(job.clock.num_cached, delta.num_cached)
             job.clock.engine = delta.timings or job.clock.engine
             if delta.prompt_logprobs:
                 await job.writer.take_prompt_logprobs(i, delta.prompt_logprobs)
@@ -546,6 +573,18 @@ async def _prompts(service: Service, prompt: Any, add_special: bool = True) -> l
         return [await service.encode(prompt, add_special)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return [await service.encode(one, add_special) if isinstance(one, str) else one for one in prompt]
+    if is_mixed(prompt):
+        return [await ids_of(service, prompt, add_special)]
+    return [await ids_of(service, one, add_special) for one in prompt]
+
+
+async def ids_of(service: Service, prompt: Mixed, add_special: bool = True) -> list[int]:
+    """Of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
+    if isinstance(prompt, str):
+        return await service.encode(prompt, add_special)
+    made: list[int] = []
+    if not any(isinstance(part, str) for part in prompt):
+        return [part for part in prompt if isinstance(part, int)]
+    for i, part in enumerate(prompt):
+        made += [part] if isinstance(part, int) else await service.encode(part, add_special and i == 0)
+    return made

@@ -26,6 +26,8 @@ from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_INPUTS = 2048  # texts to embed
 MAX_MESSAGES = 2**14
+_MAX_TEXTS = 1024  # between token ids: each is tokenized by itself
+Mixed = str | list[int | str]  # a prompt of text, token ids or both
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _TEXTS = {"type": "array", "items": {"type": "string"}}
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
@@ -99,7 +101,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
     "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "repeat_last_n": (-1,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],), "penalize_newline": (True,),
+    "return_progress": (False,), "response_fields": ([],), "penalize_newline": (True,),
     "penalize_nl": (True,),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
@@ -118,7 +120,7 @@ class SamplingRequest(Body):
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
         "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
-        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep",
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "verbose",
     })  # fmt: skip
 
     model: str | None = None
@@ -163,6 +165,7 @@ class SamplingRequest(Body):
     grammar: str | None = None
     prompt_logprobs: int | None = None
     timings: bool = False  # report where the time went
+    timings_per_token: bool = False  # in each chunk
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
@@ -265,21 +268,32 @@ class CompletionRequest(SamplingRequest):
 
 
 def one_kind(prompt: Any, most: int = MAX_CHOICES) -> Any:
-    """A text or token ids, or a list of either. The engine checks that the model has the tokens."""
-    if isinstance(prompt, str) or _is_ids(prompt):
+    """A text, token ids, or token ids and texts; or a list of these. The engine checks that the model has the tokens."""
+    if isinstance(prompt, str) or prompt == []:
+        return prompt
+    if is_mixed(prompt):
+        few_texts([prompt])
         return prompt
     if isinstance(prompt, list) and len(prompt) > most:
         raise ValueError(f"{len(prompt)} prompts in one request; at most {most}")
-    if isinstance(prompt, list) and (all(isinstance(one, str) for one in prompt) or all(map(_is_ids, prompt))):
-        return prompt
-    raise ValueError("it must be a text, a list of texts, a list of token ids, or a list of such lists")
+    if isinstance(prompt, list) and all(isinstance(one, str) or one == [] or is_mixed(one) for one in prompt):
+        return few_texts(prompt)
+    raise ValueError("it must be a text, a list of token ids, or a list of texts and such lists")
 
 
-def _is_ids(value: Any) -> bool:
-    """There may be millions, so without a Python loop."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+def is_mixed(value: Any) -> bool:
+    """Token ids, at least one, and texts. There may be millions, so without a Python loop."""
+    if not isinstance(value, list) or int not in (kinds := set(map(type, value))) or not kinds <= {int, str}:
         return False
-    return not value or (min(value) >= -(2**63) and max(value) < 2**63)
+    ids = value if kinds == {int} else [one for one in value if type(one) is int]
+    return min(ids) >= -(2**63) and max(ids) < 2**63
+
+
+def few_texts(prompts: list[Mixed]) -> list[Mixed]:
+    """Checks that there are not too many texts between token ids."""
+    if sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list)) > _MAX_TEXTS:
+        raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
+    return prompts
 
 
 class CalledFunction(Body):

@@ -117,6 +117,10 @@ class Writer(ABC):
         """Prompt tokens that are sent back as text, over all choices."""
         return 0
 
+    def limit(self, max_tokens: int) -> None:
+        """Of each choice's output."""
+        self._params = msgspec.structs.replace(self._params, max_tokens=max_tokens)
+
     def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None) -> SamplingParams:
         """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
         would, or at the default limit."""
@@ -139,6 +143,14 @@ class Writer(ABC):
         if cells > MAX_LOGPROB_CELLS:
             raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")
         return params
+
+
+def _ended(choices: list[dict[str, Any]], reason: str, last: dict[str, Any]) -> list[dict[str, Any]]:
+    """The finish reason comes in a chunk without text, as in OpenAI's API: a client may stop reading at it."""
+    if choices[-1].get("delta") or choices[-1].get("text"):
+        choices.append(last)
+    choices[-1]["finish_reason"] = reason
+    return choices
 
 
 def _id_name(token_id: int) -> str:
@@ -282,10 +294,13 @@ class CompletionWriter(Writer):
         if self.writes_logprobs:
             lists = self._new_lists(prompt, is_first, offset)
             lists.add(logprobs)
-        more = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
+        first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
+        made = [self._choice(number, text, lists, None) | first | self._reported_ids(number)]
         if reason is not None:
-            more |= self._ending(number)
-        return [self._choice(number, text, lists, reason) | more | self._reported_ids(number)]
+            empty = _Lists(self._tokenizer, self._token_name) if self.writes_logprobs else None
+            made = _ended(made, reason, self._choice(number, "", empty, None))
+            made[-1] |= self._ending(number)
+        return made
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}
@@ -398,8 +413,8 @@ class ChatWriter(Writer):
             if self.writes_logprobs:
                 made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
             made[0] |= self._reported_ids(number)
-            made[-1]["finish_reason"] = self._readers[number].reason(reason)
         if reason is not None:
+            made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
             made[-1] |= self._ending(number)
         return made
 

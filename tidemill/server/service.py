@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tidemill.engine.client import PROBE, EngineClient
 from tidemill.engine.pool import Pooled
-from tidemill.errors import Cancelled, Draining, EngineDead, InvalidRequest, TidemillError
+from tidemill.errors import Cancelled, ContextTooLong, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
 from tidemill.frontend.parsers import Dialect, Reading
@@ -287,6 +287,8 @@ class Service:
                         return
         except TidemillError as error:
             call.error = error.kind
+            if isinstance(error, ContextTooLong):
+                error.figures = {"n_prompt_tokens": len(prompt_ids), "n_ctx": self.max_context}
             raise
         finally:
             if len(ended) < params.n and not call.error:

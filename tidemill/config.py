@@ -73,7 +73,7 @@ class AttentionSpec:
 
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
     if not isinstance(value, int) or not 0 < value <= most:
-        raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix="It must be a positive integer.")
+        raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
 
 
 def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.config import EngineOptions, ModelConfig
+from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, alike
 from tidemill.engine.budget import share
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -14,9 +14,10 @@ MACHINE = Machine(num_cores=2, memory_bytes=8 * 2**30, available_bytes=4 * 2**30
 
 def shape(num_layers: int = 4, max_context: int = 1024) -> Inspected:
     """Of 32 KiB of KV cache a layer and 16 tokens."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=64, scale=0.125, rotation=None)
     model = ModelConfig(
-        architecture="llama", vocab_size=1000, hidden_size=256, intermediate_size=512, num_layers=num_layers, num_heads=4,
-        num_kv_heads=4, head_dim=64, max_context=max_context, norm_eps=1e-5, rope_theta=1e4,
+        architecture="llama", vocab_size=1000, hidden_size=256, intermediate_size=512, layers=alike(num_layers, spec),
+        max_context=max_context, norm_eps=1e-5,
     )  # fmt: skip
     return Inspected(model, MACHINE)
 

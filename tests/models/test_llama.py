@@ -85,29 +85,3 @@ def test_sharded_checkpoint_is_the_same_model(tmp_path):
     prompt = list(range(2, 90))
     one, many = (prompt_logits(load_model(tmp_path / name), prompt) for name in ("one", "many"))
     assert torch.equal(one, many)
-
-
-def test_mistral_is_served_within_its_window(tmp_path):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    reference = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=200,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            sliding_window=128,
-            initializer_range=0.2,
-        )
-    ).eval()
-    reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path)
-    assert model.config.max_context == 128
-    assert "sliding window" in model.config.notes[0]
-    prompt = list(range(3, 103))
-    answers = run(make_core(model), {"a": (prompt, greedy(20))})
-    reference_agrees(reference, prompt, answers["a"].tokens)

@@ -39,7 +39,17 @@ VALID = {
         "response_format": FORMAT, "chat_template_kwargs": {"x": 1},
     },
     "/v1/chat/completions/render": {"model": "tiny", "messages": SAID, "tools": [{"type": "function", "function": TOOL}]},
+    "/v1/chat/completions/input_tokens": {"model": "tiny", "messages": SAID},
+    "/apply-template": {"model": "tiny", "messages": SAID},
+    "/invocations": {"model": "tiny", "prompt": "x", "max_tokens": 2},
+    "/completion": {"prompt": "x", "n_predict": 2},
+    "/infill": {"input_prefix": "x", "input_suffix": "y", "n_predict": 2},  # for which the model has no tokens
+    "/embedding": {"content": "x"},
     "/v1/embeddings": {"model": "tiny", "input": "x"},
+    "/v1/conversations": {"items": [ITEM], "metadata": {"x": "y"}},
+    "/v1/conversations/{conversation_id}": {"metadata": {"x": "y"}},  # of one that is not there
+    "/v1/conversations/{conversation_id}/items": {"items": [ITEM]},
+    "/v1/responses/input_tokens": {"model": "tiny", "input": [ITEM]},
     "/v1/responses": {
         "model": "tiny", "input": [ITEM], "max_output_tokens": 2, "tools": [{"type": "function", **TOOL}],
         "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},

@@ -13,7 +13,7 @@ import pytest
 from tests.frontend.test_tokenizer import sentencepiece_metadata
 from tests.helpers import CHAT_TEMPLATE, byte_tokenizer, load_model, make_llama
 from tests.weights.test_gguf import write_gguf
-from tidemill.errors import CheckpointError, InvalidRequest, TidemillError
+from tidemill.errors import CheckpointError, ConfigError, InvalidRequest, TidemillError
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.weights.gguf import GGUFFile
 
@@ -210,10 +210,13 @@ def test_a_template_that_cannot_be_compiled_leaves_completions(folder, template)
 
 
 def test_a_configuration_larger_than_its_weights_is_refused_before_layers_are_made(folder):
-    for changes in ({"num_hidden_layers": 2**30}, {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}):
+    for changes in ({"num_hidden_layers": 2**14}, {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 1}):
         edit(folder / "config.json", **changes)
         with pytest.raises(CheckpointError, match="the tensors hold"):
             load_model(folder)
+    edit(folder / "config.json", num_hidden_layers=2**30)  # not even a list of so many
+    with pytest.raises(ConfigError, match="num_layers"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize(

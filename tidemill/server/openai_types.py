@@ -370,7 +370,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
-    if kind in _NOT_TEXT:
+    if isinstance(kind, str) and kind in _NOT_TEXT:
         what = f"{_NOT_TEXT[kind]} are not supported (a content part of type {kind!r})."
         raise InvalidRequest(what.replace("Audio are", "Audio is"), fix="Send text.", param="messages")
     return part

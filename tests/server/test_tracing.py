@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -88,16 +89,15 @@ def traced(tiny_folder, collector):
     assert running.stop() == 0
 
 
-def complete(server: Server, request_id: str, **more) -> httpx.Response:
-    headers = {"X-Request-Id": request_id, "traceparent": f"00-{TRACE}-{PARENT}-01"}
+def complete(server: Server, **more) -> dict:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     body = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True} | more
-    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).json()
 
 
 def test_a_request_is_a_span_with_its_parts(traced, collector):
     before = time.time_ns()
-    assert complete(traced, "one").status_code == 200
-    (span,) = collector.wait("text_completion tiny", "one")
+    (span,) = collector.wait("text_completion tiny", complete(traced)["id"])
     assert span.trace_id.hex() == TRACE
     assert span.parent_span_id.hex() == PARENT
     assert span.kind == Span.SPAN_KIND_SERVER
@@ -121,43 +121,42 @@ def test_a_request_is_a_span_with_its_parts(traced, collector):
 
 
 def test_each_sample_is_a_span(traced, collector):
-    complete(traced, "three", n=3, temperature=1)
-    spans = collector.wait("text_completion tiny", "three", 3)
+    spans = collector.wait("text_completion tiny", complete(traced, n=3, temperature=1)["id"], 3)
     assert len({span.span_id for span in spans}) == 3
     assert {span.trace_id.hex() for span in spans} == {TRACE}
 
 
 def test_a_stop_string_and_a_cancellation(traced, collector):
-    text = complete(traced, "free", max_tokens=20).json()["choices"][0]["text"]
-    complete(traced, "stopped", max_tokens=20, stop=text[2:4])
-    (span,) = collector.wait("text_completion tiny", "stopped")
+    text = complete(traced, max_tokens=20)["choices"][0]["text"]
+    (span,) = collector.wait("text_completion tiny", complete(traced, max_tokens=20, stop=text[2:4])["id"])
     assert values(span)["gen_ai.response.finish_reasons"] == ["stop"]
-    body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body, request_id = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}, ""
     with httpx.stream("POST", f"{traced.url}/v1/completions", json=body, headers={"X-Request-Id": "left"}, timeout=60) as reply:
         for line in reply.iter_lines():
-            if line:
+            if line.startswith('data: {"id"'):
+                request_id = json.loads(line[6:])["id"]
                 httpx.delete(f"{traced.url}/v1/requests/left")
-    (span,) = collector.wait("text_completion tiny", "left")
+    (span,) = collector.wait("text_completion tiny", request_id)
     assert values(span)["error.type"] == "request_cancelled"
     assert span.status.code == 2
 
 
 def test_a_client_that_does_not_want_its_trace_recorded(traced, collector):
-    headers = {"X-Request-Id": "quiet", "traceparent": f"00-{TRACE}-{PARENT}-00"}
-    httpx.post(f"{traced.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers, timeout=60)
-    headers = {"X-Request-Id": "odd", "traceparent": "x" * 1000}
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    quiet = httpx.post(f"{traced.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers, timeout=60).json()
+    headers = {"traceparent": "x" * 1000}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    httpx.post(f"{traced.url}/v1/chat/completions", json=chat, headers=headers, timeout=60)
-    (span,) = collector.wait("chat tiny", "odd")
+    odd = httpx.post(f"{traced.url}/v1/chat/completions", json=chat, headers=headers, timeout=60).json()
+    (span,) = collector.wait("chat tiny", odd["id"])
     assert not span.parent_span_id
-    assert "quiet" not in {values(span).get("gen_ai.response.id") for span in collector.spans}
+    assert quiet["id"] not in {values(span).get("gen_ai.response.id") for span in collector.spans}
 
 
 def test_a_collector_that_is_gone_hurts_nobody(tiny_folder, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     server = Server(tiny_folder).wait()
-    texts = {complete(server, f"r{i}").json()["choices"][0]["text"] for i in range(5)}
+    texts = {complete(server)["choices"][0]["text"] for _ in range(5)}
     assert len(texts) == 1
     assert server.stop() == 0
 

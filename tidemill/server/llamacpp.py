@@ -370,10 +370,10 @@ def make_router(models: Models) -> APIRouter:
         return _props(models.of(model))
 
     @router.get("/slots")
-    async def slots(fail_on_no_slot: int = 0, model: str | None = None) -> list[dict[str, Any]]:
+    async def slots(fail_on_no_slot: str = "", model: str | None = None) -> list[dict[str, Any]]:
         """Requests that are being computed, without their texts, then the free slots."""
         made = _slots(models.of(model))
-        if fail_on_no_slot and all(slot["is_processing"] for slot in made):
+        if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in made):
             raise NoSlot("No slot is free.")
         return made
 

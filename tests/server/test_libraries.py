@@ -20,6 +20,7 @@ for variable in ("ANONYMIZED_TELEMETRY", "LANGSMITH_TRACING", "PYDANTIC_AI_NO_TE
     os.environ[variable] = "false"
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import asks GitHub
 
+pytestmark = pytest.mark.slow  # their imports alone take seconds
 QUESTION = "When is high water?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 LIMITS = {"max_tokens": 20, "temperature": 0}  # less than the random model wants to write

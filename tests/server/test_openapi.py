@@ -62,7 +62,7 @@ def ask_all(api, mode, num_examples):
             ask()
 
 
-@pytest.mark.parametrize("num_examples", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["allowed", "forbidden"])
 def test_what_is_allowed_and_what_is_forbidden(api, mode, num_examples):
     ask_all(api, mode, num_examples)

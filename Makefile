@@ -16,6 +16,7 @@ test: $(VENV)/.test-ready
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
+	$(PY) -m pip install -q -e '.[clients]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
 soak: $(VENV)/.ready

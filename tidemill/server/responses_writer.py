@@ -88,6 +88,7 @@ class ResponseWriter:
             "truncation": asked.truncation or "disabled",
             "usage": self._usage() if self.is_over else None,
             "metadata": asked.metadata or {},
+            "prompt_cache_diagnostics": None,  # which pydantic-ai reads whatever the client's version
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from tidemill.kernels.kv_cache import HeadWeights
-from tidemill.kernels.native.program import Op, OpKind, Program, Recording
+from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
 
 # Best first: (file, CPU flags it needs).
@@ -116,6 +117,8 @@ class Library:
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
+        lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
+        self.op_numbers = {name.decode(): i for i, name in enumerate(takewhile(bool, map(lib.tm_op_name, count())))}
         self._recording: Recording | None = None
 
     def set_threads(self, num_threads: int) -> int:
@@ -132,9 +135,7 @@ class Library:
         if self._linear(kind, x_TK.data_ptr(), *x_TK.shape, codes, scales, bias, num_out, out.data_ptr()):
             raise MemoryError("no memory for a linear layer's input")
         if self._recording:
-            self._recording.note(
-                OpKind.LINEAR, out, x_TK, kind=kind, width=x_TK.shape[1], num_out=num_out, a=codes, b=scales, c=bias
-            )
+            self._recording.note("linear", out, x_TK, kind=kind, width=x_TK.shape[1], num_out=num_out, a=codes, b=scales, c=bias)
         return out
 
     def add_rms_norm(
@@ -145,7 +146,7 @@ class Library:
         x = None if x_TH is None else x_TH.data_ptr()
         self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
-            self._recording.note(OpKind.NORM, out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
+            self._recording.note("norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
         return out
 
     def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:
@@ -155,7 +156,7 @@ class Library:
         out = gate_up_TI2.new_empty(num_rows, width)
         self._glu(act, gate_up_TI2.data_ptr(), out.data_ptr(), num_rows, width)
         if self._recording:
-            self._recording.note(OpKind.GLU, out, gate_up_TI2, kind=act, num_out=width)
+            self._recording.note("glu", out, gate_up_TI2, kind=act, num_out=width)
         return out
 
     def attention(
@@ -170,7 +171,7 @@ class Library:
             raise MemoryError("no memory for attention")
         if self._recording:
             self._recording.note(
-                OpKind.ATTENTION, out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
+                "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
             )
         return out
 
@@ -183,7 +184,7 @@ class Library:
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Ops run meanwhile are noted, too."""
-        self._recording = Recording()
+        self._recording = Recording(self.op_numbers)
         try:
             yield self._recording
         finally:

@@ -5,16 +5,6 @@ Activations live in one arena. A buffer is named by its first column: with T row
 
 #include "tidemill.h"
 
-enum { LINEAR = 0, NORM = 1, GLU = 2, ATTENTION = 3 };
-
-typedef struct {
-    long op;
-    long in, in_out, out;       /* columns; -1: none */
-    long kind, width, num_out;  /* width: columns of the input */
-    const void *a, *b, *c, *d, *e, *f; /* codes, scales, bias; weight; keys, values, q_norm, k_norm, sinks, layer */
-    float eps;
-} tm_op;
-
 /* Python checks both before it calls anything else: a library built from other sources is not used. */
 
 #ifndef TM_SOURCES
@@ -44,17 +34,48 @@ TM_API const field *tm_layout(void) {
     return fields;
 }
 
+/* ---- ops: one joins with a function and a line in the table; Python finds its number by its name */
+
+static int run_linear(const tm_op *o, const tm_buffers *at) {
+    return linear_op((int)o->kind, at->in, at->num_rows, o->width, o->a, o->b, o->c, o->num_out, at->out);
+}
+
+static int run_norm(const tm_op *o, const tm_buffers *at) {
+    norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_glu(const tm_op *o, const tm_buffers *at) {
+    glu_op((int)o->kind, at->in, at->out, at->num_rows, o->num_out);
+    return 0;
+}
+
+static int run_attention(const tm_op *o, const tm_buffers *at) {
+    return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
+}
+
+static const struct {
+    const char *name;
+    int (*run)(const tm_op *, const tm_buffers *);
+} OPS[] = {
+    {"linear", run_linear},
+    {"norm", run_norm},
+    {"glu", run_glu},
+    {"attention", run_attention},
+};
+
+/* The name of op number `i`; NULL after the last. */
+TM_API const char *tm_op_name(long i) { return i < (long)(sizeof OPS / sizeof *OPS) ? OPS[i].name : NULL; }
+
 TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows, const tm_step *step) {
     int failed = 0;
     tm_lock();
     for (const tm_op *o = ops; o < ops + num_ops && !failed; o++) {
-        float *in = o->in < 0 ? NULL : arena + o->in * num_rows, *out = arena + o->out * num_rows;
-        switch (o->op) {
-        case LINEAR: failed = linear_op((int)o->kind, in, num_rows, o->width, o->a, o->b, o->c, o->num_out, out); break;
-        case NORM: norm_op(in, arena + o->in_out * num_rows, o->a, o->eps, out, num_rows, o->width); break;
-        case GLU: glu_op((int)o->kind, in, out, num_rows, o->num_out); break;
-        default: failed = attention_op(step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, in, (void *)o->a, (void *)o->b, out);
-        }
+        const tm_buffers at = {
+            o->in < 0 ? NULL : arena + o->in * num_rows, o->in_out < 0 ? NULL : arena + o->in_out * num_rows,
+            arena + o->out * num_rows, num_rows, step,
+        };
+        failed = OPS[o->op].run(o, &at);
     }
     tm_unlock();
     return failed;

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import torch
 
 _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
 
 
-class OpKind(IntEnum):
-    LINEAR, NORM, GLU, ATTENTION = range(4)
-
-
 class Op(ctypes.Structure):
-    """tm_op of program.c."""
+    """tm_op of tidemill.h."""
 
     _fields_ = [
         *((name, _LONG) for name in ("op", "in_", "in_out", "out", "kind", "width", "num_out")),
@@ -41,11 +36,12 @@ class _Noted:
 class Recording:
     """Keeps every tensor it saw, so that an address means one tensor."""
 
+    numbers: dict[str, int]  # of ops, by name
     ops: list[_Noted] = field(default_factory=list)
 
     def note(
         self,
-        op: OpKind,
+        op: str,
         out: torch.Tensor,
         in_: torch.Tensor | None,
         in_out: torch.Tensor | None = None,
@@ -53,7 +49,7 @@ class Recording:
     ) -> None:
         named = {"in_": in_, "in_out": in_out}
         places = {name: None if tensor is None else tensor.data_ptr() for name, tensor in named.items()}
-        self.ops.append(_Noted({"op": op, **places, **fields}, [t for t in named.values() if t is not None], out))
+        self.ops.append(_Noted({"op": self.numbers[op], **places, **fields}, [t for t in named.values() if t is not None], out))
 
     def compile(self, given: torch.Tensor, result: torch.Tensor) -> Program | None:
         """From the tensor the forward pass starts with to its result; None if there are ops in between that were not noted."""

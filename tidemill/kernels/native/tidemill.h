@@ -51,6 +51,23 @@ typedef struct {
     float eps;
 } tm_learned;
 
+/* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
+
+typedef struct {
+    long op;                    /* its number in the table of ops */
+    long in, in_out, out;       /* columns; -1: none */
+    long kind, width, num_out;  /* width: columns of the input */
+    const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
+    float eps;
+} tm_op;
+
+/* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
+typedef struct {
+    float *in, *in_out, *out;
+    long num_rows;
+    const tm_step *step;
+} tm_buffers;
+
 int linear_op(int kind, const float *x, long num_rows, long num_in, const void *codes, const uint16_t *scales, const float *bias,
               long num_out, float *out);
 /* qkv is normed and rotated in place. */

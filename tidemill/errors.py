@@ -101,6 +101,13 @@ class CheckpointError(TidemillError):
     kind = "checkpoint_error"
 
 
+class AdapterError(CheckpointError):
+    """A LoRA adapter that cannot be read or does not fit the model."""
+
+    kind = "invalid_request_error"
+    status = 400
+
+
 class EngineDead(TidemillError):
     """The engine process has ended; no request can be served."""
 
@@ -124,6 +131,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         ConfigError,
         ModelNotFound,
         CheckpointError,
+        AdapterError,
         EngineDead,
     )
 }

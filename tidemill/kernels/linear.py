@@ -34,6 +34,13 @@ class Weight(ABC):
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 
+    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Without an activation, where the weight has one: what `activate` takes."""
+        return self(x_TK)
+
+    def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
+        return y_TN
+
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The matmul in float32, whatever the type of activations; into `out`, if given."""
         return self(x_TK) if out is None else out.copy_(self(x_TK))

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.lora import LinearLora
 from tidemill.layers.base import Layer
 from tidemill.quant import METHODS
 from tidemill.weights.checkpoint import WeightTensor
 
+if TYPE_CHECKING:
+    from tidemill.layers.lora import Loras
+
 
 class Linear(Layer):
+    is_gated = False
+
     def __init__(self, num_in: int, outs: dict[str, int], *, bias: bool = False, dtype: str = "float32") -> None:
         """`outs`: stored matrices by name, with their output features, in the order in which they are fused."""
         parts: dict[str, tuple[int, ...]] = {name: (num_out, num_in) for name, num_out in outs.items()}
         if bias:
             parts |= {f"{name}.bias": (num_out,) for name, num_out in outs.items()}
         super().__init__(parts)
+        self.num_in, self.outs = num_in, outs
         self._names, self._has_bias = list(outs), bias
         self._method = METHODS[dtype]
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
+        self.loras: Loras | None = None  # adapters of the model, and those of this layer
+        self.lora: LinearLora | None = None
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         if part in self._names:
@@ -46,11 +55,17 @@ class Linear(Layer):
         return self._weight
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self.weight(x_TK)
+        if self.loras is None or self.lora is None or not self.loras.is_on:
+            return self.weight(x_TK)
+        y_TN = self.weight.matmul(x_TK)
+        self.lora.add(x_TK, y_TN)
+        return self.weight.activate(y_TN)
 
 
 class GatedLinear(Linear):
     """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
+
+    is_gated = True
 
     def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str, act: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)

@@ -87,6 +87,15 @@ class CausalLM(nn.Module, ABC):
     def _linears(self) -> Iterator[Linear]:
         return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head))
 
+    def lora_places(self) -> dict[str, tuple[Linear, str]]:
+        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
+        return {
+            name.removesuffix(".weight"): (layer, part)
+            for name, places in self._targets("hf").items()
+            for layer, part in places
+            if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head) and part in layer.outs
+        }
+
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 

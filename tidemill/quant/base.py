@@ -37,7 +37,13 @@ class _Gated(Weight):
         self._both, self._act = both, act
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return glu(self._both(x_TK), self._act)
+        return self.activate(self.matmul(x_TK))
+
+    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._both(x_TK)
+
+    def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
+        return glu(y_TN, self._act)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self._both.rows(ids_T)

@@ -24,6 +24,17 @@ class CudaWeight(Weight):
 
         return matmul(x_TK, self._weight_NK, self._bias, self._act, any_order=self._fast)
 
+    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Of a gated weight, columns of gate and up in turn."""
+        from tidemill.kernels.cuda.gemm import matmul
+
+        return matmul(x_TK, self._weight_NK, self._bias, "", any_order=self._fast)
+
+    def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
+        from tidemill.kernels.cuda.elementwise import glu
+
+        return glu(y_TN, self._act) if self._act else y_TN
+
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import gemm
 

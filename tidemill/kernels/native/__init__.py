@@ -56,6 +56,27 @@ class Step(ctypes.Structure):
     ]
 
 
+class LoraPair(ctypes.Structure):
+    """tm_lora_pair of tidemill.h."""
+
+    _fields_ = [("down", _POINTER), ("up", _POINTER), ("kind", _LONG), ("rank", _LONG), ("scale", _FLOAT)]
+
+
+class LoraStep(ctypes.Structure):
+    """tm_lora_step of tidemill.h."""
+
+    _fields_ = [("num_tokens", _LONG), ("num_tiles", _LONG), ("order", _POINTER), ("tiles", _POINTER)]
+
+
+class Lora(ctypes.Structure):
+    """tm_lora of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_in", "num_parts", "max_rank")),
+        *((name, _POINTER) for name in ("columns", "sizes", "pairs", "step")),
+    ]
+
+
 def _check(*tensors: torch.Tensor) -> None:
     """C takes what it is given: addresses of anything else would be read past their end."""
     for tensor in tensors:
@@ -83,7 +104,9 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
     ours = dict[str, int]()
-    for struct, mirror in (("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op)):
+    mirrors = {"tm_step": Step, "tm_layer": LayerSpec, "tm_op": Op}
+    mirrors |= {"tm_lora_pair": LoraPair, "tm_lora_step": LoraStep, "tm_lora": Lora}
+    for struct, mirror in mirrors.items():
         ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
@@ -115,6 +138,8 @@ class Library:
         self._argmax.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
+        self._lora = lib.tm_lora_add
+        self._lora.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -174,6 +199,14 @@ class Library:
                 "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
             )
         return out
+
+    def lora(self, lora: int, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
+        """Adds to y what the rows' adapters do. `lora`: the address of a Lora."""
+        _check(x_TK, y_TN)
+        if self._lora(lora, x_TK.data_ptr(), y_TN.data_ptr(), y_TN.shape[1]):
+            raise MemoryError("no memory for adapters")
+        if self._recording:
+            self._recording.note("lora", None, x_TK, y_TN, num_out=y_TN.shape[1], a=lora)
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
         _check(x_SV)

@@ -20,6 +20,9 @@ typedef struct {
 #define STEP(f) {"tm_step." #f, offsetof(tm_step, f)}
 #define LAYER(f) {"tm_layer." #f, offsetof(tm_layer, f)}
 #define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
+#define PAIR(f) {"tm_lora_pair." #f, offsetof(tm_lora_pair, f)}
+#define LORA_STEP(f) {"tm_lora_step." #f, offsetof(tm_lora_step, f)}
+#define LORA(f) {"tm_lora." #f, offsetof(tm_lora, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
@@ -29,6 +32,10 @@ TM_API const field *tm_layout(void) {
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(table), STEP(positions), STEP(slots),
         OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        {"tm_lora_pair", sizeof(tm_lora_pair)}, {"tm_lora_step", sizeof(tm_lora_step)}, {"tm_lora", sizeof(tm_lora)},
+        PAIR(down), PAIR(up), PAIR(kind), PAIR(rank), PAIR(scale),
+        LORA_STEP(num_tokens), LORA_STEP(num_tiles), LORA_STEP(order), LORA_STEP(tiles),
+        LORA(num_in), LORA(num_parts), LORA(max_rank), LORA(columns), LORA(sizes), LORA(pairs), LORA(step),
         {NULL, 0},
     };
     return fields;
@@ -54,6 +61,8 @@ static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
 }
 
+static int run_lora(const tm_op *o, const tm_buffers *at) { return lora_op(o->a, at->in, at->in_out, o->num_out); }
+
 static const struct {
     const char *name;
     int (*run)(const tm_op *, const tm_buffers *);
@@ -62,6 +71,7 @@ static const struct {
     {"norm", run_norm},
     {"glu", run_glu},
     {"attention", run_attention},
+    {"lora", run_lora},
 };
 
 /* The name of op number `i`; NULL after the last. */
@@ -73,7 +83,7 @@ TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows
     for (const tm_op *o = ops; o < ops + num_ops && !failed; o++) {
         const tm_buffers at = {
             o->in < 0 ? NULL : arena + o->in * num_rows, o->in_out < 0 ? NULL : arena + o->in_out * num_rows,
-            arena + o->out * num_rows, num_rows, step,
+            o->out < 0 ? NULL : arena + o->out * num_rows, num_rows, step,
         };
         failed = OPS[o->op].run(o, &at);
     }

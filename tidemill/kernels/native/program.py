@@ -29,7 +29,7 @@ class Op(ctypes.Structure):
 class _Noted:
     fields: dict[str, int | float | None]
     reads: list[torch.Tensor]  # in_, in_out
-    out: torch.Tensor
+    out: torch.Tensor | None  # None: it only changes in_out
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Recording:
     def note(
         self,
         op: str,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         in_: torch.Tensor | None,
         in_out: torch.Tensor | None = None,
         **fields: int | float | None,
@@ -61,17 +61,19 @@ class Recording:
         for i, noted in enumerate(self.ops):
             if any(tensor.data_ptr() not in columns for tensor in noted.reads):
                 return None
-            address, width = noted.out.data_ptr(), noted.out.shape[1]
-            reused = next((hole for hole in free if hole[1] == width), None)
-            if reused:
-                free.remove(reused)
-            columns[address], widths[address] = reused[0] if reused else end, width
-            end += 0 if reused else width
+            ops[i].out = -1
+            if noted.out is not None:
+                address, width = noted.out.data_ptr(), noted.out.shape[1]
+                reused = next((hole for hole in free if hole[1] == width), None)
+                if reused:
+                    free.remove(reused)
+                columns[address], widths[address] = reused[0] if reused else end, width
+                end += 0 if reused else width
+                ops[i].out = columns[address]
             for name, value in noted.fields.items():
                 if name in ("in_", "in_out"):
                     value = -1 if value is None else columns[int(value)]
                 setattr(ops[i], name, value)
-            ops[i].out = columns[address]
             free += [(columns[t.data_ptr()], widths[t.data_ptr()]) for t in noted.reads if last_read[t.data_ptr()] == i]
         if result.data_ptr() not in columns:
             return None

@@ -51,6 +51,36 @@ typedef struct {
     float eps;
 } tm_learned;
 
+/* ---- lora.c. Field by field as in kernels/lora.py. */
+
+typedef struct {
+    const void *down, *up;
+    long kind, rank; /* of the values, as in linear.c; rank 0: there is no pair */
+    float scale;
+} tm_lora_pair;
+
+/* Rows of one adapter: `count` of them, from place `first` of the order on. */
+typedef struct {
+    int64_t slot, first, count;
+} tm_lora_tile;
+
+/* Which rows of a step have which adapter. */
+typedef struct {
+    long num_tokens, num_tiles; /* tokens: that have an adapter */
+    const int64_t *order;
+    const tm_lora_tile *tiles;
+} tm_lora_step;
+
+/* Of one linear layer. max_rank is a multiple of 8. */
+typedef struct {
+    long num_in, num_parts, max_rank;
+    const int64_t *columns, *sizes; /* of the parts' outputs: the first, how many */
+    const tm_lora_pair *pairs;      /* [slot][part] */
+    const tm_lora_step *step;
+} tm_lora;
+
+int lora_op(const tm_lora *lora, const float *x, float *y, long num_out);
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {

@@ -1,0 +1,59 @@
+"""Loras: the adapters that a model's linear layers hold, in numbered slots. Which row uses which slot changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from tidemill.kernels import native
+from tidemill.kernels.lora import LinearLora, LoraStep, NativeLora, Pair, TorchLora
+from tidemill.layers.linear import Linear
+
+
+class Loras:
+    """On a CPU. While `is_on` is false, linear layers compute as if there were no adapters."""
+
+    def __init__(self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int) -> None:
+        """`places`: what an adapter may change: parts of linear layers, by the names of their stored matrices."""
+        self.is_on = False
+        self._places, self._linears = places, list(dict.fromkeys(linear for linear, _ in places.values()))
+        self._num_slots, self._max_rank = num_slots, max_rank
+        self._make_step()
+        for linear in self._linears:
+            linear.loras, linear.lora = self, self._make(linear)
+
+    def _make_step(self) -> None:
+        self.step = LoraStep()
+
+    def _make(self, linear: Linear) -> LinearLora:
+        if native.lib is None:
+            return TorchLora(linear.outs, self.step)
+        return NativeLora(linear.num_in, linear.outs, self.step, self._num_slots, self._max_rank)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the matrices that an adapter may change."""
+        return {name: (linear.outs[part], linear.num_in) for name, (linear, part) in self._places.items()}
+
+    def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
+        """An adapter, by names of stored matrices; nothing, to free the slot's memory."""
+        by_linear: dict[Linear, dict[str, Pair]] = {linear: {} for linear in self._linears}
+        for name, pair in pairs.items():
+            linear, part = self._places[name]
+            by_linear[linear][part] = pair
+        for linear, of_linear in by_linear.items():
+            assert linear.lora is not None
+            linear.lora.put(slot, of_linear)
+
+    @contextmanager
+    def on(self, slots_T: np.ndarray | None = None) -> Iterator[None]:
+        """Meanwhile linear layers add what adapters do. `slots_T`: of each token of the step, -1 without an adapter."""
+        if slots_T is not None:
+            self.step.set(slots_T)
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from tidemill.errors import ConfigError
@@ -21,6 +21,8 @@ GPU_PAGE = 64
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
+_MIN_LORAS = 8  # slots
+MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
 
@@ -135,6 +137,12 @@ class ModelConfig:
         return self.num_layers * layer + embeddings + h
 
     @property
+    def lora_values_per_rank(self) -> int:
+        """Of an adapter of all linear layers: inputs and outputs of each."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.num_layers * (2 * (h + q) + 2 * (h + kv) + 3 * (h + self.intermediate_size))
+
+    @property
     def is_quantized(self) -> bool:
         return any(kind not in PLAIN_TYPES for kind in self.stored)
 
@@ -189,6 +197,21 @@ class EngineOptions:
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
+    loras: tuple[str, ...] = ()  # NAME=PATH of LoRA adapters
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+
+    @property
+    def lora_paths(self) -> dict[str, str]:
+        """The adapters by name."""
+        found: dict[str, str] = {}
+        for text in self.loras:
+            name, _, path = text.partition("=")
+            if not name or not path or name in found:
+                what = f"The adapter {name!r} is given twice." if name in found else f"An adapter is given as {text!r}."
+                raise ConfigError(what, fix="Write NAME=PATH, each name once.", param="loras")
+            found[name] = path
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +237,16 @@ class EngineConfig:
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
+    max_loras: int = 0  # slots for adapters; 0: none can be used
+    max_lora_rank: int = 0
+    lora_bytes: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = _GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + spare
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + spare
 
     @property
     def num_kv_tokens(self) -> int:
@@ -257,7 +283,11 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
     fast_math = settle("fast_math", _fast_math(options, device))
+    max_loras = settle("max_loras", _max_loras(options))
+    max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
+    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
     memory = _memory(options, device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
+    memory = replace(memory, lora_bytes=lora_bytes)
     kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
@@ -283,6 +313,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         weight_bytes=memory.weight_bytes,
         kv_bytes=num_pages * memory.page_bytes,
         activation_bytes=memory.activation_bytes,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        lora_bytes=lora_bytes,
         reasons=reasons,
     )
 
@@ -404,6 +437,20 @@ def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
+def _max_loras(options: EngineOptions) -> Decision[int]:
+    num = len(options.lora_paths)
+    if options.max_loras is not None:
+        return _at_least("max_loras", options.max_loras, 1), "given"
+    return (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")
+
+
+def _max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
+    rank = options.max_lora_rank or 64
+    if not 1 <= rank <= MAX_LORA_RANK:
+        raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be from 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
+    return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
     """What the KV cache shares memory with, and the size of a page."""
@@ -416,6 +463,7 @@ class _Memory:
     max_pages: int | None  # what the kernels can address, where there is a limit
     gpu: str  # its name and size for messages, or empty
     is_limited: bool  # a limit was given, below what is free
+    lora_bytes: int = 0
 
     @property
     def spare_bytes(self) -> int:
@@ -423,11 +471,12 @@ class _Memory:
 
     @property
     def left_bytes(self) -> int:
-        return self.available_bytes - self.weight_bytes - self.activation_bytes
+        return self.available_bytes - self.weight_bytes - self.activation_bytes - self.lora_bytes
 
     @property
     def needs(self) -> str:
-        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights"
+        adapters = f", {fmt_bytes(self.lora_bytes)} for adapters" if self.lora_bytes else ""
+        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights{adapters}"
 
     @property
     def free(self) -> str:

@@ -49,6 +49,23 @@ class ModelLoaded(_Event, frozen=True):
     duration_s: float
 
 
+class AdapterLoaded(_Event, frozen=True):
+    """A LoRA adapter was read into a slot."""
+
+    adapter: str
+    slot: int
+    num_bytes: int
+    duration_s: float
+
+
+class AdapterLeft(_Event, frozen=True):
+    """A LoRA adapter gave up its slot."""
+
+    adapter: str
+    slot: int
+    reason: str
+
+
 class ModelHeld(_Event, frozen=True):
     """A busy model gets no new requests until it has been unloaded for another."""
 
@@ -176,6 +193,8 @@ Event: TypeAlias = (
     | KernelsFellBack
     | ModelLoading
     | ModelLoaded
+    | AdapterLoaded
+    | AdapterLeft
     | ModelHeld
     | ModelUnloaded
     | Deferred

@@ -43,6 +43,16 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: list[float] | None = None  # of the prompt, of length 1
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A LoRA adapter that was read. Its number is unique for as long as the server runs; its name may be used again."""
+
+    adapter_id: int
+    name: str
+    path: str
+    digest: str  # of its content
+    rank: int
+
+
 # ---- to the engine
 
 
@@ -72,6 +82,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     tenant: str = ""  # tenants share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
+    adapter: int = 0  # its number; 0: none
 
     def check(self, vocab_size: int, context: int) -> None:
         """Raises what is wrong with it for a model of this size."""
@@ -112,6 +123,19 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Read a LoRA adapter, and send `AdapterReply`."""
+
+    adapter_id: int
+    name: str
+    path: str
+    digest: str = ""  # what its content must be, if it was loaded before
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    adapter_id: int
+
+
 class ShowPages(msgspec.Struct, frozen=True, tag=True):
     """Send `Pages` once, for the live view."""
 
@@ -120,7 +144,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | ShowPages | Shutdown
+ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | ShowPages | Shutdown
 
 
 # ---- from the engine
@@ -138,6 +162,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     model: ModelConfig
     config: EngineConfig
     step_s: float = 0.0  # a step of one token takes
+    adapters: list[AdapterInfo] = []  # of the options
 
 
 class Inspected(msgspec.Struct, frozen=True, tag=True):
@@ -155,6 +180,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     fix: str = ""
     param: str | None = None
+
+
+class AdapterReply(msgspec.Struct, frozen=True, tag=True):
+    """How a LoadAdapter went."""
+
+    adapter_id: int
+    info: AdapterInfo | None
+    error: Refused | None = None
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +209,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     took_s: float  # to collect, while no step was made
 
 
-FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | StepOutput | Pages
+FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

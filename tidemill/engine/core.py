@@ -12,6 +12,7 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, ModelConfig, resolve
+from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
@@ -65,6 +66,9 @@ class EngineCore:
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
         )
+        self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
+        self._adapter_of: dict[str, Adapter] = {}  # by request id
+        self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, Live] = {}
@@ -90,11 +94,13 @@ class EngineCore:
         method = f"{config.dtype}-fast" if config.fast_math else config.dtype
         core = cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
         core.structured.tokenizer_path = checkpoint.path
+        for number, (name, path) in enumerate(options.lora_paths.items(), 1):
+            core.adapters.load_now(number, name, path)
         return core
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
 
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
@@ -106,11 +112,36 @@ class EngineCore:
 
     def submit(self, request: Submit, compiled: Matcher | None = None) -> None:
         """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
-        if request.request_id in self._live:
+        if request.request_id in self._live or request.request_id in self._awaiting:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
             self._check_queue(request)
         request.check(self.model_config.vocab_size, self.config.max_context)
+        if not request.adapter:
+            self._submit(request, compiled)
+            return
+        adapter = self.adapters.get(request.adapter)
+        if self._awaiting or not self.adapters.bring(adapter):  # in turn, so that each gets a slot at some time
+            self._awaiting[request.request_id] = request, compiled
+        else:
+            self._submit(request, compiled, adapter)
+
+    def _submit_awaiting(self) -> list[Refused]:
+        """Requests whose adapters are in their slots by now."""
+        refused = []
+        while self._awaiting:
+            request_id, (request, compiled) = next(iter(self._awaiting.items()))
+            try:
+                adapter = self.adapters.get(request.adapter)
+                if not self.adapters.bring(adapter):
+                    break
+                self._submit(request, compiled, adapter)
+            except TidemillError as error:
+                refused.append(refusal(request_id, error))
+            del self._awaiting[request_id]
+        return refused
+
+    def _submit(self, request: Submit, compiled: Matcher | None, adapter: Adapter | None = None) -> None:
         outputs = {sample.index: sample.output_ids for sample in request.resumed or ()}
         if request.resumed is None:
             outputs = {index: [] for index in range(request.params.n)}
@@ -123,10 +154,14 @@ class EngineCore:
             request.params.seeded(),
             eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
-            salt=request.salt,
+            salt=_salt(request.salt, adapter),
             tenant=request.tenant,
+            adapter=-1 if adapter is None else adapter.slot,
             resumed=None if request.resumed is None else outputs,
         )
+        if adapter is not None:
+            self.adapters.hold(adapter)
+            self._adapter_of[request.request_id] = adapter
         live = self._live[request.request_id] = Live(request.request_id)
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
@@ -137,10 +172,15 @@ class EngineCore:
     def _check_queue(self, request: Submit) -> None:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND
         num_waiting, num_own = waiting.num_waiting(in_background), waiting.num_waiting(in_background, request.tenant)
+        awaiting = [one for one, _ in self._awaiting.values() if (one.priority >= BACKGROUND) == in_background]
+        num_waiting += sum(one.params.n for one in awaiting)
+        num_own += sum(one.params.n for one in awaiting if one.tenant == request.tenant)
         check_room(self.config.max_waiting, num_waiting, num_own, request.params.n, request.tenant)
 
     def abort(self, message: Abort) -> None:
         """Unknown or ended requests are ignored: the last output may have crossed the abort on its way."""
+        if message.index is None:
+            self._awaiting.pop(message.request_id, None)
         live = self._live.get(message.request_id)
         if live is None:
             return
@@ -174,7 +214,9 @@ class EngineCore:
     def step(self) -> tuple[StepOutput, list[Refused]]:
         """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
         plan = None
-        failed: list[Refused] = []
+        failed = self._submit_awaiting()
+        if self.adapters.is_reading and not self.scheduler.has_work and not self._in_flight:
+            self.adapters.wait()
         try:
             started = self._clock.now()
             plan = self.scheduler.plan()
@@ -272,6 +314,16 @@ class EngineCore:
         del live.requests[live.samples[seq]]
         if not live.requests:
             del self._live[live.request_id]
+            adapter = self._adapter_of.pop(live.request_id, None)
+            if adapter is not None:
+                self.adapters.release(adapter)
+
+
+def _salt(given: str, adapter: Adapter | None) -> str:
+    """Of the prefix cache: pages depend on the adapter's content. No salt of a request can be that of another adapter."""
+    if adapter is None:
+        return f"\n{given}" if given else ""
+    return f"{adapter.digest}\n{given}"
 
 
 def refusal(request_id: str | None, error: TidemillError) -> Refused:

@@ -24,11 +24,13 @@ from tidemill.kernels.cuda import compile_server
 from tidemill.sampling import SamplingParams
 from tidemill.wire import (
     Abort,
+    AdapterReply,
     Finish,
     FromEngine,
     Gone,
     Inspect,
     Inspected,
+    LoadAdapter,
     Loading,
     Ready,
     Refused,
@@ -37,6 +39,7 @@ from tidemill.wire import (
     Start,
     StepOutput,
     Submit,
+    UnloadAdapter,
     decode_to_engine,
     encode,
 )
@@ -83,7 +86,7 @@ class EngineProcess:
         finally:
             compile_server.stop()  # unless it has ended: on a CPU nobody asked it
         core.before_admitted_run = self._announce
-        self.send(Ready(core.model_config, core.config, step_s))
+        self.send(Ready(core.model_config, core.config, step_s, [adapter.info for adapter in core.adapters]))
         if of_start:
             self.send(StepOutput([], of_start))
         gc.collect()
@@ -91,6 +94,8 @@ class EngineProcess:
         while self._running:
             self._take_messages(core, wait=not core.has_work)
             self._take_grammars(core)
+            for answer in core.adapters.answers():
+                self.send(answer)
             output, failed = core.step()
             if output.deltas or output.events:
                 self.send(output)
@@ -136,11 +141,21 @@ class EngineProcess:
                 self.send(Gone(message.request_id))
             elif isinstance(message, Finish):
                 core.finish(message)
+            elif isinstance(message, LoadAdapter):
+                self._load(core, message)
+            elif isinstance(message, UnloadAdapter):
+                core.adapters.unload(message.adapter_id)
             elif isinstance(message, ShowPages):
                 self.send(core.pages())
             elif isinstance(message, Shutdown):
                 self._running = False
                 return
+
+    def _load(self, core: EngineCore, message: LoadAdapter) -> None:
+        try:
+            core.adapters.load(message)
+        except TidemillError as error:
+            self.send(AdapterReply(message.adapter_id, None, refusal(None, error)))
 
     def _take_grammars(self, core: EngineCore) -> None:
         for request_id, (message, grammar) in list(self._compiling.items()):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tidemill.layers.lora import Loras
 from tidemill.models.base import CausalLM
 from tidemill.runner.sampler import Scores
 from tidemill.runner.state import RowState
@@ -35,6 +36,7 @@ class Runner(Protocol):
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
     fallback: str  # why slower code runs than is there for this machine, or empty
+    loras: Loras | None  # adapters, if there may be any
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, launched: Any) -> StepResult: ...

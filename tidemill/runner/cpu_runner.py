@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
+from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
+from tidemill.layers.lora import Loras
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
@@ -30,9 +33,13 @@ class CpuRunner:
         self.sampler = Sampler(self.state)
         kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context))
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
-        self._program = None
+        self._program = self._lora_program = None  # the latter for steps in which a row has an adapter
+        self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
         if isinstance(self.attention, NativeAttention):
             self._program = record_forward(model, self.attention)
+            if self.loras is not None and self._program is not None:
+                with self.loras.on():
+                    self._lora_program = record_forward(model, self.attention)
         self.fallback = self._find_fallback()
 
     def _find_fallback(self) -> str:
@@ -61,11 +68,18 @@ class CpuRunner:
         return launched
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        adapters = self.state.adapters[batch.rows]
+        if self.loras is None or adapters.max() < 0:
+            return self._forward(batch, self._program)
+        with self.loras.on(np.repeat(adapters, batch.counts)):
+            return self._forward(batch, self._lora_program)
+
+    def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
         step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
         embedded_TH = self.model.embed_tokens(batch.ids_T)
-        if self._program:
+        if program:
             assert isinstance(step, NativeStep)
-            return step.replay(self._program, embedded_TH)
+            return step.replay(program, embedded_TH)
         return self.model(embedded_TH, step)
 
     def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:

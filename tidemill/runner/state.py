@@ -62,6 +62,7 @@ class RowState:
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[int, np.ndarray] = {}  # of rows with structured output in this step: a bit per token that may come
         self.num_prompt = [0] * num_rows
+        self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self._num_pages = [0] * num_rows
 
     def stage(self, plan: StepPlan) -> None:
@@ -70,6 +71,7 @@ class RowState:
             self.params[new.row] = new.params
             self.eos_token_ids[new.row] = new.eos_token_ids
             self.num_prompt[new.row] = new.num_prompt
+            self.adapters[new.row] = new.adapter
             self._add(0, new.row, 0, new.token_ids)
             self._add(1, new.row, 0, new.page_ids + [0] * (self._num_pages[new.row] - len(new.page_ids)))  # past the end: null
             self._num_pages[new.row] = len(new.page_ids)

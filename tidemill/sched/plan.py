@@ -20,6 +20,7 @@ class NewRow(msgspec.Struct, frozen=True):
     page_ids: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int]
+    adapter: int = -1  # its slot
 
 
 class RowPages(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Unsent:
     def send_with(self, plan: StepPlan, table: Callable[[int], Sequence[int]]) -> None:
         """`table`: a sequence's pages. Those of a new row are complete by now, whatever changed since it was taken."""
         plan.new_rows = [
-            NewRow(row, list(new.tokens), new.num_prompt, list(table(new.seq)), new.params, new.eos_token_ids)
+            NewRow(row, list(new.tokens), new.num_prompt, list(table(new.seq)), new.params, new.eos_token_ids, new.adapter)
             for row, new in self.rows.items()
         ]
         plan.page_updates = [each for row, of_row in self.page_updates.items() if row not in self.rows for each in of_row]

@@ -39,6 +39,7 @@ class Request:
     priority: int = 0  # lower runs first
     salt: str = ""
     tenant: str = ""
+    adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
 

@@ -85,6 +85,7 @@ class Scheduler:
         salt: str = "",
         arrival_s: float | None = None,
         tenant: str = "",
+        adapter: int = -1,
         resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
@@ -105,6 +106,7 @@ class Scheduler:
                 priority=priority,
                 salt=salt,
                 tenant=tenant,
+                adapter=adapter,
                 parent=made[0] if made and resumed is None else None,
             )
             self._next_seq += 1

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from tidemill.config import MAX_LORA_RANK
 from tidemill.errors import AdapterError
 from tidemill.weights.locate import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_RANK = 256
 _PREFIX = "base_model.model."
 _DTYPES = {"F32", "F16", "BF16"}
 # Keys of adapter_config.json that change the output if they are set, and what they are.
@@ -68,7 +68,7 @@ class LoraWeights:
         return sum(tensor.nbytes for pair in self.pairs.values() for tensor in (pair.down_RK, pair.up_NR))
 
 
-def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int = MAX_RANK) -> LoraWeights:
+def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int = MAX_LORA_RANK) -> LoraWeights:
     """`places`: the matrices of the model that an adapter may change, with their shapes [N, K]."""
     path = path.expanduser()
     for name in (CONFIG, WEIGHTS):
@@ -106,7 +106,7 @@ def _pair(
     (down_name, down_RK), (up_name, up_NR) = down, up
     rank, (num_out, num_in) = settings.rank(module), shape
     if not 1 <= rank <= max_rank:
-        fix = f"Serve with --max-lora-rank {rank}." if rank <= MAX_RANK else f"At most {MAX_RANK} is supported."
+        fix = f"Serve with --max-lora-rank {rank}." if rank <= MAX_LORA_RANK else f"At most {MAX_LORA_RANK} is supported."
         raise AdapterError(f"{path}: the rank of {module} is {rank}; ranks are 1 to {max_rank} here.", fix=fix)
     for name, tensor, expected in ((down_name, down_RK, (rank, num_in)), (up_name, up_NR, (num_out, rank))):
         if tuple(tensor.shape) != expected:

@@ -1,0 +1,202 @@
+"""AdapterStore: the LoRA adapters an engine knows, and those that are in the slots of its runner.
+
+An adapter is known from when it is loaded until it is unloaded. A request holds its adapter, which stays in its slot meanwhile. If
+there are more adapters than slots, the least recently used one that nobody holds makes room, and is read again when it is asked
+for. Files are read by a thread of their own; slots change between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from tidemill import events
+from tidemill.config import EngineConfig
+from tidemill.errors import AdapterError, InvalidRequest, TidemillError
+from tidemill.events import EventSink
+from tidemill.layers.lora import Loras
+from tidemill.weights.lora import LoraWeights, read_lora
+from tidemill.wire import AdapterInfo, AdapterReply, LoadAdapter, Refused
+
+_LOOK_EVERY_S = 0.002  # for an adapter to be read, when there is nothing else to do
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    adapter_id: int
+    name: str
+    path: str
+    digest: str = ""  # of its content; empty until it was read for the first time
+    rank: int = 0
+    slot: int = -1  # -1: it is in none
+    num_users: int = 0  # requests that hold it
+    last_use: int = 0
+    is_leaving: bool = False  # unloaded, once nobody holds it
+    reading: Future[tuple[LoraWeights, float]] | None = None
+
+    @property
+    def info(self) -> AdapterInfo:
+        return AdapterInfo(self.adapter_id, self.name, self.path, self.digest, self.rank)
+
+
+class AdapterStore:
+    def __init__(self, loras: Loras | None, config: EngineConfig, now: Callable[[], float], emit: EventSink) -> None:
+        self._loras, self._max_rank, self._now, self._emit = loras, config.max_lora_rank, now, emit
+        self._slots: list[Adapter | None] = [None] * config.max_loras
+        self._known: dict[int, Adapter] = {}
+        self._unanswered: list[Adapter] = []  # loaded, and whoever did has not been told how it went
+        self._reading: list[Adapter] = []
+        self._uses = count(1)
+        self._reader: ThreadPoolExecutor | None = None
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(self._known.values())
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self._reading)
+
+    def wait(self) -> None:
+        """For a moment, until something was read."""
+        wait([adapter.reading for adapter in self._reading if adapter.reading is not None], _LOOK_EVERY_S)
+
+    # ---- adapters come and go
+
+    def load(self, message: LoadAdapter) -> None:
+        """It is known from now on; `answers` says later whether it could be read."""
+        adapter = Adapter(message.adapter_id, message.name, message.path, message.digest)
+        self._begin(adapter)
+        self._known[adapter.adapter_id] = adapter
+        self._unanswered.append(adapter)
+
+    def load_now(self, adapter_id: int, name: str, path: str) -> Adapter:
+        """Raises what is wrong with it."""
+        self.load(LoadAdapter(adapter_id, name, path))
+        adapter = self._known[adapter_id]
+        assert adapter.reading is not None
+        wait([adapter.reading])
+        (answer,) = (one for one in self.answers() if one.adapter_id == adapter_id)
+        if answer.error is not None:
+            raise AdapterError(f"Adapter {name!r}: {answer.error.message}", fix=answer.error.fix, param="loras")
+        return adapter
+
+    def answers(self) -> list[AdapterReply]:
+        """Of loads that have ended. What was read goes into a slot, if there is one to be had."""
+        made = []
+        for adapter in [one for one in self._unanswered if one.reading is None or one.reading.done()]:
+            self._unanswered.remove(adapter)
+            try:
+                if adapter.reading is not None and (adapter.is_leaving or not self._settle(adapter)):
+                    self._stop_reading(adapter)  # when it is asked for, it is read again
+                made.append(AdapterReply(adapter.adapter_id, adapter.info))
+            except TidemillError as error:
+                self._known.pop(adapter.adapter_id, None)
+                refused = Refused(None, type(error).__name__, error.message, error.fix, error.param)
+                made.append(AdapterReply(adapter.adapter_id, None, refused))
+        return made
+
+    def unload(self, adapter_id: int) -> None:
+        """It is not known any more. Its slot is free when no request holds it."""
+        adapter = self._known.pop(adapter_id, None)
+        if adapter is not None:
+            adapter.is_leaving = True
+            self._leave_if_unused(adapter)
+
+    def get(self, adapter_id: int) -> Adapter:
+        if adapter_id not in self._known:
+            known = ", ".join(repr(one.name) for one in self._known.values()) or "none"
+            raise InvalidRequest("The adapter is not loaded.", fix=f"Loaded are: {known[:1000]}.", param="model")
+        return self._known[adapter_id]
+
+    # ---- requests use them
+
+    def bring(self, adapter: Adapter) -> bool:
+        """Whether it is in a slot. If not, that is under way. Raises what is wrong with its files."""
+        if adapter.slot >= 0:
+            return True
+        if adapter.reading is None:
+            self._begin(adapter)
+        assert adapter.reading is not None
+        return adapter.reading.done() and self._settle(adapter)
+
+    def hold(self, adapter: Adapter) -> None:
+        assert adapter.slot >= 0
+        adapter.num_users += 1
+        adapter.last_use = next(self._uses)
+
+    def release(self, adapter: Adapter) -> None:
+        adapter.num_users -= 1
+        self._leave_if_unused(adapter)
+
+    # ---- slots
+
+    def _begin(self, adapter: Adapter) -> None:
+        if self._loras is None:
+            raise InvalidRequest(
+                "This engine has no memory for adapters.", fix="Start it with --max-loras, or with --lora NAME=PATH."
+            )
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1)
+        adapter.reading = self._reader.submit(_read, adapter.path, self._loras.shapes, self._max_rank)
+        self._reading.append(adapter)
+
+    def _stop_reading(self, adapter: Adapter) -> None:
+        adapter.reading = None
+        self._reading.remove(adapter)
+
+    def _settle(self, adapter: Adapter) -> bool:
+        """Put what was read into a slot. False: every slot is held by requests."""
+        assert adapter.reading is not None
+        try:
+            weights, began = adapter.reading.result()
+        except TidemillError:
+            self._stop_reading(adapter)
+            raise
+        except Exception as error:  # no memory, a disk that fails
+            self._stop_reading(adapter)
+            raise AdapterError(f"{adapter.path} cannot be read: {type(error).__name__}: {error}.") from error
+        if adapter.digest and adapter.digest != weights.digest:
+            self._stop_reading(adapter)
+            what = f"The files of the adapter {adapter.name!r} have changed since it was loaded."
+            raise AdapterError(what, fix="Unload it, and load it again.", param="model")
+        adapter.digest, adapter.rank = weights.digest, weights.rank
+        slot = self._make_room(adapter)
+        if slot is None:
+            return False
+        assert self._loras is not None
+        self._loras.put(slot, weights.pairs)
+        self._stop_reading(adapter)
+        self._slots[slot], adapter.slot = adapter, slot
+        adapter.last_use = next(self._uses)
+        self._emit(events.AdapterLoaded(self._now(), adapter.name, slot, weights.num_bytes, time.monotonic() - began))
+        return True
+
+    def _make_room(self, adapter: Adapter) -> int | None:
+        if None in self._slots:
+            return self._slots.index(None)
+        unused = [one for one in self._slots if one is not None and not one.num_users]
+        if not unused:
+            return None
+        oldest = min(unused, key=lambda one: one.last_use)
+        slot = oldest.slot
+        self._leave(oldest, f"least recently used, to make room for {adapter.name}")
+        return slot
+
+    def _leave_if_unused(self, adapter: Adapter) -> None:
+        if adapter.is_leaving and not adapter.num_users and adapter.slot >= 0:
+            self._leave(adapter, "unloaded")
+
+    def _leave(self, adapter: Adapter, reason: str) -> None:
+        assert self._loras is not None
+        self._loras.put(adapter.slot, {})
+        self._emit(events.AdapterLeft(self._now(), adapter.name, adapter.slot, reason))
+        self._slots[adapter.slot], adapter.slot = None, -1
+
+
+def _read(path: str, shapes: dict[str, tuple[int, int]], max_rank: int) -> tuple[LoraWeights, float]:
+    began = time.monotonic()
+    return read_lora(Path(path), shapes, max_rank), began

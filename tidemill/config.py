@@ -206,10 +206,12 @@ class EngineOptions:
         """The adapters by name."""
         found: dict[str, str] = {}
         for text in self.loras:
-            name, _, path = text.partition("=")
+            name, is_named, path = text.partition("=")
+            if not is_named:
+                name, path = text.rstrip("/").rpartition("/")[2], text
             if not name or not path or name in found:
                 what = f"The adapter {name!r} is given twice." if name in found else f"An adapter is given as {text!r}."
-                raise ConfigError(what, fix="Write NAME=PATH, each name once.", param="loras")
+                raise ConfigError(what, fix="Write NAME=PATH or PATH, each name once.", param="loras")
             found[name] = path
         return found
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tidemill import events
 from tidemill.engine.core import EngineCore
-from tidemill.errors import AdapterError, InvalidRequest
+from tidemill.errors import InvalidRequest
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, LoadAdapter, Submit
 
@@ -101,6 +101,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["compiled", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
 def test_eight_of_a_hundred_in_one_batch_equal_their_merged_models(base, tmp_path, backend):
     """A hundred are loaded; eight of other ranks and targets answer together, beside a request without one."""
     reference, folder = base
@@ -124,3 +125,145 @@ def test_eight_of_a_hundred_in_one_batch_equal_their_merged_models(base, tmp_pat
     for i in range(8):
         prompt, params, _ = requests[f"r{i}"]
         assert ask(core, {"x": (prompt, params, i + 1)})["x"] == together[f"r{i}"]  # bit for bit
+
+
+@pytest.fixture(scope="module")
+def loras(base, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("loras")
+    ranks = (8, 16, 3, 8)
+    return [make_lora(folder / f"l{i}", base[0], i, rank=rank) for i, rank in enumerate(ranks)]
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_a_request_with_an_adapter_depends_on_nothing_else(base, loras, kind):
+    """Alone; among others with and without adapters; in chunks; cached; preempted; in other slots: bit for bit."""
+    _, folder = base
+    prompt, params = ids(70, 1), PARAMS[kind]
+    alone = ask(with_loras(folder, *loras), {"x": (prompt, params, 2)})["x"]
+    crowd = {f"o{i}": (ids(1 + 13 * i, 100 + i), params, i % 5) for i in range(9)}
+    core = with_loras(folder, *loras)
+    assert core.runner._lora_program is not None
+    assert ask(core, crowd | {"x": (prompt, params, 2)})["x"] == alone
+    again = ask(core, {"x": (prompt, params, 2)})["x"]
+    assert again.last is not None
+    assert again.last.num_cached == 64
+    assert again == alone
+    for chunk in (1, 7):
+        assert ask(with_loras(folder, *loras, token_budget=chunk, max_requests=1), {"x": (prompt, params, 2)})["x"] == alone
+    swapped = with_loras(folder, loras[1], loras[0])
+    assert ask(swapped, {"x": (prompt, params, 1)})["x"] == alone
+    small = with_loras(folder, *loras, kv_memory_bytes=13 * 8192, max_context=160)
+    seen, answers = [], {"x": Answer(), "u": Answer()}
+    small.scheduler._emit = lambda event: seen.append(type(event))
+    small.submit(Submit("x", prompt, params, adapter=2))
+    for _ in range(4):
+        take(small, answers)
+    small.submit(Submit("u", ids(130, 5), params, adapter=1, priority=-1))
+    while small.has_work:
+        take(small, answers)
+    assert answers["x"] == alone
+    assert events.Preempted in seen
+
+
+def test_the_prefix_cache_never_crosses_adapters(base, loras, tmp_path):
+    """Nor does it after another adapter came under the same name and number of slot; the same content is found again."""
+    reference, folder = base
+    prompt, params = ids(50, 3), greedy(2)
+    core = with_loras(folder, loras[0], loras[1])
+
+    def cached(adapter: int, salt: str = "") -> int:
+        answers = {"x": Answer()}
+        core.submit(Submit("x", prompt, params, adapter=adapter, salt=salt))
+        while core.has_work:
+            take(core, answers)
+        assert answers["x"].last is not None
+        return answers["x"].last.num_cached
+
+    assert [cached(0), cached(0), cached(1), cached(1), cached(2), cached(2)] == [0, 48, 0, 48, 0, 48]
+    digest = core.adapters.get(1).digest
+    assert cached(0, digest) == cached(0, f"{digest}\n") == 0  # a request cannot name another's pages
+    core.adapters.unload(1)
+    core.adapters.load_now(3, "a1", str(make_lora(tmp_path / "other", reference, 77)))
+    assert core.adapters.get(3).slot == 0
+    assert cached(3) == 0
+    core.adapters.unload(3)
+    core.adapters.load_now(4, "a1", str(loras[0]))
+    assert cached(4) == 48
+
+
+def test_slots_go_to_the_least_recently_used_and_are_held_meanwhile(base, loras):
+    _, folder = base
+    alone = {i: ask(with_loras(folder, loras[i - 1]), {"x": (ids(9, i), greedy(6), 1)})["x"] for i in (1, 2, 3, 4)}
+    core = with_loras(folder, *loras, max_loras=2)
+    assert [adapter.slot for adapter in core.adapters] == [-1, -1, 0, 1]
+    core.submit(Submit("held", ids(9, 4), greedy(6), adapter=4))
+    answers = {name: Answer() for name in ("held", "r1", "r2", "r3", "again")}
+    for i in (1, 2, 3):  # one slot for three adapters: in turn, while the other is held
+        core.submit(Submit(f"r{i}", ids(9, i), greedy(6), adapter=i))
+    core.submit(Submit("again", ids(9, 4), greedy(6), adapter=4))
+    for _ in range(3):
+        take(core, answers)
+    assert core.adapters.get(4).num_users == 1
+    assert core.adapters.get(4).slot == 1
+    while core.has_work:
+        take(core, answers)
+    assert {i: answers[f"r{i}"].tokens for i in (1, 2, 3)} == {i: alone[i].tokens for i in (1, 2, 3)}
+    assert answers["held"].tokens == answers["again"].tokens == alone[4].tokens
+    assert sum(adapter.slot >= 0 for adapter in core.adapters) == 2
+    assert not any(adapter.num_users for adapter in core.adapters)
+
+
+def test_an_unloaded_adapter_stays_until_its_requests_are_done(base, loras):
+    _, folder = base
+    request = (ids(9, 1), greedy(12), 1)
+    alone = ask(with_loras(folder, loras[0]), {"x": request})["x"]
+    core = with_loras(folder, loras[0])
+    answers = {"x": Answer()}
+    core.submit(Submit("x", *request[:2], adapter=1))
+    take(core, answers)
+    core.adapters.unload(1)
+    with pytest.raises(InvalidRequest, match="not loaded"):
+        core.submit(Submit("late", *request[:2], adapter=1))
+    core.adapters.load(LoadAdapter(2, "a1", str(loras[1])))  # there is no slot for it yet
+    while core.has_work:
+        take(core, answers)
+        core.adapters.answers()
+    assert answers["x"] == alone
+    assert ask(core, {"x": (ids(9, 1), greedy(12), 2)})["x"].tokens != alone.tokens
+    assert core.adapters.get(2).slot == 0
+
+
+def test_requests_that_wait_for_an_adapter_can_be_aborted_and_fail_alone(base, loras, tmp_path):
+    _, folder = base
+    gone = tmp_path / "gone"
+    shutil.copytree(loras[2], gone)
+    core = with_loras(folder, loras[0], gone, loras[1], max_loras=1)
+    core.submit(Submit("a", ids(9, 1), greedy(5), adapter=3))
+    (gone / "adapter_config.json").unlink()
+    core.submit(Submit("b", ids(9, 1), greedy(5), adapter=2))
+    core.submit(Submit("c", ids(9, 1), greedy(5), adapter=1))
+    core.submit(Submit("d", ids(9, 1), greedy(5), adapter=1))
+    core.abort(Abort("d", "test"))
+    finished, failed = set(), {}
+    while core.has_work:
+        output, refused = core.step()
+        finished |= {delta.request_id for delta in output.deltas if delta.finish_reason}
+        failed |= {one.request_id: one for one in refused}
+    assert finished == {"a", "c"}
+    assert list(failed) == ["b"]
+    assert "holds no adapter_config.json" in failed["b"].message
+    shutil.copytree(loras[3], gone, dirs_exist_ok=True)  # another adapter under the same path
+    core.submit(Submit("e", ids(9, 1), greedy(5), adapter=2))
+    refused = []
+    while core.has_work:
+        refused += core.step()[1]
+    assert "have changed" in refused[0].message
+
+
+def test_without_memory_for_adapters_there_are_none(base, loras):
+    _, folder = base
+    core = make_core(load_model(folder))
+    assert core.runner.loras is None
+    with pytest.raises(InvalidRequest, match="no memory for adapters"):
+        core.adapters.load_now(1, "a", str(loras[0]))
+    assert not list(core.adapters)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tidemill.cli.chat_backends import Backend, Local, Remote
 from tidemill.cli.chat_input import Input, make_input, no_echo
-from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP
+from tidemill.cli.generate import MaxTokens, RepetitionPenalty, Seed, Temperature, TopK, TopP, only_lora
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.errors import ConfigError, TidemillError
@@ -37,7 +37,7 @@ _COMMANDS = {
 }
 
 
-@takes(*ENGINE_NAMES)
+@takes(*ENGINE_NAMES, "lora", "max-lora-rank")
 def chat(
     settings: Settings,
     prompt: Annotated[str | None, typer.Argument(help="Answer this and exit. Without it, a conversation.")] = None,
@@ -80,8 +80,9 @@ def _backend(settings: Settings, url: str | None, api_key: str, console: Console
             raise ConfigError("--api-key is of a server.", fix="Give its address with --url.")
         from tidemill.engine.llm import LLM  # brings torch
 
-        return Local(LLM(progress=console.is_terminal, **settings.engine), settings["model"])
-    for name in ENGINE_NAMES:
+        lora = only_lora(settings)
+        return Local(LLM(progress=console.is_terminal, **settings.engine), lora or settings["model"], lora)
+    for name in (*ENGINE_NAMES, "lora", "max-lora-rank"):
         if name != "model" and settings.source(name).startswith("--"):
             raise ConfigError(f"--{name} is of a model in this process.", fix="With --url, the server has its own options.")
     key = api_key or next(iter(Settings.read(["api-key"])["api-key"]), "")

@@ -39,15 +39,15 @@ class Backend(Protocol):
 
 
 class Local:
-    def __init__(self, llm: LLM, name: str) -> None:
-        self.name, self._llm = name, llm
+    def __init__(self, llm: LLM, name: str, lora: str | None = None) -> None:
+        self.name, self._llm, self._lora = name, llm, lora
 
     def reply(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> Iterator[tuple[str, bool]]:
         context = self._llm.config.max_context
         ids = self._llm.tokenizer.encode_chat(messages, max_tokens=context)
         room = max(1, context - len(ids))
         fits = {"max_tokens": min(sampling["max_tokens"], room)} if sampling.get("max_tokens") else {}
-        for piece in self._llm.stream(ids, SamplingParams(**sampling | fits)):
+        for piece in self._llm.stream(ids, SamplingParams(**sampling | fits), lora=self._lora):
             yield piece, False
 
     def interrupt(self) -> None:

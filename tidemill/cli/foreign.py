@@ -119,7 +119,10 @@ FOREIGN = (
     _refused("-hff --hf-file", LLAMA, "give the file after the repository: org/name:FILE, without .gguf"),
     _refused("-mu --model-url", LLAMA, "download the file and give its path, or give org/name:Q4_K_M"),
     _refused("--allowed-origins", VLLM, "give each origin with --allowed-origin"),
-    _refused("--lora --enable-lora --lora-modules", f"{VLLM}, {LLAMA}", "adapters are not supported", takes_value=False),
+    _same("--lora-modules", VLLM, "--lora"),
+    _no_effect("--enable-lora", VLLM, "--lora or --max-loras enables adapters"),
+    _no_effect("--max-cpu-loras --lora-dtype", VLLM, "adapters beyond --max-loras are read again", takes_value=True),
+    _refused("--lora-scaled --lora-init-without-apply", LLAMA, "an adapter's scale is in its adapter_config.json"),
     _refused("--mmproj", LLAMA, "images are not supported"),
 )  # fmt: skip
 _BY_FLAG = {flag: foreign for foreign in FOREIGN for flag in foreign.flags}

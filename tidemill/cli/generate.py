@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tidemill.cli.options import ENGINE_NAMES
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.errors import ConfigError
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
 
 
-@takes(*ENGINE_NAMES, model="option")
+@takes(*ENGINE_NAMES, "lora", "max-lora-rank", model="option")
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     settings: Settings,
@@ -63,6 +64,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     console = Console(stderr=True, highlight=False)
     raise_on_interrupt()
+    lora = only_lora(settings)
     llm = LLM(progress=console.is_terminal, **settings.engine)
     interrupted = False
 
@@ -72,7 +74,8 @@ def generate(
         llm.interrupt()
 
     signal.signal(signal.SIGINT, on_interrupt)
-    pieces = llm.stream_chat([{"role": "user", "content": text}], params) if chat else llm.stream(text, params)
+    messages = [{"role": "user", "content": text}]
+    pieces = llm.stream_chat(messages, params, lora=lora) if chat else llm.stream(text, params, lora=lora)
     for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -80,6 +83,14 @@ def generate(
     console.print(summary(llm), style="dim", soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
+
+
+def only_lora(settings: Settings) -> str | None:
+    """The name of the adapter, if one is given."""
+    names = list(settings.engine_options().lora_paths)
+    if len(names) > 1:
+        raise ConfigError("Several adapters are given.", fix="Give one --lora.", param="loras")
+    return names[0] if names else None
 
 
 def given_params(**given: Any) -> SamplingParams:

@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import DTYPES, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import DTYPES, MAX_LORA_RANK, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.sched.policies import POLICIES
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
-ENGINE, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Serving", "Access", "Storage", "Logging"
+ENGINE, ADAPTERS, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Adapters", "Serving", "Access", "Storage", "Logging"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _EXPECTED = {
     "text": "text that is not empty",
@@ -177,6 +177,14 @@ OPTIONS = (
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
            automatic="the model's max_new_tokens; 1024 below a billion parameters, else 16384",
            help="Most tokens of an answer to a request without max_tokens; 0: up to the end of the context."),
+
+    Option("lora", "text", ADAPTERS, field="loras", is_list=True,
+           help="A LoRA adapter, as NAME=PATH of a folder that PEFT has saved. Requests for the model NAME use it."),
+    Option("max-loras", "integer", ADAPTERS, field="max_loras", low=1, automatic="those given, at least 8; none without any",
+           help="Adapters in memory at the same time. Further ones are read when they are asked for, in the place of the least "
+           "recently used."),
+    Option("max-lora-rank", "integer", ADAPTERS, field="max_lora_rank", low=1, high=MAX_LORA_RANK, automatic="64",
+           help="Highest rank of an adapter; a GPU reserves memory for it."),
 
     Option("host", "text", SERVING,
            "Address to listen on. 0.0.0.0 is every network of this machine, and needs an API key.", "127.0.0.1"),

@@ -141,6 +141,9 @@ def _served(settings: Settings) -> list[Served]:
     if len(given) + len(settings.tables) > 1 and settings["served-name"]:
         fix = "Name each model: NAME=MODEL on the command line, or name in its [[models]] table."
         raise ConfigError("--served-name is for a single model.", fix=fix, param="served_name")
+    if len(given) + len(settings.tables) > 1 and settings["lora"]:
+        fix = "Give each model its own in its [[models]] table: lora = ['NAME=PATH']."
+        raise ConfigError("--lora is for a single model.", fix=fix, param="loras")
     served = []
     for names, model in given:
         own = {"model": model} | ({"served_name": names[0]} if names else {})
@@ -202,6 +205,9 @@ def budget_table(name: str, ready: Ready) -> Table:
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",
         f"{why['kv_bytes']}; {fmt_bytes(model.kv_bytes_per_token(config.kv_dtype))} a token in {config.kv_dtype}",
     )
+    if config.max_loras:
+        most = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
+        table.add_row("adapters", f"{fmt_bytes(config.lora_bytes)}: {most}", why["max_loras"])
     table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])
     table.add_row("slots", f"{config.max_requests} sequences", why["max_requests"])

@@ -1,8 +1,8 @@
 """AdapterStore: the LoRA adapters an engine knows, and those that are in the slots of its runner.
 
-An adapter is known from when it is loaded until it is unloaded. A request holds its adapter, which stays in its slot meanwhile. If
-there are more adapters than slots, the least recently used one that nobody holds makes room, and is read again when it is asked
-for. Files are read by a thread of their own; slots change between steps.
+An adapter is known from when it is loaded until it is unloaded. A request holds its adapter, which stays in its slot meanwhile.
+If there are more adapters than slots, the least recently used one that nobody holds makes room, and is read again when it is
+asked for. Files are read by a thread of their own; slots change between steps.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import msgspec
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions
 from tidemill.engine import inbox
+from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, error_from
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
@@ -33,6 +34,7 @@ from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND
 from tidemill.wire import (
     Abort,
+    AdapterReply,
     Delta,
     Finish,
     FromEngine,
@@ -122,6 +124,7 @@ class EngineClient:
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
+        self.adapters = AdapterNames(self._send, self._uses_adapter)
         self._reported: set[str] = set()  # samples that were reported as submitted, and not as ended
         self._is_held = False  # the engine gets nothing new
         self.on_change: Callable[[], None] | None = None  # called when a request must wait for an engine, and when one has ended
@@ -152,7 +155,7 @@ class EngineClient:
         gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
         link = link or EngineLink()
         try:
-            self.ready = await link.start(options, on_loading, self._start_s)
+            self.ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
         except BaseException as error:
             await link.close()
             if isinstance(error, OSError):
@@ -163,6 +166,7 @@ class EngineClient:
         self.death = ""
         self.gave_up.clear()
         self._forget_engine()
+        self.adapters.engine_started(self.ready.adapters)
         self._supervisor = asyncio.create_task(self._supervise(settled(options, self.ready.config)))
         self.release()
         return self.ready
@@ -315,6 +319,8 @@ class EngineClient:
             return
         del self._pending[request_id]
         self._note_use(pending.request)
+        if pending.request.adapter:
+            self.adapters.requests_ended()
         if why is not None:
             pending.inbox.fail(why)
         if pending.is_submitted and pending.num_finished < len(pending.outputs):
@@ -329,6 +335,9 @@ class EngineClient:
             self._try_next()
         if self.on_change:
             self.on_change()
+
+    def _uses_adapter(self, adapter_id: int) -> bool:
+        return any(pending.request.adapter == adapter_id for pending in self._pending.values())
 
     def _note_use(self, request: Submit) -> None:
         if request.priority != PROBE:
@@ -381,7 +390,7 @@ class EngineClient:
         while True:
             link = EngineLink()
             try:
-                self.ready = await link.start(options, within_s=self._start_s)
+                self.ready = await link.start(self.adapters.options(options), within_s=self._start_s)
                 return link
             except (TidemillError, OSError) as error:
                 _log.error("the engine could not be started again: %s", error)
@@ -425,6 +434,7 @@ class EngineClient:
     def _resume(self, link: EngineLink, why: str) -> None:
         """What was under way goes on in the new engine."""
         self._link, self._last_step_s = link, time.monotonic()
+        self.adapters.engine_started([])
         self.num_restarts += 1
         self._leaving.clear()
         self._suspects.clear()
@@ -467,6 +477,7 @@ class EngineClient:
 
     def _give_up(self, why: str) -> None:
         self.death = self.death or why
+        self.adapters.engine_lost(EngineDead(self.death))
         self.fail_all(EngineDead(self.death, fix="Restart the server."))  # what was computed in full may still be read
         self.gave_up.set()
         if self.on_change:
@@ -482,6 +493,8 @@ class EngineClient:
                 self._take_delta(delta)
             if message.events:
                 self._report(message.events)
+        elif isinstance(message, AdapterReply):
+            self.adapters.take(message)
         elif isinstance(message, Pages) and self._on_pages:
             self._on_pages(message)
         elif isinstance(message, Gone):
@@ -547,4 +560,6 @@ def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
         token_budget=config.token_budget,
         kv_memory_bytes=config.kv_bytes,
         threads=config.threads,
+        max_loras=config.max_loras or None,
+        max_lora_rank=config.max_lora_rank or None,
     )

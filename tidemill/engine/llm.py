@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import threading
 import warnings
@@ -28,6 +29,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
 _MAX_EVENTS = 100_000
+_LORAS = 8  # slots where vLLM's enable_lora is given, and no number
 _NO_LIMIT = 2**31 - 1  # a script may queue any number of requests
 
 # vLLM's names of options: those that are ours under another name, those that cannot change an answer, and those of which only
@@ -50,7 +52,7 @@ _WITHOUT_EFFECT = frozenset({
 _ONLY: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "quantization": (None, "gguf"),
     "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,), "kv_cache_dtype": (None, "auto"),
-    "enable_lora": (None, False), "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
+    "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
     "runner": (None, "auto", "generate"), "task": (None, "auto", "generate"),
 }  # fmt: skip
 
@@ -133,6 +135,20 @@ class LLM:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
+        self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
+        self._last_adapter = len(self._adapters)
+
+    def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter, under a name that is not in use."""
+        if name in self._adapters:
+            raise InvalidRequest(f"The adapter {name!r} is loaded already.", fix="Unload it first.", param="lora")
+        self.core.adapters.load_now(self._last_adapter + 1, name, str(path))
+        self._last_adapter += 1
+        self._adapters[name] = self._last_adapter
+
+    def unload_lora(self, name: str) -> None:
+        self.core.adapters.unload(self._adapter(name))
+        del self._adapters[name]
 
     def generate(
         self,
@@ -142,14 +158,15 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: bool | Callable[..., Any] | None = None,
         priority: int = 0,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete texts or token ids. One set of parameters for all, or one each.
+        """Complete texts or token ids. One set of parameters for all, or one each; `lora`: the name of an adapter, likewise.
 
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. A prompt of a list that cannot be
         served fails alone: its output has `error`.
         """
         batch, is_list = _prompt_list(prompts)
-        return self._run(batch, is_list, self._encode, sampling_params, _shows(progress, use_tqdm), priority)
+        return self._run(batch, is_list, self._encode, sampling_params, _shows(progress, use_tqdm), priority, lora)
 
     def chat(
         self,
@@ -162,6 +179,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation (a list of messages) or many. One of many that cannot be served fails alone."""
         batch, is_list = _conversation_list(messages)
@@ -170,14 +188,16 @@ class LLM:
             how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
             return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
 
-        return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0)
+        return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0, lora)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None) -> Iterator[str]:
         """Text of one completion as it is generated. Leaving the loop early ends the request."""
-        yield from self._stream(self._encode(prompt)[1], sampling_params)
+        yield from self._stream(self._encode(prompt)[1], sampling_params, lora)
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        yield from self._stream(self._encode_chat(messages), sampling_params)
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, *, lora: str | None = None
+    ) -> Iterator[str]:
+        yield from self._stream(self._encode_chat(messages), sampling_params, lora)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without parameters gets."""
@@ -217,16 +237,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
         priority: int,
+        lora: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
-        each = _params_list(params, len(batch))
+        each, adapters = _params_list(params, len(batch)), self._adapter_list(lora, len(batch))
         self.events.clear()
         outputs: list[RequestOutput] = []
         ids: list[str] = []
         try:
-            for prompt, one in zip(batch, each, strict=True):
+            for prompt, one, adapter in zip(batch, each, adapters, strict=True):
                 try:
                     text, prompt_ids = encode(prompt)
-                    ids.append(self._submit(text, prompt_ids, one, priority))
+                    ids.append(self._submit(text, prompt_ids, one, priority, adapter))
                     outputs.append(self._pending[ids[-1]].output)
                 except TidemillError as error:
                     outputs.append(RequestOutput(prompt if isinstance(prompt, str) else None, [], [], error=error))
@@ -244,10 +265,25 @@ class LLM:
                 self._abandon(request_id)
             self.events.extend(self.core.take_events())
 
-    def _stream(self, prompt_ids: list[int], params: SamplingParams | None) -> Iterator[str]:
+    def _adapter(self, name: str) -> int:
+        if name not in self._adapters:
+            known = ", ".join(map(repr, self._adapters)) or "none"
+            raise InvalidRequest(f"There is no adapter {name!r}.", fix=f"Loaded are: {known}.", param="lora")
+        return self._adapters[name]
+
+    def _adapter_list(self, lora: Any, num: int) -> list[int]:
+        """Their numbers, 0 for none."""
+        each = [lora] * num if lora is None or isinstance(lora, str) else list(lora)
+        if len(each) != num or not all(one is None or isinstance(one, str) for one in each):
+            what = f"lora is the name of an adapter, or one or None for each of {num} prompts"
+            raise InvalidRequest(f"{what}; got {_shown(lora)}.", param="lora")
+        return [self._adapter(one) if one else 0 for one in each]
+
+    def _stream(self, prompt_ids: list[int], params: SamplingParams | None, lora: str | None) -> Iterator[str]:
         (checked,) = _params_list(params, 1)
+        (adapter,) = self._adapter_list(lora, 1)
         self.events.clear()
-        request_id = self._submit(None, prompt_ids, checked, 0)
+        request_id = self._submit(None, prompt_ids, checked, 0, adapter)
         output = self.last = self._pending[request_id].output
         given = 0
         try:
@@ -262,13 +298,14 @@ class LLM:
             self._abandon(request_id)
             self.events.extend(self.core.take_events())
 
-    def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int) -> str:
+    def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int, adapter: int) -> str:
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
         params = self.defaults.fill(params, self.config.max_context - len(prompt_ids))
         if self._seed is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
-        self.core.submit(Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority))
+        ends = list(self.tokenizer.eos_token_ids)
+        self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, adapter=adapter))
         samples = [Completion(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
         streams = [TextStream(self.tokenizer, params) for _ in range(params.n)]
         self._pending[request_id] = _Pending(RequestOutput(text, prompt_ids, samples), streams)
@@ -319,10 +356,12 @@ def _engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
     known = {field.name for field in fields(EngineOptions)} - {"model"}
     made: dict[str, Any] = {}
     dropped = []
+    if given.pop("enable_lora", None):
+        made["max_loras"] = _LORAS
     for name, value in given.items():
         target = _SAME.get(name, name)
         if target in known:
-            if target in made:
+            if target in made and target != "max_loras":
                 raise ConfigError(f"{target} is given twice, also as {name}.", fix="Give one.", param=name)
             if value is not None:
                 made[target] = value
@@ -340,6 +379,8 @@ def _engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
     if "dtype" in made:  # also as torch.float32
         dtype = str(made["dtype"]).removeprefix("torch.")
         made["dtype"] = {"float": "float32"}.get(dtype, dtype)
+    if isinstance(made.get("loras"), Mapping):
+        made["loras"] = tuple(f"{name}={path}" for name, path in made["loras"].items())
     if isinstance(made.get("kv_memory_bytes"), str):
         made["kv_memory_bytes"] = parse_bytes(made["kv_memory_bytes"])
     return made

@@ -59,9 +59,7 @@ class LoraStep:
         self.native.num_tokens, self.native.num_tiles = self._order.size, self._tiles.shape[0]
         self.native.order, self.native.tiles = self._order.ctypes.data, self._tiles.ctypes.data
         sorted_slots = slots_T[self._order]
-        self.groups = [
-            (int(slot), torch.from_numpy(self._order[sorted_slots == slot])) for slot in np.unique(sorted_slots)
-        ]
+        self.groups = [(int(slot), torch.from_numpy(self._order[sorted_slots == slot])) for slot in np.unique(sorted_slots)]
 
 
 class LinearLora(ABC):

@@ -1,4 +1,4 @@
-"""Loras: the adapters that a model's linear layers hold, in numbered slots. Which row uses which slot changes from step to step."""
+"""Loras: the adapters that a model's linear layers hold, in numbered slots. Which row uses which one changes with every step."""
 
 from __future__ import annotations
 

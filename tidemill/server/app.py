@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, llamacpp, ollama, openai, page, responses
+from tidemill.server import anthropic, batches, errors, files, llamacpp, lora, ollama, openai, page, responses
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.listen import UnderPath
@@ -43,6 +43,7 @@ def create_app(
     app.include_router(anthropic.make_router(models))
     app.include_router(llamacpp.make_router(models))
     app.include_router(ollama.make_router(models))
+    app.include_router(lora.make_router(models))
     app.include_router(page.make_router())
     app.include_router(files.make_router(storage))
     app.include_router(batches.make_router(runner, storage))

@@ -26,7 +26,10 @@ from tidemill.server.call import Call
 from tidemill.server.errors import error_body, headers_of, shaped
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
-ADMIN_PATHS = frozenset({"/load", "/metrics", "/slots", "/v1/engine/live"})  # they show the requests of all tenants
+# They show the requests of all tenants, or change the models of all.
+ADMIN_PATHS = frozenset({
+    "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+})  # fmt: skip
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16
 _FOR_PAGES = (
@@ -115,7 +118,7 @@ class Access:
         if caller.is_admin or (not self.admin_keys and len(self.keys) == 1):
             return
         fix = "Send an admin key." if self.admin_keys else "Start the server with --admin-key, and send that key."
-        raise Forbidden("This shows the requests of all tenants, so it needs an admin key.", fix=fix)
+        raise Forbidden("This shows the requests or changes the models of all tenants, so it needs an admin key.", fix=fix)
 
     def check_host_is_safe(self, host: str) -> None:
         """Without keys, only this machine is served."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,9 @@ from tidemill.errors import ConfigError, Draining, EngineDead, InvalidRequest, T
 from tidemill.server.guard import Caller
 from tidemill.server.metrics import render_by_model
 from tidemill.server.service import Service
+from tidemill.wire import AdapterInfo
 
+_MAX_NAMED = 100  # models in an error
 WholeResponse = Callable[[Any, Caller], Awaitable[bytes]]
 
 
@@ -31,10 +34,30 @@ class Served:
 
     @staticmethod
     def check_names(models: Sequence[Served]) -> None:
-        names = [name for one in models for name in (one.name, *one.aliases)]
+        names = [name for one in models for name in (one.name, *one.aliases, *one.engine.lora_paths)]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"Two models are named {name!r}.", fix="Name them apart, like NAME=PATH.", param="model")
+
+
+class AdapterService(Service):
+    """The service of an adapter: all but its name and number is that of its base model."""
+
+    def __init__(self, base: Service, info: AdapterInfo) -> None:
+        self.__dict__ |= {"base": base, "info": info, "model_name": info.name, "adapter": info.adapter_id, "aliases": ()}
+        base.client.adapters.enter(info)
+
+    base: Service
+    info: AdapterInfo
+
+    def __del__(self) -> None:
+        self.base.client.adapters.leave(self.info)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.base, name, value)
 
 
 class Models:
@@ -61,9 +84,19 @@ class Models:
             return self.default
         service = self._by_name.get(name)
         if service is None:
-            known = ", ".join(repr(one) for one in self._by_name)
+            service = self.adapter(name)
+        if service is None:
+            known = ", ".join(map(repr, islice((*self._by_name, *(one.model_name for one in self.adapters())), _MAX_NAMED)))
             raise ModelUnknown(f"There is no model {name[:100]!r} here.", fix=f"Ask for {known}.", param="model")
         return service
+
+    def adapter(self, name: str) -> AdapterService | None:
+        """The service of a LoRA adapter."""
+        found = ((service, service.client.adapters.get(name)) for service in self)
+        return next((AdapterService(service, info) for service, info in found if info is not None), None)
+
+    def adapters(self) -> Iterator[AdapterService]:
+        return (AdapterService(service, info) for service in self for info in service.client.adapters)
 
     @property
     def is_draining(self) -> bool:

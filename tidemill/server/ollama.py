@@ -263,7 +263,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.api_route("/api/tags", methods=["GET", "HEAD"])
     async def tags() -> Response:
-        return _answer({"models": [_listed(service) for service in models]})
+        return _answer({"models": [_listed(service) for service in (*models, *models.adapters())]})
 
     @router.get("/api/ps")
     async def running() -> Response:

@@ -26,7 +26,8 @@ from tidemill.server import ggml
 from tidemill.server.body import body_of, parse, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
-from tidemill.server.models import Models
+from tidemill.server.lora import adapter_card
+from tidemill.server.models import AdapterService, Models
 from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatMessages,
@@ -145,7 +146,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_card(service) for service in models]}
+        return {"object": "list", "data": [_model_card(service) for service in (*models, *models.adapters())]}
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class RequestUnknown(InvalidRequest):
 
 
 def _model_card(service: Service) -> dict[str, Any]:
-    return {
+    card = {
         "id": service.model_name,
         "object": "model",
         "created": service.created_s,
@@ -256,6 +257,7 @@ def _model_card(service: Service) -> dict[str, Any]:
         "aliases": list(service.aliases),
         "state": service.state,
     }
+    return adapter_card(card, service) if isinstance(service, AdapterService) else card
 
 
 def _tokenizer_card(service: Service) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class _Engine:
         self.path = locate(served.engine.model)
         self.metrics, self.explainer = Metrics(), Explainer()
         self.client = EngineClient(self.take, stall_s, lambda pages: self.live.take_pages(pages), start_s)
+        self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
 

@@ -37,6 +37,8 @@ _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokeni
 
 
 class Service:
+    adapter = 0  # the number of the LoRA adapter that its requests use; 0: none
+
     def __init__(
         self,
         client: EngineClient,
@@ -258,7 +260,8 @@ class Service:
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
         request_id = engine_id(tenant, call.request_id, part)
-        request = Submit(request_id, prompt_ids, params, list(self.tokenizer.eos_token_ids), priority, salt, tenant)
+        ends = list(self.tokenizer.eos_token_ids)
+        request = Submit(request_id, prompt_ids, params, ends, priority, salt, tenant, adapter=self.adapter)
         name = (tenant, call.request_id)
         _, parts = self.in_progress.setdefault(name, (call, set()))
         parts.add(request_id)

@@ -87,8 +87,8 @@ def read_lora(path: Path, places: Mapping[str, tuple[int, int]], max_rank: int =
         other = f"{name.removesuffix(half)}{'lora_B.weight' if half == 'lora_A.weight' else 'lora_A.weight'}"
         if other not in tensors:
             raise AdapterError(f"{path}: tensor {other} is missing.", fix="Is it the whole adapter?")
-        first, second = (name, other) if half == "lora_A.weight" else (other, name)
-        pairs[module] = _pair(path, settings, module, (first, tensors[first]), (second, tensors[second]), places[module], max_rank)
+        down, up = (name, other) if half == "lora_A.weight" else (other, name)
+        pairs[module] = _pair(path, settings, module, {down: tensors[down], up: tensors[up]}, places[module], max_rank)
     if not pairs:
         raise AdapterError(f"{path / WEIGHTS} holds no tensors.")
     return LoraWeights(path, _digest(stated, tensors), pairs)
@@ -98,17 +98,16 @@ def _pair(
     path: Path,
     settings: _Settings,
     module: str,
-    down: tuple[str, torch.Tensor],
-    up: tuple[str, torch.Tensor],
+    stored: dict[str, torch.Tensor],
     shape: tuple[int, int],
     max_rank: int,
 ) -> LoraPair:
-    (down_name, down_RK), (up_name, up_NR) = down, up
+    """`stored`: its two tensors by name, that of A first."""
     rank, (num_out, num_in) = settings.rank(module), shape
     if not 1 <= rank <= max_rank:
         fix = f"Serve with --max-lora-rank {rank}." if rank <= MAX_LORA_RANK else f"At most {MAX_LORA_RANK} is supported."
         raise AdapterError(f"{path}: the rank of {module} is {rank}; ranks are 1 to {max_rank} here.", fix=fix)
-    for name, tensor, expected in ((down_name, down_RK, (rank, num_in)), (up_name, up_NR, (num_out, rank))):
+    for (name, tensor), expected in zip(stored.items(), ((rank, num_in), (num_out, rank)), strict=True):
         if tuple(tensor.shape) != expected:
             raise AdapterError(
                 f"{path}: tensor {name} has shape {list(tensor.shape)}; the model and rank {rank} ask for {list(expected)}.",
@@ -116,7 +115,7 @@ def _pair(
             )
         if not tensor.isfinite().all():
             raise AdapterError(f"{path}: tensor {name} holds values that are not finite.")
-    return LoraPair(down_RK, up_NR, settings.scale(module, rank))
+    return LoraPair(*stored.values(), settings.scale(module, rank))
 
 
 class _Settings:
@@ -158,7 +157,9 @@ class _Settings:
             raise AdapterError(f"{self._source}: {key} must map names of modules to numbers.")
         for name in given:
             if not re.fullmatch(r"\^?[\w.]{1,500}", name):
-                raise AdapterError(f"{self._source}: {key} has the regular expression {name[:100]!r}.", fix="Name modules in full.")
+                raise AdapterError(
+                    f"{self._source}: {key} has the regular expression {name[:100]!r}.", fix="Name modules in full."
+                )
         return {name.removeprefix("^"): self._number(f"{key} of {name}", value) for name, value in given.items()}
 
     def _number(self, key: str, value: object) -> float:
@@ -203,7 +204,7 @@ def _digest(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     made = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         made.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        made.update(tensor.contiguous().view(torch.uint8).numpy())
+        made.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
     return made.hexdigest()
 
 

@@ -206,12 +206,9 @@ class EngineOptions:
         """The adapters by name."""
         found: dict[str, str] = {}
         for text in self.loras:
-            name, is_named, path = text.partition("=")
-            if not is_named:
-                name, path = text.rstrip("/").rpartition("/")[2], text
+            name, _, path = text.partition("=")
             if not name or not path or name in found:
-                what = f"The adapter {name!r} is given twice." if name in found else f"An adapter is given as {text!r}."
-                raise ConfigError(what, fix="Write NAME=PATH or PATH, each name once.", param="loras")
+                raise ConfigError(f"An adapter is given as {text!r}.", fix="Write NAME=PATH, each name once.", param="loras")
             found[name] = path
         return found
 
@@ -449,7 +446,7 @@ def _max_loras(options: EngineOptions) -> Decision[int]:
 def _max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
     rank = options.max_lora_rank or 64
     if not 1 <= rank <= MAX_LORA_RANK:
-        raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be from 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
+        raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
     return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"
 
 

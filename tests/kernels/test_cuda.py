@@ -337,7 +337,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
+from tidemill.kernels.cuda import attention, elementwise, gemm, lora, sampling
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -362,6 +362,11 @@ types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[12
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
 build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
 build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
+types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
+             out_ptr=B)
+how = dict(ROWS=16, RANKS=16, MAX_RANK=64, PARTS=3)
+build(lora._shrink, types, 2, INS=128, **how)
+build(lora._expand, types, 4, STRETCHES=8, STRIDE=2, OUTS=256, **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -407,6 +412,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     kernels = {
         "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize",
+        "_summarize", "_normalize", "_shrink", "_expand",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.lora import LinearLora, LoraStep, NativeLora, Pair, TorchLora
@@ -37,6 +38,7 @@ class Loras:
         """Of the matrices that an adapter may change."""
         return {name: (linear.outs[part], linear.num_in) for name, (linear, part) in self._places.items()}
 
+    @torch.inference_mode()
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """An adapter, by names of stored matrices; nothing, to free the slot's memory."""
         by_linear: dict[Linear, dict[str, Pair]] = {linear: {} for linear in self._linears}

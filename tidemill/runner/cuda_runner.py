@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
+from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import Report, StepResult, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
@@ -106,6 +108,10 @@ class CudaRunner:
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._tokens = [_pinned(config.max_requests, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self.loras: CudaLoras | None = None
+        if config.max_loras:
+            places, most = model.lora_places(), config.token_budget
+            self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
         self._compile()
         pool = torch.cuda.graph_pool_handle()
         first = config.fast_math  # else the library has been tried at every size
@@ -127,6 +133,13 @@ class CudaRunner:
             for size in reversed(self._decode_sizes)
             for shares in (False, True)
         }
+        # For steps in which a token has an adapter: one graph for each size.
+        self._lora_mixed_graphs, self._lora_decode_graphs = {}, {}
+        if self.loras is not None:
+            for size in reversed(self._mixed_sizes):
+                self._lora_mixed_graphs[size] = capture(self._mixed_step(size, True, lora=True), pool, first)
+            for size in reversed(self._decode_sizes):
+                self._lora_decode_graphs[size] = capture(self._decode_step(size, True, lora=True), pool, first)
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
@@ -137,6 +150,9 @@ class CudaRunner:
         nums_rows = {*self._decode_sizes, *self._mixed_sizes}
         steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in (True, False)]
         steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in (True, False)]
+        if self.loras is not None:
+            steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
+            steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
             for step in steps:
                 step.run()
@@ -156,12 +172,13 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> Launched:
         self._stage(plan)
         items, reports = plan.items, list[Report]()
-        work, by_flash = self._work(items)
+        has_lora = self.loras is not None and any(self.state.adapters[item.row] >= 0 for item in items)
+        work, by_flash = self._work(items, may_flash=not has_lora)
         sampling = [item for item in items if item.samples]
         if work.prompts.size or len(sampling) < len(items) or any(self._asks_prompt[item.row] for item in items):
-            tokens, logits = self._mixed(items, work, by_flash, reports)
+            tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
-            tokens, logits = self._decode(work)
+            tokens, logits = self._decode(work, has_lora)
         rows = [item.row for item in sampling]
         if tokens is not None and logits is not None:
             again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
@@ -196,11 +213,11 @@ class CudaRunner:
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
 
-    def _work(self, items: list[StepItem]) -> tuple[Work, bool]:
+    def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([(item.row, item.start, item.count, item.samples) for item in items], np.int32)
         counts = table[:, 2]
-        by_flash = self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
+        by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, tile), by_flash
 
@@ -216,8 +233,10 @@ class CudaRunner:
             ready.record()
         return Launched(rows, pinned, copies, ready)
 
-    def _replay(self, graph: Graph, work: Work) -> tuple[int, int]:
+    def _replay(self, graph: Graph, work: Work, has_lora: bool = False) -> tuple[int, int]:
         """Returns where in the words the tokens stand that yield logits."""
+        if has_lora and self.loras is not None:
+            self.loras.write(self.state.adapters[work.rows], graph.size)
         self._turn = (self._turn + 1) % len(self._staging)
         staging = self._staging[self._turn]  # of a step that is collected by now
         begin = work.write(staging.numpy(), graph.size, self._padding_row, graph.programs)
@@ -228,29 +247,30 @@ class CudaRunner:
 
     # ---- every request decodes: one replay
 
-    def _decode(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, work: Work, has_lora: bool) -> tuple[torch.Tensor, torch.Tensor]:
         num = work.rows.size
-        graph = self._decode_graphs[self._decode_sizes[bisect_left(self._decode_sizes, num)], work.shared.size > 0]
-        self._replay(graph, work)
+        size = self._decode_sizes[bisect_left(self._decode_sizes, num)]
+        graph = self._lora_decode_graphs[size] if has_lora else self._decode_graphs[size, work.shared.size > 0]
+        self._replay(graph, work, has_lora)
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
-    def _decode_step(self, size: int, shares: bool) -> Step:
+    def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:
         programs = (_num_singles(size), _SHARED_PROGRAMS if shares else 0, 0)
 
         def run() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
-            return self._pick(self._forward(rows, positions, programs), self._range[:size], rows, positions)
+            return self._pick(self._forward(rows, positions, programs, lora=lora), self._range[:size], rows, positions)
 
         return Step(size, programs, run)
 
     # ---- prompts among them: a replay up to the hidden states
 
     def _mixed(
-        self, items: list[StepItem], work: Work, by_flash: bool, reports: list[Report]
+        self, items: list[StepItem], work: Work, by_flash: bool, has_lora: bool, reports: list[Report]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         size = self._mixed_sizes[bisect_left(self._mixed_sizes, work.rows.size)]
-        graph = self._mixed_graphs[size, work.singles.size > 0, by_flash]
-        begin, end = self._replay(graph, work)
+        graph = self._lora_mixed_graphs[size] if has_lora else self._mixed_graphs[size, work.singles.size > 0, by_flash]
+        begin, end = self._replay(graph, work, has_lora)
         first = 0
         for item in items:
             if self._asks_prompt[item.row]:
@@ -263,14 +283,14 @@ class CudaRunner:
         last = self._words[begin:end]
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
-    def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False) -> Step:
+    def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False, lora: bool = False) -> Step:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
         programs = (*singles, num_prompts)
 
         def run() -> torch.Tensor:
-            return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash))
+            return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))
 
         return Step(size, programs, run)
 
@@ -294,13 +314,19 @@ class CudaRunner:
         return self._words[HEADER : HEADER + size], self._words[second : second + size]
 
     def _forward(
-        self, rows_T: torch.Tensor, positions_T: torch.Tensor, programs: tuple[int, int, int], by_flash: bool = False
+        self,
+        rows_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        programs: tuple[int, int, int],
+        by_flash: bool = False,
+        lora: bool = False,
     ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.pages, self.state.page_size)
         singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
         prompts = flash.Prompts.of(self._words, self.state.pages) if by_flash else None
         lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
-        return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
+        with self.loras.on() if lora and self.loras is not None else nullcontext():
+            return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

@@ -1,0 +1,126 @@
+"""Adapters' kernels: the compiled one and the GPU's, interpreted, against the reference; bits of a row alone and among others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tidemill.kernels import native
+from tidemill.kernels.cuda import lora as cuda
+from tidemill.kernels.lora import LoraStep, NativeLora, TorchLora, make_tiles
+from tidemill.layers import cuda_lora
+from tidemill.weights.lora import LoraPair
+
+NUM_IN, OUTS = 150, {"q": 60, "k": 12, "v": 20}
+# Of each slot: rank, parts, type. The last slot is empty.
+ADAPTERS = [
+    (5, "qkv", torch.float32),
+    (16, "qv", torch.bfloat16),
+    (64, "k", torch.float16),
+    (1, "q", torch.float32),
+    (33, "qkv", torch.float32),
+    (1, "", torch.float32),
+]
+SLOTS = np.array([-1, 0, 0, 1, 4, 4, 4, 4, 4, 2, 3, -1, 0, 1, 1, 1, 2, 2, 2, 3, 4, 0, 5, *[1] * 17])
+
+
+def pairs_of(slot: int, outs: dict[str, int], num_in: int = NUM_IN) -> dict[str, LoraPair]:
+    rank, names, dtype = ADAPTERS[slot]
+    made = {}
+    for name in outs:
+        if name in names or (names and name in ("gate", "up")):
+            down, up = torch.randn(rank, num_in).to(dtype), torch.randn(outs[name], rank).to(dtype)
+            made[name] = LoraPair(down, up, 0.3 + slot)
+    return made
+
+
+def expected(x, y, slots, adapters, outs):
+    """In float64."""
+    out = y.double()
+    for row, slot in enumerate(slots):
+        first = 0
+        for name, size in outs.items():
+            if slot >= 0 and name in adapters[slot]:
+                pair = adapters[slot][name]
+                out[row, first : first + size] += pair.scale * (pair.up_NR.double() @ (pair.down_RK.double() @ x[row].double()))
+            first += size
+    return out.float()
+
+
+def test_tiles_are_of_one_slot_each():
+    order, tiles = make_tiles(np.array([2, -1, 0, 2, 2, 0, 2]), 2)
+    assert order.tolist() == [2, 5, 0, 3, 4, 6]
+    assert tiles.tolist() == [[0, 0, 2], [2, 2, 2], [2, 4, 2]]
+    order, tiles = make_tiles(np.array([-1, -1]), 4)
+    assert order.size == tiles.size == 0
+
+
+@pytest.mark.parametrize("kind", ["compiled", "torch"])
+def test_adapters_on_a_cpu(kind, monkeypatch):
+    torch.manual_seed(0)
+    step = LoraStep()
+    if kind == "torch":
+        monkeypatch.setattr(native, "lib", None)
+        made = TorchLora(OUTS, step)
+    else:
+        if native.lib is None:
+            pytest.skip(native.why)
+        made = NativeLora(NUM_IN, OUTS, step, len(ADAPTERS), 64)
+    adapters = [pairs_of(slot, OUTS) for slot in range(len(ADAPTERS))]
+    for slot, pairs in enumerate(adapters):
+        made.put(slot, {"q": LoraPair(torch.ones(3, NUM_IN), torch.ones(60, 3), 9.0)})  # what was there before
+        made.put(slot, pairs)
+    x, y = torch.randn(SLOTS.size, NUM_IN), torch.randn(SLOTS.size, 92)
+    step.set(SLOTS)
+    together = y.clone()
+    made.add(x, together)
+    assert_close(together, expected(x, y, SLOTS, adapters, OUTS), atol=2e-3, rtol=1e-4)
+    for row in range(SLOTS.size):
+        step.set(SLOTS[row : row + 1])
+        alone = y[row : row + 1].clone()
+        made.add(x[row : row + 1].clone(), alone)
+        assert torch.equal(alone[0], together[row])
+
+
+class Lists:
+    """As the runner's adapters have them, on this machine."""
+
+    def __init__(self, slots: np.ndarray, size: int) -> None:
+        self.made = object.__new__(cuda_lora.CudaLoras)
+        self.made._num_slots, self.made._turn = len(ADAPTERS), 0
+        words = cuda_lora.padded(size) + 3 * cuda_lora._num_tiles(size, len(ADAPTERS))
+        self.made._words = torch.full((words,), 77, dtype=torch.int32)
+        self.made._staging = [torch.full((words,), 77, dtype=torch.int32)]
+        self.made.write(slots, size)
+
+    def lists(self, num_tokens: int):
+        return self.made.lists(num_tokens)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_adapters_on_a_gpu(is_gated, monkeypatch):
+    """Two stretches of K; columns of the parts side by side, and in turn. Tokens beyond the step's are padding."""
+    monkeypatch.setattr(cuda, "_STRETCHES", 2)
+    torch.manual_seed(0)
+    outs = {"gate": 40, "up": 40} if is_gated else OUTS
+    device, size = torch.device("cpu"), SLOTS.size + 3
+    adapters = [pairs_of(slot, outs) for slot in range(len(ADAPTERS))]
+    lists = Lists(SLOTS, size)
+    made = cuda.CudaLora(NUM_IN, outs, lists, len(ADAPTERS), 64, is_gated, device, torch.float32)
+    for slot, pairs in enumerate(adapters):
+        made.put(slot, {name: LoraPair(torch.ones(64, NUM_IN), torch.ones(outs[name], 64), 9.0) for name in outs})
+        made.put(slot, pairs)
+    x, y = torch.randn(size, NUM_IN), torch.randn(size, sum(outs.values()))
+    stored = torch.stack(y.chunk(2, 1), 2).flatten(1) if is_gated else y.clone()
+    before = stored.clone()
+    made.add(x, stored)
+    out = torch.cat([stored[:, 0::2], stored[:, 1::2]], 1) if is_gated else stored
+    assert_close(out[: SLOTS.size], expected(x, y, SLOTS, adapters, outs)[: SLOTS.size], atol=2e-3, rtol=1e-4)
+    assert torch.equal(out[SLOTS.size :], y[SLOTS.size :])
+    for row in (4, SLOTS.size - 1):
+        made._lists = Lists(SLOTS[row : row + 1], 1)
+        alone = before[row : row + 1].clone()
+        made.add(x[row : row + 1].clone(), alone)
+        assert torch.equal(alone[0], stored[row])

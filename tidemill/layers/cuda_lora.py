@@ -1,0 +1,63 @@
+"""CudaLoras: adapters on a GPU. Which token has which is written before a step, into lists that CUDA graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from tidemill.kernels.cuda.lora import ROWS, CudaLora
+from tidemill.kernels.lora import LinearLora, make_tiles
+from tidemill.layers.linear import Linear
+from tidemill.layers.lora import Loras
+
+_STEPS_IN_FLIGHT = 3  # whose lists may still be read
+
+
+class CudaLoras(Loras):
+    def __init__(
+        self, places: Mapping[str, tuple[Linear, str]], num_slots: int, max_rank: int, most_tokens: int, device: torch.device
+    ) -> None:
+        """`most_tokens`: of a step."""
+        self._device = device
+        num_words = padded(most_tokens) + 3 * _num_tiles(most_tokens, num_slots)
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._staging = [torch.empty(num_words, dtype=torch.int32, pin_memory=True) for _ in range(_STEPS_IN_FLIGHT)]
+        self._turn = 0
+        super().__init__(places, num_slots, max_rank)
+
+    def _make_step(self) -> None:
+        return
+
+    def _make(self, linear: Linear) -> LinearLora:
+        return CudaLora(
+            linear.num_in, linear.outs, self, self._num_slots, self._max_rank, linear.is_gated, self._device, torch.bfloat16
+        )
+
+    def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = padded(num_tokens)
+        return self._words[:num_tokens], self._words[begin : begin + 3 * _num_tiles(num_tokens, self._num_slots)]
+
+    def write(self, slots_T: np.ndarray, size: int) -> None:
+        """For a step of `size` tokens, of which the first have these slots and the others are padding."""
+        order, tiles = make_tiles(slots_T, ROWS)
+        self._turn = (self._turn + 1) % len(self._staging)
+        begin = padded(size)
+        end = begin + 3 * _num_tiles(size, self._num_slots)
+        words = self._staging[self._turn].numpy()[:end]
+        words[:] = 0
+        words[: order.size] = order
+        tiles[:, 0] += 1
+        words[begin : begin + tiles.size] = tiles.reshape(-1)
+        self._words[:end].copy_(self._staging[self._turn][:end], non_blocking=True)
+
+
+def padded(num_tokens: int) -> int:
+    """What follows begins at a multiple of 16 bytes: kernels are compiled for that."""
+    return -(-num_tokens // 4) * 4
+
+
+def _num_tiles(num_tokens: int, num_slots: int) -> int:
+    """The most there can be: each slot's last tile may be partly filled."""
+    return min(num_tokens, num_tokens // ROWS + num_slots)

@@ -44,7 +44,7 @@ class AdapterService(Service):
     """The service of an adapter: all but its name and number is that of its base model."""
 
     def __init__(self, base: Service, info: AdapterInfo) -> None:
-        self.__dict__ |= {"base": base, "info": info, "model_name": info.name, "adapter": info.adapter_id, "aliases": ()}
+        self.__dict__.update(base=base, info=info, model_name=info.name, adapter=info.adapter_id, aliases=())
         base.client.adapters.enter(info)
 
     base: Service

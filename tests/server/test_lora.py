@@ -1,0 +1,136 @@
+"""LoRA adapters of a real server: given at start, loaded and unloaded while requests run, and there again after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.engine.test_lora import make_lora
+from tests.server.conftest import Server
+
+ADMIN, KEY = "an-admin-key-for-tests", "a-plain-key-for-tests"
+
+
+class Client(httpx.Client):
+    def __init__(self, url: str, key: str = ADMIN) -> None:
+        super().__init__(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+    def load(self, name: str, path: Path, **more: object) -> httpx.Response:
+        return self.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})
+
+    def unload(self, name: str) -> httpx.Response:
+        return self.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def complete(self, model: str, max_tokens: int = 12, prompt: str = "abc", **more: object) -> httpx.Response:
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+        return self.post("/v1/completions", json=body | {"ignore_eos": True} | more)
+
+    def tokens(self, model: str, **more: object) -> list[int]:
+        reply = self.complete(model, **more)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["model"] == model
+        return reply.json()["choices"][0]["token_ids"]
+
+    def names(self) -> dict[str, str | None]:
+        return {card["id"]: card["parent"] for card in self.get("/v1/models").json()["data"]}
+
+
+@pytest.fixture(scope="module")
+def paths(tiny_folder, tmp_path_factory) -> list[Path]:
+    from transformers import LlamaForCausalLM
+
+    base = LlamaForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("loras")
+    return [make_lora(folder / f"l{i}", base, i, rank=4 + i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_folder, paths):
+    keys = ("--admin-key", ADMIN, "--api-key", KEY)
+    running = Server(tiny_folder, "--lora", f"first={paths[0]}", "--max-loras", "2", *keys).wait()
+    with Client(running.url) as made:
+        made.server = running
+        yield made
+    assert running.stop() == 0
+
+
+def test_adapters_come_and_go_while_requests_run(client, paths):
+    """More adapters than slots, in one batch; unloading one loses no request; another of its name is another adapter."""
+    assert client.names() == {"tiny": None, "first": "tiny"}
+    base, first = client.tokens("tiny"), client.tokens("first")
+    assert base != first
+    for name, path in zip(("second", "third"), paths[1:], strict=False):
+        reply = client.load(name, path)
+        assert reply.status_code == 200
+        assert "added successfully" in reply.text
+    assert client.names() == {"tiny": None, "first": "tiny", "second": "tiny", "third": "tiny"}
+    models = ["first", "second", "third", "tiny"]
+    alone = {name: client.tokens(name, max_tokens=100) for name in models}
+    assert len({tuple(tokens) for tokens in alone.values()}) == 4
+    with ThreadPoolExecutor(8) as threads:
+        asked = [(name, threads.submit(client.tokens, name, max_tokens=100)) for name in models * 2]
+        assert all(answer.result() == alone[name] for name, answer in asked)
+        last = [threads.submit(client.tokens, "second", max_tokens=400) for _ in range(3)]
+        while client.get("/load").json()["server_load"] < 3:
+            pass
+        assert client.unload("second").status_code == 200
+        assert client.names() == {"tiny": None, "first": "tiny", "third": "tiny"}
+        refused = client.complete("second")
+        assert refused.status_code == 404
+        assert "'tiny', 'first', 'third'" in refused.json()["error"]["message"]
+        assert client.load("second", paths[3]).status_code == 200
+        other = client.tokens("second", max_tokens=100)
+        assert other not in alone.values()
+        assert all(answer.result()[:100] == alone["second"] for answer in last)
+    assert client.load("second", paths[1], load_inplace=True).status_code == 200
+    assert client.tokens("second", max_tokens=100) == alone["second"]
+    chat = client.post("/v1/messages", json={"model": "second", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]})
+    assert chat.status_code == 200
+    assert chat.json()["model"] == "second"
+
+
+@pytest.mark.slow
+def test_a_crash_of_the_engine_loses_no_adapter(client, paths):
+    """Requests under way go on with their adapters, also one that is being unloaded."""
+    assert client.load("third", paths[2], load_inplace=True).status_code == 200
+    expected = {name: client.tokens(name, max_tokens=400) for name in ("first", "third")}
+    with ThreadPoolExecutor(2) as threads:
+        asked = {name: threads.submit(client.tokens, name, max_tokens=400) for name in expected}
+        while client.get("/load").json()["server_load"] < 2:
+            pass
+        client.unload("third")
+        os.kill(client.server.engine_pid(), signal.SIGKILL)
+        assert {name: answer.result() for name, answer in asked.items()} == expected
+    assert "third" not in client.names()
+    assert client.complete("third").status_code == 404
+
+
+def test_wrong_adapters_are_refused_and_others_go_on(client, paths, tmp_path):
+    before = client.tokens("first")
+    broken = tmp_path / "dora"
+    broken.mkdir()
+    for file in paths[0].iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = broken / "adapter_config.json"
+    config.write_text(config.read_text().replace("{", '{"use_dora": true, ', 1))
+    for reply, status, words in (
+        (client.load("x", broken), 400, "DoRA"),
+        (client.load("x", tmp_path / "nowhere"), 400, "adapter_config.json"),
+        (client.load("first", paths[1]), 400, "loaded already"),
+        (client.load("tiny", paths[1]), 400, "name of a model"),
+        (client.load("x", paths[1], base_model_name="y"), 404, "no model 'y'"),
+        (client.unload("x"), 404, "no adapter 'x'"),
+        (client.post("/v1/load_lora_adapter", json={"lora_name": "x"}), 400, "lora_path"),
+    ):
+        assert reply.status_code == status, reply.text
+        assert words in reply.json()["error"]["message"]
+    with Client(str(client.base_url), KEY) as plain:
+        assert plain.load("x", paths[1]).status_code == plain.unload("first").status_code == 403
+        assert plain.complete("first").status_code == 200
+    assert client.tokens("first") == before

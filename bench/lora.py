@@ -63,8 +63,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--threads", type=int)
     given = parser.parse_args()
-    common = {"model": given.model, "device": "cpu", "prefix_caching": False, "kv_memory_bytes": 2**28}
+    common = {"model": given.model, "device": "cpu", "threads": given.threads, "prefix_caching": False, "kv_memory_bytes": 2**28}
     without = EngineCore.load(EngineOptions(**common))
     core = EngineCore.load(EngineOptions(**common, max_loras=given.adapters, max_lora_rank=given.rank))
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.cli.foreign import table
-from tidemill.cli.options import ACCESS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
+from tidemill.cli.options import ACCESS, ADAPTERS, CONFIG, ENGINE, LOGGING, OPTIONS, SERVING, STORAGE, Option
 
 _INTRO = f"""# Options
 
@@ -35,6 +35,7 @@ allowed-host = ["llm.example.org"]
 _SECTIONS = {
     ENGINE: "Taken by `serve` and by every command that loads a model: `generate`, `chat` and `bench latency`, `throughput` and "
     "`policies`. `memory` takes `model`, `device` and `dtype`.",
+    ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](lora.md).",
     SERVING: "Of `serve`.",
     ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",
     STORAGE: "Of `serve`.",

@@ -22,6 +22,7 @@ from bench.gpu_workloads import MODELS, workloads
 from bench.lora import make_adapter
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.sampling import SamplingParams
@@ -47,7 +48,7 @@ def check_kernels() -> None:
         (576, {"q": 576, "k": 192, "v": 192}, False),
     ):
         lists = _Lists(num_slots, 512)
-        made = CudaLora(num_in, outs, lists, num_slots, 256, is_gated, device, torch.bfloat16)
+        made = CudaLora(num_in, outs, lists, num_slots, 256, "silu" if is_gated else "", device, torch.bfloat16)
         adapters = []
         for rank in (16, 8, 1, 64, 256, 33, 16, 16):
             pairs = {
@@ -64,10 +65,11 @@ def check_kernels() -> None:
         y = torch.randn(300, sum(outs.values()), device=device, dtype=torch.bfloat16)
         lists.write(slots, 300)
         together = y.clone()
-        made.add(x, together)
+        activated = made.add(x, together)
+        together = together if activated is None else activated
         expected, first = y.double(), 0
         for part, (name, size) in enumerate(outs.items()):
-            columns = slice(part, None, len(outs)) if is_gated else slice(first, first + size)
+            columns = slice(part, None, 2) if is_gated else slice(first, first + size)
             for slot, pairs in enumerate(adapters):
                 rows = torch.from_numpy(np.flatnonzero(slots == slot)).to(device)
                 if name in pairs:
@@ -75,14 +77,18 @@ def check_kernels() -> None:
                     low = x[rows].double() @ pair.down_RK.to(device).double().t()
                     expected[rows, columns] += pair.scale * low @ pair.up_NR.to(device).double().t()
             first += size
+        if is_gated:
+            gate, up = expected[:, 0::2], expected[:, 1::2]
+            expected = gate / (1 + (-gate).exp()) * up
         error = (together.double() - expected).abs().max() / expected.abs().max()
         assert error < 2**-7, error
-        assert torch.equal(together[torch.from_numpy(slots < 0).to(device)], y[torch.from_numpy(slots < 0).to(device)])
+        plain = torch.from_numpy(slots < 0).to(device)
+        assert torch.equal(together[plain], glu(y, "silu")[plain] if is_gated else y[plain])
         for row in range(0, 300, 7):
             lists.write(slots[row : row + 1], 1)
             alone = y[row : row + 1].clone()
-            made.add(x[row : row + 1].contiguous(), alone)
-            assert torch.equal(alone[0], together[row]), row
+            activated = made.add(x[row : row + 1].contiguous(), alone)
+            assert torch.equal((alone if activated is None else activated)[0], together[row]), row
         print(f"kernels {num_in} -> {outs}: largest error {error:.1e} of the largest value", flush=True)
 
 

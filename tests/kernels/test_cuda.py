@@ -363,10 +363,11 @@ how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
 build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
 build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
-             out_ptr=B)
-how = dict(ROWS=16, RANKS=16, MAX_RANK=64, PARTS=3)
-build(lora._shrink, types, 2, INS=128, **how)
-build(lora._expand, types, 4, STRETCHES=8, STRIDE=2, OUTS=256, **how)
+             both_ptr=B, out_ptr=B)
+how = dict(ROWS=16, RANKS=16, MAX_RANK=64)
+build(lora._shrink, types, 2, STRETCH=1024, INS=128, PARTS=3, **how)
+build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
+build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
@@ -412,6 +413,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     kernels = {
         "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_shrink", "_expand",
+        "_summarize", "_normalize", "_shrink", "_expand", "_expand_gated",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

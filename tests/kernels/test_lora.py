@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from tidemill.kernels import native
 from tidemill.kernels.cuda import lora as cuda
+from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.lora import LoraStep, NativeLora, TorchLora, make_tiles
 from tidemill.layers import cuda_lora
 from tidemill.weights.lora import LoraPair
@@ -101,26 +102,28 @@ class Lists:
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_adapters_on_a_gpu(is_gated, monkeypatch):
-    """Two stretches of K; columns of the parts side by side, and in turn. Tokens beyond the step's are padding."""
-    monkeypatch.setattr(cuda, "_STRETCHES", 2)
+    """Two stretches of K; parts side by side, and in turn with an activation. Tokens beyond the step's are padding."""
+    monkeypatch.setattr(cuda, "_STRETCH", 128)
     torch.manual_seed(0)
     outs = {"gate": 40, "up": 40} if is_gated else OUTS
     device, size = torch.device("cpu"), SLOTS.size + 3
     adapters = [pairs_of(slot, outs) for slot in range(len(ADAPTERS))]
     lists = Lists(SLOTS, size)
-    made = cuda.CudaLora(NUM_IN, outs, lists, len(ADAPTERS), 64, is_gated, device, torch.float32)
+    made = cuda.CudaLora(NUM_IN, outs, lists, len(ADAPTERS), 64, "silu" if is_gated else "", device, torch.float32)
     for slot, pairs in enumerate(adapters):
         made.put(slot, {name: LoraPair(torch.ones(64, NUM_IN), torch.ones(outs[name], 64), 9.0) for name in outs})
         made.put(slot, pairs)
     x, y = torch.randn(size, NUM_IN), torch.randn(size, sum(outs.values()))
     stored = torch.stack(y.chunk(2, 1), 2).flatten(1) if is_gated else y.clone()
-    before = stored.clone()
-    made.add(x, stored)
-    out = torch.cat([stored[:, 0::2], stored[:, 1::2]], 1) if is_gated else stored
-    assert_close(out[: SLOTS.size], expected(x, y, SLOTS, adapters, outs)[: SLOTS.size], atol=2e-3, rtol=1e-4)
-    assert torch.equal(out[SLOTS.size :], y[SLOTS.size :])
+    before, slots = stored.clone(), [*SLOTS, -1, -1, -1]
+    activated = made.add(x, stored)
+    right = expected(x, y, slots, adapters, outs)
+    out = stored if activated is None else activated
+    assert_close(out, glu_reference(right) if is_gated else right, atol=2e-3, rtol=1e-4)
+    if not is_gated:
+        assert torch.equal(out[SLOTS.size :], y[SLOTS.size :])
     for row in (4, SLOTS.size - 1):
         made._lists = Lists(SLOTS[row : row + 1], 1)
         alone = before[row : row + 1].clone()
-        made.add(x[row : row + 1].clone(), alone)
-        assert torch.equal(alone[0], stored[row])
+        activated = made.add(x[row : row + 1].clone(), alone)
+        assert torch.equal((alone if activated is None else activated)[0], out[row])

@@ -32,7 +32,7 @@ class CudaLoras(Loras):
 
     def _make(self, linear: Linear) -> LinearLora:
         return CudaLora(
-            linear.num_in, linear.outs, self, self._num_slots, self._max_rank, linear.is_gated, self._device, torch.bfloat16
+            linear.num_in, linear.outs, self, self._num_slots, self._max_rank, linear.act, self._device, torch.bfloat16
         )
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,13 @@ class CudaLoras(Loras):
         end = begin + 3 * _num_tiles(size, self._num_slots)
         words = self._staging[self._turn].numpy()[:end]
         words[:] = 0
-        words[: order.size] = order
+        is_plain = np.ones(size, bool)
+        is_plain[order] = False
+        plain = np.flatnonzero(is_plain)
+        words[: order.size], words[order.size : size] = order, plain
+        firsts = np.arange(0, plain.size, ROWS)
+        rest = np.stack([np.full(firsts.size, -2), order.size + firsts, np.minimum(plain.size - firsts, ROWS)], 1)
+        tiles = np.concatenate([tiles, rest])
         tiles[:, 0] += 1
         words[begin : begin + tiles.size] = tiles.reshape(-1)
         self._words[:end].copy_(self._staging[self._turn][:end], non_blocking=True)
@@ -59,5 +65,5 @@ def padded(num_tokens: int) -> int:
 
 
 def _num_tiles(num_tokens: int, num_slots: int) -> int:
-    """The most there can be: each slot's last tile may be partly filled."""
-    return min(num_tokens, num_tokens // ROWS + num_slots)
+    """The most there can be: the last tile of each slot, and of the tokens without, may be partly filled."""
+    return min(num_tokens, num_tokens // ROWS + num_slots + 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Linear(Layer):
-    is_gated = False
+    act = ""  # of a gated layer
 
     def __init__(self, num_in: int, outs: dict[str, int], *, bias: bool = False, dtype: str = "float32") -> None:
         """`outs`: stored matrices by name, with their output features, in the order in which they are fused."""
@@ -58,19 +58,17 @@ class Linear(Layer):
         if self.loras is None or self.lora is None or not self.loras.is_on:
             return self.weight(x_TK)
         y_TN = self.weight.matmul(x_TK)
-        self.lora.add(x_TK, y_TN)
-        return self.weight.activate(y_TN)
+        activated = self.lora.add(x_TK, y_TN)
+        return self.weight.activate(y_TN) if activated is None else activated
 
 
 class GatedLinear(Linear):
     """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
 
-    is_gated = True
-
     def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str, act: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)
-        self._act = act
+        self.act = act
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         gate, up = parts
-        return self._method.join_gated(gate, up, bias, self._act)
+        return self._method.join_gated(gate, up, bias, self.act)

@@ -1,33 +1,36 @@
 """y += scale · up (down x) with the pair of each row's adapter, on the GPU: two kernels, for any number of adapters in a step.
 
 Tokens are in order of their adapters' slots, in tiles of one slot each (kernels/lora.py); the host writes both lists before the
-step. The first kernel multiplies by the low-rank matrices down, in a fixed number of stretches of K, so that there is work for
-all of the GPU; the second adds the stretches up in their order, and multiplies by the matrices up. Ranks go in blocks of 16: a
-slot's memory is for the highest rank, and only what its adapter has is read. A token's bits depend on the token and its adapter
-alone.
+step. The first kernel multiplies by the low-rank matrices down, in stretches of K that end at fixed places, so that there is
+work for all of the GPU; the second adds the stretches up in their order, and multiplies by the matrices up; of a gated layer, it
+also applies the activation, for all tokens. Ranks go in blocks of 16: a slot's memory is for the highest rank, and only what its
+adapter has is read. A token's bits depend on the token and its adapter alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Final, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.cuda.elementwise import activated
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 from tidemill.kernels.lora import LinearLora, Pair
 
 ROWS: Final = 16  # of a tile
 RANKS: Final = 16  # of a block
-_STRETCHES, _INS, _OUTS = 8, 128, 256
+_STRETCH, _INS, _OUTS = 1024, 128, 256
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink(
-    x_ptr, down_ptr, blocks_ptr, order_ptr, tiles_ptr, low_ptr, num_tokens, num_in, stretch_len,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, INS: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, down_ptr, blocks_ptr, order_ptr, tiles_ptr, low_ptr, num_tokens, num_in,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, STRETCH: tl.constexpr,
+    INS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """low[stretch, token, part] = down x over a stretch of K."""
     tile, stretch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -38,8 +41,8 @@ def _shrink(
         rows, ranks, ins = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, INS)
         there = rows < count
         tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
-        begins = stretch * stretch_len
-        ends = min(begins + stretch_len, num_in)
+        begins = stretch * STRETCH
+        ends = min(begins + STRETCH, num_in)
         x = x_ptr + tokens[:, None] * num_in
         for block in range(tl.load(blocks_ptr + slot * PARTS + part)):
             down = down_ptr + ((slot * PARTS + part) * MAX_RANK + block * RANKS + ranks)[None, :] * num_in
@@ -52,84 +55,128 @@ def _shrink(
             tl.store(low_ptr + where[:, None] + ranks[None, :], acc, mask=there[:, None])
 
 
+@triton.jit
+def _raised(
+    low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, part, source, num_tokens, num_out,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr,
+    OUTS: tl.constexpr,
+):  # fmt: skip
+    """up low of a tile, for columns of one part, from `source` on. Zeros where there is no adapter."""
+    ranks, outs = tl.arange(0, RANKS), tl.arange(0, OUTS)
+    num_blocks = tl.load(blocks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
+    scale = tl.load(scales_ptr + slot * PARTS + part, mask=slot >= 0, other=0.0)
+    acc = tl.zeros((ROWS, OUTS), tl.float32)
+    for block in range(num_blocks):
+        low = tl.zeros((ROWS, RANKS), tl.float32)
+        for stretch in tl.static_range(STRETCHES):
+            where = ((stretch * num_tokens + tokens) * PARTS + part) * MAX_RANK + block * RANKS
+            low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=there[:, None], other=0.0)
+        up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None] * num_out + source + outs[None, :]
+        b = tl.load(up, mask=inside[None, :], other=0.0)
+        acc = tl.dot((low * scale).to(b.dtype), b, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand(
     low_ptr, up_ptr, blocks_ptr, scales_ptr, order_ptr, tiles_ptr, columns_ptr, out_ptr, num_tokens, num_out,
     ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr, STRETCHES: tl.constexpr,
-    STRIDE: tl.constexpr, OUTS: tl.constexpr, AHEAD: tl.constexpr,
+    OUTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out += up low, for a tile and some columns of one part. A record of columns: part, first of up, first of out, number."""
-    tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 4
+    """out += up low, for a tile and some columns of one part. A record of columns: part, first, number."""
+    tile, record = tl.program_id(0), columns_ptr + tl.program_id(1) * 3
     slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
     begin(AHEAD)
     if slot >= 0:
-        part, source, target, num = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        num_blocks = tl.load(blocks_ptr + slot * PARTS + part)
-        if num_blocks > 0:
+        part, source, num = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        if tl.load(blocks_ptr + slot * PARTS + part) > 0:
             first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
-            rows, ranks, outs = tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, OUTS)
+            rows, outs = tl.arange(0, ROWS), tl.arange(0, OUTS)
             there, inside = rows < count, outs < num
             tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
-            scale = tl.load(scales_ptr + slot * PARTS + part)
-            acc = tl.zeros((ROWS, OUTS), tl.float32)
-            for block in range(num_blocks):
-                low = tl.zeros((ROWS, RANKS), tl.float32)
-                for stretch in tl.static_range(STRETCHES):
-                    where = ((stretch * num_tokens + tokens) * PARTS + part) * MAX_RANK + block * RANKS
-                    low += tl.load(low_ptr + where[:, None] + ranks[None, :], mask=there[:, None], other=0.0)
-                up = up_ptr + (slot * MAX_RANK + block * RANKS + ranks)[:, None] * num_out + source + outs[None, :]
-                b = tl.load(up, mask=inside[None, :], other=0.0)
-                acc = tl.dot((low * scale).to(b.dtype), b, acc)
-            at = out_ptr + tokens[:, None] * num_out + target + (outs * STRIDE)[None, :]
+            acc = _raised(
+                low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, part, source, num_tokens, num_out,
+                ROWS, RANKS, MAX_RANK, PARTS, STRETCHES, OUTS,
+            )  # fmt: skip
+            at = out_ptr + tokens[:, None] * num_out + source + outs[None, :]
             mask = there[:, None] & inside[None, :]
             value = tl.load(at, mask=mask, other=0.0).to(tl.float32) + acc
             tl.store(at, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand_gated(
+    low_ptr, up_ptr, blocks_ptr, scales_ptr, order_ptr, tiles_ptr, both_ptr, out_ptr, num_tokens, width,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, MAX_RANK: tl.constexpr, STRETCHES: tl.constexpr, OUTS: tl.constexpr,
+    ACT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """out = act(gate) * up of what has columns of gate and up in turn, once up low was added to both; for all tokens."""
+    tile, source = tl.program_id(0), tl.program_id(1) * OUTS
+    slot = tl.load(tiles_ptr + tile * 3).to(tl.int64) - 1
+    begin(AHEAD)
+    if slot != -1:
+        first, count = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+        rows, outs, pairs = tl.arange(0, ROWS), tl.arange(0, OUTS), tl.arange(0, 2 * OUTS)
+        there, inside = rows < count, source + outs < width
+        tokens = tl.load(order_ptr + first + rows, mask=there, other=0).to(tl.int64)
+        of_gate = _raised(
+            low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, 0, source, num_tokens, 2 * width,
+            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS,
+        )  # fmt: skip
+        of_up = _raised(
+            low_ptr, up_ptr, blocks_ptr, scales_ptr, tokens, there, inside, slot, 1, width + source, num_tokens, 2 * width,
+            ROWS, RANKS, MAX_RANK, 2, STRETCHES, OUTS,
+        )  # fmt: skip
+        at = both_ptr + tokens[:, None] * 2 * width + (2 * source + pairs)[None, :]
+        both = tl.load(at, mask=there[:, None] & (2 * source + pairs < 2 * width)[None, :], other=0.0)
+        gate, up = tl.split(tl.reshape(both.to(tl.float32), (ROWS, OUTS, 2)))
+        gate = (gate + of_gate).to(both.dtype).to(tl.float32)  # of rounded values, as if they had been stored in between
+        up = (up + of_up).to(both.dtype).to(tl.float32)
+        value = activated(gate, ACT) * up
+        where = out_ptr + tokens[:, None] * width + (source + outs)[None, :]
+        tl.store(where, value.to(out_ptr.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
 class Lists(Protocol):
-    """The lists of a step with so many tokens: their order; tiles as slot + 1, first and count, zeros after the last."""
+    """The lists of a step with so many tokens: their order, those without an adapter last; tiles as slot + 1 (-1: without), first
+    and count, zeros after the last."""
 
     def lists(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class CudaLora(LinearLora):
-    """`is_gated`: the columns of the output are those of the two parts in turn."""
+    """`act`: of a gated layer, whose outputs are those of its two parts in turn."""
 
     def __init__(
-        self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, is_gated: bool,
-        device: torch.device, dtype: torch.dtype,
+        self, num_in: int, outs: Mapping[str, int], lists: Lists, num_slots: int, max_rank: int, act: str, device: torch.device,
+        dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        self._lists, self._parts, self._is_gated = lists, list(outs), is_gated
+        self._lists, self._outs, self._act = lists, dict(outs), act
         self._max_rank = triton.cdiv(max_rank, RANKS) * RANKS
-        self._first = dict(zip(outs, [sum(list(outs.values())[:i]) for i in range(len(outs))], strict=True))
-        self._outs = dict(outs)
-        num_parts, num_out = len(outs), sum(outs.values())
-        self._down = torch.zeros(num_slots, num_parts, self._max_rank, num_in, dtype=dtype, device=device)
-        self._up = torch.zeros(num_slots, self._max_rank, num_out, dtype=dtype, device=device)
-        self._blocks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)
-        self._scales = torch.zeros(num_slots, num_parts, dtype=torch.float32, device=device)
-        self._columns = torch.tensor(self._make_columns(), dtype=torch.int32, device=device)
-
-    def _make_columns(self) -> list[list[int]]:
-        made = []
-        for part, (name, size) in enumerate(self._outs.items()):
-            for begin_at in range(0, size, _OUTS):
-                source = self._first[name] + begin_at
-                target = begin_at * len(self._outs) + part if self._is_gated else source
-                made.append([part, source, target, min(_OUTS, size - begin_at)])
-        return made
+        ends = list(accumulate(outs.values()))
+        self._columns_of = {name: slice(end - outs[name], end) for name, end in zip(outs, ends, strict=True)}
+        self._down = torch.zeros(num_slots, len(outs), self._max_rank, num_in, dtype=dtype, device=device)
+        self._up = torch.zeros(num_slots, self._max_rank, ends[-1], dtype=dtype, device=device)
+        self._blocks = torch.zeros(num_slots, len(outs), dtype=torch.int32, device=device)
+        self._scales = torch.zeros(num_slots, len(outs), dtype=torch.float32, device=device)
+        columns = [
+            [part, first, min(_OUTS, of_part.stop - first)]
+            for part, of_part in enumerate(self._columns_of.values())
+            for first in range(of_part.start, of_part.stop, _OUTS)
+        ]
+        self._columns = torch.tensor(columns, dtype=torch.int32, device=device)
 
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
         """On the current stream: after the steps that were launched."""
-        blocks, scales = [0] * len(self._parts), [0.0] * len(self._parts)
-        for part, name in enumerate(self._parts):
+        blocks, scales = [0] * len(self._outs), [0.0] * len(self._outs)
+        for part, name in enumerate(self._outs):
             pair = pairs.get(name)
             if pair is None:
                 continue
             rank = pair.down_RK.shape[0]
             blocks[part], scales[part] = triton.cdiv(rank, RANKS), pair.scale
-            columns = slice(self._first[name], self._first[name] + self._outs[name])
-            down, up = self._down[slot, part, : blocks[part] * RANKS], self._up[slot, : blocks[part] * RANKS, columns]
+            down = self._down[slot, part, : blocks[part] * RANKS]
+            up = self._up[slot, : blocks[part] * RANKS, self._columns_of[name]]
             down[rank:].zero_()
             up[rank:].zero_()
             down[:rank].copy_(pair.down_RK)
@@ -137,21 +184,33 @@ class CudaLora(LinearLora):
         self._blocks[slot].copy_(torch.tensor(blocks, dtype=torch.int32, device="cpu"))
         self._scales[slot].copy_(torch.tensor(scales, dtype=torch.float32, device="cpu"))
 
-    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
-        (num_tokens, num_in), num_out, num_parts = x_TK.shape, y_TN.shape[1], len(self._parts)
+    def add(self, x_TK: torch.Tensor, y_TN: torch.Tensor) -> torch.Tensor | None:
+        (num_tokens, num_in), num_out, num_parts = x_TK.shape, y_TN.shape[1], len(self._outs)
         order, tiles = self._lists.lists(num_tokens)
-        num_tiles = tiles.numel() // 3
-        low = x_TK.new_empty(_STRETCHES, num_tokens, num_parts, self._max_rank, dtype=torch.float32)
-        stretch_len = triton.cdiv(triton.cdiv(num_in, _STRETCHES), _INS) * _INS
-        shape = {"ROWS": ROWS, "RANKS": RANKS, "MAX_RANK": self._max_rank, "PARTS": num_parts, **HOW}
+        num_tiles, num_stretches = tiles.numel() // 3, triton.cdiv(num_in, _STRETCH)
+        low = x_TK.new_empty(num_stretches, num_tokens, num_parts, self._max_rank, dtype=torch.float32)
+        shape = {"ROWS": ROWS, "RANKS": RANKS, "MAX_RANK": self._max_rank, **HOW}
         launch(
-            _shrink, (num_tiles, triton.cdiv(num_in, stretch_len), num_parts),
-            x_TK, self._down, self._blocks, order, tiles, low, num_tokens, num_in, stretch_len,
-            INS=_INS, num_warps=2, num_stages=4, **shape,
+            _shrink, (num_tiles, num_stretches, num_parts),
+            x_TK, self._down, self._blocks, order, tiles, low, num_tokens, num_in,
+            PARTS=num_parts, STRETCH=_STRETCH, INS=_INS, num_warps=2, num_stages=4, **shape,
         )  # fmt: skip
-        launch(
-            _expand, (num_tiles, self._columns.shape[0]),
-            low, self._up, self._blocks, self._scales, order, tiles, self._columns, y_TN, num_tokens, num_out,
-            STRETCHES=triton.cdiv(num_in, stretch_len), STRIDE=num_parts if self._is_gated else 1, OUTS=_OUTS,
-            num_warps=4, **shape,
-        )  # fmt: skip
+        given = (low, self._up, self._blocks, self._scales, order, tiles)
+        how = {"STRETCHES": num_stretches, "OUTS": _OUTS, "num_warps": 4, **shape}
+        if not self._act:
+            launch(
+                _expand,
+                (num_tiles, self._columns.shape[0]),
+                *given,
+                self._columns,
+                y_TN,
+                num_tokens,
+                num_out,
+                PARTS=num_parts,
+                **how,
+            )
+            return None
+        out = y_TN.new_empty(num_tokens, num_out // 2)
+        grid = (num_tiles, triton.cdiv(num_out // 2, _OUTS))
+        launch(_expand_gated, grid, *given, y_TN, out, num_tokens, num_out // 2, ACT=self._act, **how)
+        return out

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli import options_doc
 from tidemill.cli.main import app
-from tidemill.cli.options import BY_NAME, ENGINE_NAMES, OPTIONS
+from tidemill.cli.options import ADAPTERS, BY_NAME, ENGINE_NAMES, OPTIONS
 from tidemill.cli.settings import Settings, misspelled
 from tidemill.config import EngineOptions
 from tidemill.errors import ConfigError
@@ -171,6 +171,10 @@ def test_every_option_is_a_flag_of_serve_and_engine_options_of_the_others():
         assert all(flag in helps["serve"] for flag in flags), option.name
         for command in ("generate", "chat", "bench throughput"):
             if (command, option.name) in (("chat", "api-key"),):  # to send, not to check
+                continue
+            if option.section == ADAPTERS:  # one adapter, where something is generated
+                taken = command in ("generate", "chat") and option.name != "max-loras"
+                assert (option.flag in helps[command]) == taken, (command, option.name)
                 continue
             assert all((flag in helps[command]) == (option.name in ENGINE_NAMES) for flag in flags), (command, option.name)
 

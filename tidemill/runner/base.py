@@ -36,7 +36,11 @@ class Runner(Protocol):
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
     fallback: str  # why slower code runs than is there for this machine, or empty
-    loras: Loras | None  # adapters, if there may be any
+
+    @property
+    def loras(self) -> Loras | None:
+        """Adapters, if there may be any."""
+        ...
 
     def launch(self, plan: StepPlan) -> Any: ...
     def collect(self, launched: Any) -> StepResult: ...

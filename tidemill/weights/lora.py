@@ -204,7 +204,7 @@ def _digest(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
     made = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         made.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        made.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+        made.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return made.hexdigest()
 
 

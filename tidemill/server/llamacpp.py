@@ -27,7 +27,8 @@ from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import ids_of, merge
-from tidemill.server.openai_types import MAX_CHOICES, ChatMessages, Mixed, few_texts, is_mixed
+from tidemill.server.openai_messages import ChatMessages
+from tidemill.server.openai_types import MAX_CHOICES, Mixed, few_texts, is_mixed
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__

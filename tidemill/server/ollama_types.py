@@ -11,7 +11,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.sampling import MAX_LOGPROBS
 from tidemill.server import ggml
 from tidemill.server.body import Body
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 
 _MAX_CONTEXT_IDS = 2**20
 _MAX_INPUTS = 2048

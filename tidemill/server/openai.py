@@ -27,9 +27,9 @@ from tidemill.server.body import body_of, parse, raw_body, schema_of
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
+from tidemill.server.openai_messages import ChatMessages
 from tidemill.server.openai_types import (
     MAX_CHOICES,
-    ChatMessages,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

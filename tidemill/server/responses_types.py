@@ -14,7 +14,7 @@ from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams
 from tidemill.server.body import Body
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.

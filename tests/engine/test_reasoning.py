@@ -114,6 +114,14 @@ def test_reasoning_that_fills_max_tokens(model, folder, tokenizer, backend):
     assert not core.structured
 
 
+def test_reasoning_is_not_ended_by_the_end_of_the_text(model, folder, tokenizer, backend):
+    """The model wants to stop within its reasoning: the answer would be empty."""
+    (end,), (mark,) = tokenizer.eos_token_ids, tokenizer.encode("</think>", add_special=False)
+    how = ask(tokenizer, logit_bias={end: 100.0, mark: 90.0}, ignore_eos=False)
+    text = tokenizer.decode(run(core_of(model, folder, backend), {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens)
+    assert re.sub(", *", ", ", text.partition("</think>")[2]) in ANSWERS
+
+
 def test_the_output_may_open_the_reasoning_or_not(model, folder, tokenizer, backend):
     """A template that leaves it to the model: the first token is <think>, or what the grammar allows."""
     core = core_of(model, folder, backend)
@@ -127,7 +135,7 @@ def test_the_output_may_open_the_reasoning_or_not(model, folder, tokenizer, back
 def follow(matcher, tokenizer, text):
     for token in tokenizer.encode(text, add_special=False):
         mask = matcher.mask()
-        assert mask is None or mask[token // 32] >> (token % 32) & 1, text
+        assert mask[token // 32] >> (token % 32) & 1, text
         matcher.take([token])
 
 
@@ -164,7 +172,8 @@ def test_marks_of_several_tokens(byte_folder, backend):
     follow(made, tokenizer, "<th")
     assert allowed(made, tokenizer) == {"i"}
     follow(made, tokenizer, "ink>hm</thi</think")
-    assert made.mask() is None
+    (end,) = tokenizer.eos_token_ids
+    assert np.unpackbits(made.mask().view(np.uint8), bitorder="little")[:320].tolist() == [token != end for token in range(320)]
     assert not made.is_over
     follow(made, tokenizer, ">")
     assert allowed(made, tokenizer) == {"y", "<"}

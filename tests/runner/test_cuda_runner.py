@@ -137,6 +137,7 @@ COMPILE = cuda_runner.CudaRunner._compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
+    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30))),
     "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
     "asks": (
         ids(33, 3),  # in two steps
@@ -168,6 +169,9 @@ def assert_same(answers, expected):
             [entry.logprob for entry in (*one.logprobs, *(one.prompt_logprobs or [])) if entry] for one in (answers[name], answer)
         )
         assert mine == pytest.approx(theirs, abs=1e-3)
+        if name == "names":
+            for one, other in zip(answers[name].logprobs, answer.logprobs, strict=True):
+                assert dict(one.top) == pytest.approx(dict(other.top), abs=1e-3)
 
 
 def test_it_says_what_the_cpu_says(expected, on_gpu):

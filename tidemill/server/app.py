@@ -11,7 +11,20 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, llamacpp, ollama, openai, page, responses
+from tidemill.server import (
+    anthropic,
+    batches,
+    chat_batch,
+    errors,
+    files,
+    llamacpp,
+    ollama,
+    openai,
+    page,
+    responses,
+    sglang,
+    tokens,
+)
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.listen import UnderPath
@@ -39,9 +52,12 @@ def create_app(
     for service in models:
         service.allows_templates = access.request_templates
     app.include_router(openai.make_router(models))
+    app.include_router(chat_batch.make_router(models))
     app.include_router(responses.make_router(models))
     app.include_router(anthropic.make_router(models))
+    app.include_router(tokens.make_router(models))
     app.include_router(llamacpp.make_router(models))
+    app.include_router(sglang.make_router(models))
     app.include_router(ollama.make_router(models))
     app.include_router(page.make_router())
     app.include_router(files.make_router(storage))

@@ -13,6 +13,7 @@ from tidemill.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOPS,
@@ -47,12 +48,15 @@ class StructuredOutputs(Body):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     def to_grammar(self) -> Grammar:
-        given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
+        kinds = ("json_", "regex", "grammar", "choice", "structural_tag")
+        given = [(kind, value) for kind in kinds if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                "structured_outputs takes exactly one of json, regex, grammar and choice.", param="structured_outputs"
+                "structured_outputs takes exactly one of json, regex, grammar, choice and structural_tag.",
+                param="structured_outputs",
             )
         ((kind, value),) = given
         return _grammar("json_schema" if kind == "json_" else kind, value)
@@ -70,13 +74,19 @@ class JSONSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchemaFormat | None = None
+    format: dict[str, Any] | None = None  # of a structural tag; or structures and triggers
+    structures: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    triggers: list[str] | None = Field(default=None, max_length=256)
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def to_grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            names = ("type", "format", "structures", "triggers")
+            return _grammar("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         if schema is None and self.type == "json_schema":
             raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
@@ -164,6 +174,9 @@ class SamplingRequest(Body):
     ebnf: str | None = None
     grammar: str | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_LOGPROB_IDS
+    )  # instead of the likeliest
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
@@ -206,9 +219,12 @@ class SamplingRequest(Body):
             raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
                 given[name] = tuple(getattr(self, name))
+        if self.logprob_token_ids is not None and more.get("logprobs") is None:
+            what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
+            raise InvalidRequest(what, param="logprob_token_ids")
         if self.logit_bias is not None:
             if wrong := [token[:40] for token in self.logit_bias if not _is_token_id(token)]:
                 raise InvalidRequest(
@@ -253,6 +269,7 @@ class CompletionRequest(SamplingRequest):
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1  # whose token is not returned
+            more["logprobs"] = None if self.logprob_token_ids else self.logprobs
         if self.best_of is not None and self.best_of != (self.n or 1):
             if self.best_of < (self.n or 1):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
@@ -371,10 +388,11 @@ class TokenizeRequest(Body):
     """A text (`prompt`, or llama.cpp's `content`), or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] | None = None
     content: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=256)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -385,7 +403,7 @@ class TokenizeRequest(Body):
     with_pieces: bool = False  # tokens as objects, with their texts
 
     def chat(self) -> ChatMessages:
-        return _as_chat(self, self.tools)
+        return _as_chat(self, None if self.tool_choice == "none" else self.tools)
 
 
 def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
@@ -402,3 +420,4 @@ def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None 
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int] = Field(max_length=2**20)
+    skip_special_tokens: bool = False

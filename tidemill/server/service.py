@@ -113,7 +113,7 @@ class Service:
             return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
 
-    async def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int], skip_special: bool = False) -> str:
         limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
         if len(token_ids) > limit:
             raise InvalidRequest(
@@ -122,7 +122,7 @@ class Service:
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens")
-        work = partial(self.tokenizer.decode, token_ids, skip_special=False)
+        work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:

@@ -20,6 +20,7 @@ MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
 MAX_LOGPROB_IDS = 128
 GREEDY_BELOW = 1e-5
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"})
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
 INTEGERS = {
@@ -63,6 +64,23 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
+
+
+def closed(schema: Any) -> Any:
+    """A JSON schema whose objects have no properties but those it names, as OpenAI means by strict. Changed in place."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            continue
+        if isinstance(one.get("properties"), dict) and not one.keys() & _OPEN:
+            one["additionalProperties"] = False
+        for name, value in one.items():
+            if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+                left += value.values()
+            elif name in ("items", "prefixItems", "anyOf", "oneOf", "allOf"):
+                left += value if isinstance(value, list) else [value]
+    return schema
 
 
 class Reasoning(msgspec.Struct, frozen=True):

@@ -75,6 +75,60 @@ def test_every_kind_of_grammar(core, tokenizer, temperature):
     assert alone.tokens == answers["free"].tokens  # grammars of others do not touch it
 
 
+TAG = {"begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"enum": [7, 8]}}, "end": "</f>"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "texts", "wrong"),
+    [
+        ({"format": {"type": "const_string", "value": "ebb"}}, ["ebb"], ["ebc"]),
+        ({"format": TAG | {"type": "tag"}}, ["<f=g>7</f>"], ["x", "<f=g>9"]),
+        (
+            {"structures": [{"begin": "<f=g>", "schema": {"enum": [7, 8]}, "end": "</f>"}], "triggers": ["<f="]},
+            ["a <f=g>7</f> b <f=g>8</f>", "free"],
+            ["a <f=h", "<f=g>9", "a <f=g>7</f> b <f=g>x"],
+        ),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-c]/"}, TAG | {"type": "tag"}]}},
+            ["b/<f=g>8</f>"],
+            ["d", "b<"],
+        ),
+        (
+            {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ", ", "at_least_one": True}},
+            ["<f=g>7</f>, <f=g>8</f>"],
+            ["<f=g>7</f>,<"],
+        ),
+        (
+            {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+            ["<t>a<b</t>"],
+            ["<t>a</t>b"],
+        ),
+    ],
+)
+def test_structural_tags(tokenizer, tag, texts, wrong):
+    grammars = Grammars.of("llguidance", tokenizer, 320)
+    for text in [*texts, *wrong]:
+        matcher = grammars.matcher(Grammar("structural_tag", json.dumps({"type": "structural_tag"} | tag)))
+        *ids, last = tokenizer.encode(text, add_special=False)
+        for token in ids:
+            assert matcher.mask()[token // 32] >> (token % 32) & 1, text
+            matcher.take([token])
+        assert bool(matcher.mask()[last // 32] >> (last % 32) & 1) is (text in texts), text
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        1, {}, {"format": 1}, {"format": {"type": "picture"}}, {"structures": [], "triggers": ["<"]},
+        {"structures": [{"begin": "<f>", "end": ""}], "triggers": ["x"]},
+        {"format": {"type": "tag", "begin": "<t>", "end": "</t>"}},
+    ],
+)  # fmt: skip
+def test_structural_tags_that_are_wrong(tokenizer, tag, backend):
+    with pytest.raises(InvalidRequest):
+        Grammars.of(backend, tokenizer, 320).compile(Grammar("structural_tag", json.dumps(tag)))
+
+
 def test_choices_of_any_characters_and_more_tokens_than_words(tokenizer, backend):
     """The model may have more tokens than the tokenizer has words, and not a multiple of 32."""
     for text in ("Flüt", "😀", 'a\n"b\\c', "\t"):

@@ -169,7 +169,7 @@ OPTIONS = (
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
-           help="A file with a Jinja chat template, or the template itself."),
+           help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),

@@ -19,6 +19,7 @@ from tidemill.sampling import (
     MAX_STOPS,
     Grammar,
     SamplingParams,
+    closed,
 )
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
@@ -88,6 +89,8 @@ class ResponseFormat(Body):
             names = ("type", "format", "structures", "triggers")
             return _grammar("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        if self.json_schema is not None and self.json_schema.strict:
+            schema = closed(schema)
         if schema is None and self.type == "json_schema":
             raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
         return Grammar("json_schema", dumps({"type": "object"} if schema is None else schema))

@@ -186,7 +186,7 @@ class Responses:
             raise
         finally:
             self._end(job)
-        return _json(job.writer.body())
+        return _json(job.writer.body() | job.writer.timings())
 
     async def stream(self, job: _Job, first: tuple[Delta, TextDelta]) -> AsyncGenerator[bytes, None]:
         writer = job.writer
@@ -198,7 +198,7 @@ class Responses:
             async for delta, text in job.outputs:
                 for event in writer.take(delta, text):
                     yield named_event(event)
-            yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
+            yield named_event(writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings()))
         except TidemillError as error:
             writer.fail(error)
             yield named_event(writer.event("response.failed", response=writer.body()))

@@ -244,9 +244,11 @@ class Service:
         salt: str = "",
         timeout_s: float | None = None,
         reading: Reading | None = None,
+        one_by_one: bool = False,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """The text of each sample as it is generated, in bounded pieces. The first is empty if the request is accepted before
-        there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this is."""
+        """The text of each sample as it is generated, in bounded pieces, or token by token. The first is empty if the request is
+        accepted before there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this
+        is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
@@ -270,7 +272,7 @@ class Service:
         try:
             async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
                 async for joined in deltas:
-                    for delta in in_pieces(joined):
+                    for delta in in_pieces(joined, one_by_one):
                         if delta.index in ended:
                             break
                         if (num_done := num_done + num_cells(delta)) > CELLS_PER_TURN:

@@ -153,7 +153,7 @@ class _Sequence:
 
     def __init__(self, prompt: list[int], params: SamplingParams, says_nothing: bool, start: int, num_top: int) -> None:
         self.prompt, self.params, self._says_nothing = prompt, params, says_nothing
-        self._start, self._num_top = start, num_top
+        self._start, self._num_top, self._named = start, num_top, frozenset(params.logprob_token_ids)
         self.samples = [_Sample() for _ in range(params.n)]
         self._prompt_logprobs, self._prompt_top = b"", b""
 
@@ -170,7 +170,8 @@ class _Sequence:
         sample.ids += delta.token_ids[: text.num_tokens]
         for entry in (delta.logprobs or [])[: text.num_tokens]:
             sample.logprobs.append(_json(_cell(tokenizer, with_text, entry.token_id, entry.logprob)))
-            sample.top.append(_json([_cell(tokenizer, with_text, *pair) for pair in entry.top]))
+            top = [pair for pair in entry.top if not self._named or pair[0] in self._named]
+            sample.top.append(_json([_cell(tokenizer, with_text, *pair) for pair in top]))
 
     def _take_prompt(self, tokenizer: Tokenizer, with_text: bool, entries: list[TokenLogprobs]) -> None:
         """From the start that was asked for. The first token of a prompt has none."""

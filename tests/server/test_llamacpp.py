@@ -8,6 +8,9 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server
+from tidemill.errors import InvalidRequest
+from tidemill.frontend.sampling_defaults import NEUTRAL, SamplingDefaults
+from tidemill.server.ggml import Options
 
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "n_predict": 12}
@@ -299,3 +302,11 @@ def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
         assert "secret" not in json.dumps(slot)
     finally:
         assert running.stop() == 0
+
+
+def test_a_window_does_not_fit_a_penalty_that_is_the_models_default():
+    defaults = SamplingDefaults(values=NEUTRAL | {"repetition_penalty": 1.1})
+    with pytest.raises(InvalidRequest, match="repeat_last_n 64"):
+        Options(repeat_last_n=64).sampling(defaults)
+    assert Options(repeat_last_n=64, repeat_penalty=1.0).sampling(defaults) == {"repetition_penalty": 1.0}
+    assert Options(repeat_last_n=64).sampling(SamplingDefaults()) == {}

@@ -217,3 +217,19 @@ def test_an_echo_of_token_ids_has_their_special_tokens(roomy):
     ids = post(roomy, "/tokenize", {"prompt": "<|im_end|>a"})["tokens"]
     body = {"prompt": ids, "echo": True, "max_tokens": 0}
     assert post(roomy, "/v1/completions", body)["choices"][0]["text"].endswith("<|im_end|>a")
+
+
+@pytest.mark.parametrize(("path", "prompt"), ROUTES.items())
+def test_every_chunk_after_the_first_has_its_token_ids(roomy, path, prompt):
+    body = GREEDY | prompt | {"return_token_ids": True}
+    ids = [choice["token_ids"] for chunk in chunks(roomy, path, body)[1:] for choice in chunk["choices"]]
+    whole = post(roomy, path, body)["choices"][0]["token_ids"]
+    assert [token for some in ids for token in some] == whole[-sum(map(len, ids)) :]
+    assert ids[-1] == []
+
+
+def test_a_message_is_begun_or_continued(roomy):
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "Hi"}], "continue_final_message": True, "max_tokens": 1}
+    assert post(roomy, "/v1/chat/completions", body)["choices"][0]["finish_reason"] == "length"
+    both = body | {"add_generation_prompt": True}
+    assert post(roomy, "/v1/chat/completions", both, 400)["error"]["param"] == "continue_final_message"

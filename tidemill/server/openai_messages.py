@@ -193,6 +193,9 @@ class ChatMessages(Body):
     def _of_one_age(self) -> ChatMessages:
         if (self.functions or self.function_call) and (self.tools or self.tool_choice):
             raise InvalidRequest("functions are what tools were before.", fix="Send tools and tool_choice.", param="functions")
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            what = "add_generation_prompt begins a new message, and continue_final_message goes on with the last one."
+            raise InvalidRequest(what, fix="Give one.", param="continue_final_message")
         return self
 
     @property

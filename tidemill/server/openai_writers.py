@@ -77,6 +77,10 @@ class Writer(ABC):
         token_ids, self._new_ids[number] = self._new_ids[number], []
         return {"token_ids": token_ids}
 
+    def _without_new_ids(self) -> dict[str, Any]:
+        """For a choice that is written after its last token."""
+        return {} if self._new_ids is None else {"token_ids": []}
+
     def take_stop(self, number: int, stop: str | int | None) -> None:
         """The stop string or token that ended a choice; to be told before its last text."""
         if stop is not None:
@@ -304,7 +308,7 @@ class CompletionWriter(Writer):
         if reason is not None:
             empty = _Lists(self._tokenizer, self._token_name) if self.writes_logprobs else None
             made = _ended(made, reason, self._choice(number, "", empty, None))
-            made[-1] |= self._ending(number)
+            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
         return made
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
@@ -420,7 +424,7 @@ class ChatWriter(Writer):
             made[0] |= self._reported_ids(number)
         if reason is not None:
             made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
-            made[-1] |= self._ending(number)
+            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
         return made
 
     def prompt_ids(self) -> dict[str, Any]:

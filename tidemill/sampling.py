@@ -20,7 +20,11 @@ MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
 MAX_LOGPROB_IDS = 128
 GREEDY_BELOW = 1e-5
-_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"})
+# What says itself which other properties there are.
+_OPEN = frozenset({
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "if",
+    "$ref",
+})  # fmt: skip
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
 INTEGERS = {
@@ -73,7 +77,9 @@ def closed(schema: Any) -> Any:
         one = left.pop()
         if not isinstance(one, dict):
             continue
-        if isinstance(one.get("properties"), dict) and not one.keys() & _OPEN:
+        named, required = one.get("properties"), one.get("required", [])
+        is_whole = isinstance(named, dict) and isinstance(required, list) and all(str(name) in named for name in required)
+        if is_whole and not one.keys() & _OPEN:
             one["additionalProperties"] = False
         for name, value in one.items():
             if name in ("properties", "$defs", "definitions") and isinstance(value, dict):

@@ -424,6 +424,7 @@ class ChatWriter(Writer):
             made[0] |= self._reported_ids(number)
         if reason is not None:
             made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
+            made[-1]["delta"] = {"reasoning_content": None} | made[-1]["delta"]  # SGLang's clients read one or the other
             made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
         return made
 
@@ -464,7 +465,6 @@ class ChatWriter(Writer):
 
 
 def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
-    """As SGLang and DeepSeek do, each names the reasoning: programs read it without asking whether it is there."""
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

@@ -233,3 +233,10 @@ def test_a_message_is_begun_or_continued(roomy):
     assert post(roomy, "/v1/chat/completions", body)["choices"][0]["finish_reason"] == "length"
     both = body | {"add_generation_prompt": True}
     assert post(roomy, "/v1/chat/completions", both, 400)["error"]["param"] == "continue_final_message"
+
+
+def test_every_delta_has_content_or_names_the_reasoning(roomy):
+    for more in ({}, {"logprobs": True, "top_logprobs": 1}):
+        parts = chunks(roomy, "/v1/chat/completions", GREEDY | {"messages": MESSAGES} | more)
+        assert all(part["choices"][0]["delta"].keys() & {"content", "reasoning_content"} for part in parts)
+        assert parts[-1]["choices"][0]["delta"] == {"reasoning_content": None}

@@ -203,6 +203,14 @@ def test_logprobs(client):
     assert not client.responses.create(**ASK).output[0].content[0].logprobs
 
 
+def test_logprobs_after_reasoning(scripted):
+    client = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
+    made = client.responses.create(model="tiny", input="Hi", temperature=0, top_logprobs=1)
+    reasoning, message = made.output
+    assert (reasoning.content[0].text, message.content[0].text) == ("hm", "ok")
+    assert [entry.token for entry in message.content[0].logprobs][:2] == ["o", "k"]
+
+
 def wait_for(client, name, *statuses):
     while (found := client.responses.retrieve(name)).status not in statuses:
         assert found.status in ("queued", "in_progress")

@@ -424,8 +424,10 @@ class ChatWriter(Writer):
             made[0] |= self._reported_ids(number)
         if reason is not None:
             made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
-            made[-1]["delta"] = {"reasoning_content": None} | made[-1]["delta"]  # SGLang's clients read one or the other
             made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
+        for one in made:
+            if "content" not in one["delta"]:  # SGLang's clients read one or the other
+                one["delta"] = {"reasoning_content": None} | one["delta"]
         return made
 
     def prompt_ids(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Responses:
         reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
-        outputs = service.stream(caller, prompt, params, reading=reading)
+        outputs = service.stream(caller, prompt, params, reading=reading, one_by_one=body.wants_logprobs)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
             self._running[job.key] = job

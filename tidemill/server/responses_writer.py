@@ -180,6 +180,8 @@ class ResponseWriter:
         kind, part = ("reasoning", "reasoning_text") if piece.is_reasoning else ("message", "output_text")
         events: list[dict[str, Any]] = []
         if self._open is None or self._open["type"] != kind:
+            if self.output and self.output[-1]["type"] == "reasoning":
+                self._logprobs = self._logprobs[-1:]  # the tokens before are the reasoning's, and its mark
             item: dict[str, Any] = {"type": kind, "id": make_id("rs" if piece.is_reasoning else "msg"), "content": []}
             item["summary" if piece.is_reasoning else "role"] = [] if piece.is_reasoning else "assistant"
             events += self._start_item(item)

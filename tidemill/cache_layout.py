@@ -12,6 +12,7 @@ class Group:
 
     page_size: int  # tokens
     window: int = 0  # a query sees this many tokens, its own the last; 0: all before it
+    is_state: bool = False  # a page is the state after its tokens: it goes forward only
 
     def first_needed(self, position: int) -> int:
         """The first page that a query at this position, or a later one, can see."""
@@ -26,6 +27,12 @@ class Group:
         if not self.window:
             return num_pages
         return min(num_pages, self.num_pages_for(self.window - 1 + most_at_once) + 1)
+
+
+def state_group(interval: int) -> Group:
+    """States of constant size, kept at every `interval` tokens. What a token starts from is the state after the one before it,
+    so the page of that one is all it needs: to the page tables, a window of two tokens."""
+    return Group(interval, window=2, is_state=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from tidemill.cache_layout import Group
+from tidemill.cache_layout import Group, state_group
 from tidemill.kv.manager import KVManager
 
 PROMPT = list(range(100, 140))  # 40 tokens: two full pages of 16 and 8 more
@@ -190,7 +190,7 @@ def test_a_prefix_needs_only_what_its_window_still_sees():
 
 
 def test_a_state_is_a_page_of_many_tokens_of_which_the_last_is_seen():
-    kv, tokens = KVManager(31, 4, groups=(Group(4), Group(16, window=2)), most_at_once=8), list(range(70))
+    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=8), list(range(70))
     kv.admit(1, 70, kv.page_keys(tokens))
     for start in range(0, 70, 8):
         compute(kv, 1, tokens, start, min(start + 8, 70))

@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
     )
     def start(self, policy, page_size, rows, caching, background_tokens, kinds):
-        groups, budget = [Group(page_size * factor, window) for factor, window in kinds], max(rows, 6)
+        groups, budget = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds], max(rows, 6)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
             KVManager(num_pages + 1, page_size, caching, groups, budget),

@@ -55,6 +55,7 @@ class KVManager:
         self.groups = tuple(groups) or (Group(page_size),)
         assert all(group.page_size % page_size == 0 for group in self.groups)
         self.has_windows = any(group.window for group in self.groups)
+        self.can_fork = not any(group.is_state for group in self.groups)  # anywhere: a state has gone past where others start
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
@@ -248,6 +249,7 @@ class KVManager:
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
         assert child not in self._sequences
+        assert self.can_fork
         source, tables = self._sequences[parent], []
         for group, table in zip(self.groups, source.tables, strict=True):
             num_shared = group.num_pages_for(num_tokens)

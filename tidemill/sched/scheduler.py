@@ -439,10 +439,11 @@ class Scheduler:
     # ---- samples of one prompt
 
     def _fork_children(self, request: Request, now: float) -> None:
-        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself."""
+        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
+        Where a page is a state, they start from the last one that the prefix cache has."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1
+            num_shared = request.num_prompt - 1 if self.kv.can_fork else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers import byte_tokenizer, make_llama
+from tests.helpers import byte_tokenizer, make_llama, thinking_tokenizer
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
@@ -117,4 +117,13 @@ def tiny_folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     make_llama(path, vocab_size=320, max_position_embeddings=512)
     byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def thinking_folder(tmp_path_factory) -> Path:
+    """The same with marks of reasoning, which its template opens, and more room."""
+    path = tmp_path_factory.mktemp("thinking")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    thinking_tokenizer(path)
     return path

@@ -94,6 +94,13 @@ def make_core(model: CausalLM, **options: Any) -> EngineCore:
     return EngineCore(model, engine_config(model, **options))
 
 
+def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:
+    """It knows the tokenizer of the folder, for grammars."""
+    core = make_core(model, structured_backend=backend, **options)
+    core.structured.tokenizer_path = folder
+    return core
+
+
 class Answer:
     """Everything the engine said about one sample."""
 

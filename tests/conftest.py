@@ -31,7 +31,6 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
-    *(f"equal_transformers[{family}-torch" for family in ("Qwen2", "Qwen2 with windows", "Mistral", "SmolLM3", "Gemma2")),
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[sinks",
     "server/test_agents.py",
@@ -73,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if "test_families.py" in item.nodeid and "-torch]" in item.nodeid and "Gemma3-" not in item.nodeid:
+            item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough
         if any(part in item.nodeid for part in _ONLY_WHEN_SLOW):
             item.add_marker(pytest.mark.slow)
 

@@ -4,12 +4,16 @@ PY := $(VENV)/bin/python
 MODEL ?= smollm2
 ARGS ?=
 
-.PHONY: serve test test-slow lint types layers soak clean
+.PHONY: serve test test-slow lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
 
-test: lint
+test: $(VENV)/.test-ready
+	$(VENV)/bin/ruff check tidemill tests bench setup.py
+	@$(MAKE) --no-print-directory -j 3 types layers suite
+
+suite:
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready

@@ -77,12 +77,14 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, thinking_fold
 
 @pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
 def test_another_engine_goes_on_anywhere(model, thinking_folder, tokenizer, backend, reasoning, biases):
-    """In the reasoning, at its end, in the answer."""
+    """Here and there in the reasoning, everywhere at its end and in the answer."""
     core = structured_core(model, thinking_folder, backend)
     how = ask(tokenizer, reasoning, logit_bias=bias_of(tokenizer, biases))
     whole = run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens
     assert parts(tokenizer, whole)[1]
-    for num in range(1, len(whole)):
+    (mark,) = tokenizer.encode("</think>", add_special=False)
+    end = whole.index(mark)
+    for num in sorted({*range(1, end, 6), *range(max(end - 1, 1), len(whole))}):
         core.submit(Submit("y", *how, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
         rest = []
         while core.has_work:

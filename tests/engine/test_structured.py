@@ -213,8 +213,9 @@ def check_random_schemas(core, tokenizer, num, first=0):
         jsonschema.validate(json.loads(text), one)
 
 
-def test_a_thousand_random_schemas(core, tokenizer):
-    for first in range(0, 1000, 100):
+@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_random_schemas(core, tokenizer, num):
+    for first in range(0, num, 100):
         check_random_schemas(core, tokenizer, 100, first)
 
 

@@ -326,7 +326,7 @@ def test_a_few_sizes_use_every_kernel():
     """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
-    assert len(few) <= 12
+    assert len(few) <= 13
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())

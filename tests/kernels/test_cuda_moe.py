@@ -14,7 +14,7 @@ from tidemill.kernels.cuda import moe
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.glu import glu_reference
 
-HIDDEN, INNER = 48, 40
+HIDDEN, INNER = 40, 24
 PLAIN, BULK = Tile(16, 32, 32, 2, 4), Tile(16, 32, 16, 2, 4, bulk=1)
 HALVES = Tile(32, 32, 32, 2, 4, halves=1), Tile(32, 32, 16, 2, 4, bulk=1, halves=1)
 
@@ -51,37 +51,38 @@ def tiles(monkeypatch):
     return take
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 21])
-@pytest.mark.parametrize(("up", "down"), [(PLAIN, BULK), (BULK, PLAIN), HALVES])
+@pytest.mark.parametrize("num_tokens", [1, 21])
+@pytest.mark.parametrize(("up", "down"), [(BULK, PLAIN), HALVES])
 def test_experts(num_tokens, up, down, tiles):
     tiles(up, down)
     tensors = given(num_tokens, 5)
     assert_close(moe.moe(*tensors, 2, True, "silu"), reference(*tensors, 2, True, "silu"), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [2, 18])
-@pytest.mark.parametrize(("scoring", "renormalise"), [("softmax_then_topk", False), ("topk_then_softmax", False)])
-def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, renormalise, tiles):
+@pytest.mark.parametrize(
+    ("num_tokens", "scoring"), [(1, "softmax_then_topk"), (6, "softmax_then_topk"), (6, "topk_then_softmax")]
+)
+def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, tiles):
     tiles(PLAIN, BULK)
-    tensors, shared = given(num_tokens, 6, 1), torch.randn(num_tokens, HIDDEN)
-    biases = torch.randn(6, 2 * INNER), torch.randn(6, HIDDEN)
-    out = moe.moe(*tensors, 3, renormalise, "gelu_tanh", *biases, scoring, shared)
-    assert_close(out, reference(*tensors, 3, renormalise, "gelu_tanh", *biases, scoring) + shared, atol=1e-5, rtol=1e-5)
+    tensors, shared = given(num_tokens, 3, 1), torch.randn(num_tokens, HIDDEN)
+    biases = torch.randn(3, 2 * INNER), torch.randn(3, HIDDEN)
+    out = moe.moe(*tensors, 2, False, "gelu_tanh", *biases, scoring, shared)
+    assert_close(out, reference(*tensors, 2, False, "gelu_tanh", *biases, scoring) + shared, atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_has_the_same_bits_alone_among_others_and_padded(tiles):
     """Through all kernels: two launches for few tokens, five for more. All in one tile, since numpy multiplies here."""
     tiles(PLAIN, BULK)
-    x, logits, *weights = given(70, 8)
-    logits[:, 3] += 2.0  # one expert has most tokens, and several blocks
+    x, logits, *weights = given(40, 4)
+    logits[:, 2] += 2.0  # one expert has most tokens, and several blocks
     whole = moe.moe(x, logits, *weights, 2, False, "silu")
-    for tokens in (slice(5, 6), slice(40, 43), slice(40, 57)):
+    for tokens in (slice(5, 6), slice(30, 32), slice(20, 37)):
         assert torch.equal(moe.moe(x[tokens].clone(), logits[tokens].clone(), *weights, 2, False, "silu"), whole[tokens])
-    padded = torch.cat([x[:9], torch.full((7, HIDDEN), float("nan"))]), torch.cat([logits[:9], torch.full((7, 8), float("nan"))])
+    padded = torch.cat([x[:9], torch.full((7, HIDDEN), float("nan"))]), torch.cat([logits[:9], torch.full((7, 4), float("nan"))])
     assert torch.equal(moe.moe(*padded, *weights, 2, False, "silu")[:9], whole[:9])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 600])
+@pytest.mark.parametrize("num_tokens", [1, 40, 520])
 def test_routing(num_tokens):
     """Equal logits go by number; what is not a number still gets experts that exist; every pair is in one block of its expert."""
     logits = torch.randint(-3, 3, (num_tokens, 60)).float()
@@ -136,19 +137,20 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     print(kernel.__name__)
     return done
 
-shape = dict(TOP_K=8, EXPERTS=128, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
+shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
              HALVES=True)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)
     build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
-    few = dict(ROWS=16, OUTS=16, INS=256, BULK=False, HAS_SHARED=False)
+    few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False)
     build(moe._up_direct, **shape, **few)
     build(moe._down_direct, **shape, **few)
-    many = dict(ROWS=128, OUTS=128, INS=64, BULK=True)
-    desc = "tensordesc<bf16[128, 64]>"
+    many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)
+    desc = "tensordesc<bf16[32, 64]>"
     build(moe._up, 8, descs=dict(weight=desc), **shape, **many)
-    build(moe._down, 8, descs=dict(weight=desc, x=desc, half_x="tensordesc<bf16[64, 64]>"), **shape, **many)
+    rows = dict(x="tensordesc<bf16[128, 64]>", half_x="tensordesc<bf16[64, 64]>")
+    build(moe._down, 8, descs=dict(weight=desc, **rows), **shape, **many)
 """
 
 

@@ -32,6 +32,7 @@ MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kerne
 _MOST_EXPERTS_DIRECT = 128  # each program compares all with all
 _MOST_RANKS = tl.constexpr(8)  # of a token there: their experts are the bytes of a word
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
+_AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 _LISTED = tl.constexpr(32)  # blocks that a program lists at once
 
 
@@ -39,13 +40,12 @@ _LISTED = tl.constexpr(32)  # blocks that a program lists at once
 
 
 @triton.jit
-def _keys(logits_ptr, tokens, there, num_experts, EXPERTS: tl.constexpr):
-    """Logits, and integers in their order. Not a number has a place in it too, so that every token gets experts that exist."""
-    experts = tl.arange(0, EXPERTS)[None, :]
-    inside = there[:, None] & (experts < num_experts)
-    logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf"))
+def _to_keys(logits, experts, num_experts):
+    """Different integers in the order of the logits, of equals the first first. What is not a number has a place in it too, so
+    that every token gets experts that exist."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 equals 0
-    return logits, tl.where(experts < num_experts, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    keys = tl.where(experts < num_experts, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    return (keys.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
 
 
 @triton.constexpr_function
@@ -74,8 +74,9 @@ def _route(
     chunk = tl.program_id(0)
     tokens, experts = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, EXPERTS)[None, :]
     there = tokens < num_tokens
-    logits, keys = _keys(logits_ptr, tokens, there, num_experts, EXPERTS)
-    keys = (keys.to(tl.int64) << 32) | (EXPERTS - 1 - experts).to(tl.int64)  # of equals the first
+    inside = there[:, None] & (experts < num_experts)
+    logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf"))
+    keys = _to_keys(logits, experts, num_experts)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
     for rank in range(TOP_K):
         best = keys == tl.max(keys, 1)[:, None]
@@ -294,14 +295,17 @@ def _combine(
 
 
 @triton.jit
-def _ranks(logits_ptr, token, num_experts, EXPERTS: tl.constexpr):
+def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
     """Of one token: its logits [1, E] and how many experts are before each."""
-    tokens, there = token + tl.arange(0, 1), tl.arange(0, 1) == 0
-    logits, keys = _keys(logits_ptr, tokens, there, num_experts, EXPERTS)
-    others, experts = tl.arange(0, EXPERTS)[:, None], tl.arange(0, EXPERTS)[None, :]
-    other_keys = tl.reshape(keys, (EXPERTS, 1))
-    ahead = (other_keys > keys) | ((other_keys == keys) & (others < experts))
-    return logits, tl.sum(ahead.to(tl.int32), 0)[None, :]
+    experts = tl.arange(0, EXPERTS)[None, :]
+    logits = tl.load(logits_ptr + experts, mask=experts < num_experts, other=float("-inf"))
+    keys = _to_keys(logits, experts, num_experts)
+    ahead = tl.zeros((_AT_ONCE, EXPERTS), tl.int32)
+    for first in range(0, num_experts, _AT_ONCE):
+        others = first + tl.arange(0, _AT_ONCE)[:, None]
+        other = tl.load(logits_ptr + others, mask=others < num_experts, other=float("-inf"))
+        ahead += (_to_keys(other, others, num_experts) > keys).to(tl.int32)
+    return logits, tl.sum(ahead, 0)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -315,18 +319,17 @@ def _up_direct(
     tiles = tl.cdiv(num_out, OUTS)
     n, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     experts = tl.arange(0, EXPERTS)[None, :]
+    token = tl.where(pair < num_pairs, pair // TOP_K, tl.program_id(0) - num_pairs * tiles)
+    logits, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
     if pair >= num_pairs:
-        token = tl.program_id(0) - num_pairs * tiles
-        logits, ranks = _ranks(logits_ptr, token, num_experts, EXPERTS)
         weights = _weigh(logits, ranks < TOP_K, OF_ALL, EXPERTS)
         tl.store(experts_ptr + token * TOP_K + ranks, experts, mask=ranks < TOP_K)
         tl.store(weights_ptr + token * TOP_K + ranks, weights, mask=ranks < TOP_K)
         return
-    logits, ranks = _ranks(logits_ptr, pair // TOP_K, num_experts, EXPERTS)
     expert = tl.sum(tl.sum(tl.where(ranks == pair % TOP_K, experts, 0), 1), 0)
     rows = tl.arange(0, ROWS)
     out = _gated(
-        x_ptr, rows * 0 + pair // TOP_K, rows < 1, weight, bias_ptr, expert, n, num_in, num_out,
+        x_ptr, rows * 0 + token, rows < 1, weight, bias_ptr, expert, n, num_in, num_out,
         ROWS, OUTS, INS, EVEN, BULK, HAS_BIAS, ACT, out_ptr.dtype.element_ty,
     )  # fmt: skip
     outs = n * OUTS + tl.arange(0, OUTS)

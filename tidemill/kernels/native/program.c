@@ -24,10 +24,10 @@ typedef struct {
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
-        LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window), LAYER(cos), LAYER(sin),
+        LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window), LAYER(cos), LAYER(sin),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_stride),
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
-        STEP(table), STEP(positions), STEP(slots),
+        STEP(tables), STEP(positions), STEP(slots),
         OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
         {NULL, 0},
     };

@@ -41,6 +41,10 @@ class WeightTensor(Protocol):
         """The matrix as it is quantized; None if it is not."""
         ...
 
+    def matrix(self, number: int) -> WeightTensor:
+        """One of a stack of matrices."""
+        ...
+
 
 class RandomTensor:
     """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so."""
@@ -58,6 +62,9 @@ class RandomTensor:
 
     def codes(self) -> None:
         return None
+
+    def matrix(self, number: int) -> RandomTensor:
+        return RandomTensor(self.name, self.shape[1:])
 
 
 class Checkpoint(Protocol):
@@ -109,6 +116,11 @@ class _FromGGUF:
                 f"Tensor {self.name} ({self.type_name}) holds scales that are not finite in 16 bits.", fix="Use --dtype float32."
             )
         return codes
+
+    def matrix(self, number: int) -> _FromGGUF:
+        num_rows = self._tensor.raw.shape[0] // self.shape[0]
+        rows = self._tensor.raw[number * num_rows : (number + 1) * num_rows]
+        return _FromGGUF(replace(self._tensor, raw=rows, shape=self.shape[1:]))
 
     def _quantized(self, raw: np.ndarray) -> Codes:
         part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
@@ -165,11 +177,13 @@ class GGUFCheckpoint:
 
 
 class _FromSafetensors:
-    def __init__(self, file: Any, name: str, path: Path) -> None:
-        self._file, self.name, self._path = file, name, path
-        view = file.get_slice(name)
-        self.shape = tuple(view.get_shape())
-        self.type_name = str(view.get_dtype())
+    """`number`: of one of a stack of matrices, if only that is meant."""
+
+    def __init__(self, file: Any, name: str, path: Path, number: int | None = None) -> None:
+        self._file, self.name, self._path, self._number = file, name, path, number
+        self._view = file.get_slice(name)
+        self.shape = tuple(self._view.get_shape())[0 if number is None else 1 :]
+        self.type_name = str(self._view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
     def read_into(self, out: torch.Tensor) -> None:
@@ -178,10 +192,14 @@ class _FromSafetensors:
                 f"Tensor {self.name} in {self._path} has type {self.type_name}.",
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
-        out.copy_(self._file.get_tensor(self.name).reshape(out.shape))
+        values = self._file.get_tensor(self.name) if self._number is None else self._view[self._number]
+        out.copy_(values.reshape(out.shape))
 
     def codes(self) -> Codes | None:
         return None
+
+    def matrix(self, number: int) -> _FromSafetensors:
+        return _FromSafetensors(self._file, self.name, self._path, number)
 
 
 _SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

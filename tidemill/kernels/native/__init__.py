@@ -56,6 +56,26 @@ class Step(ctypes.Structure):
     ]
 
 
+class Matrices(ctypes.Structure):
+    """tm_matrices of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_in", "num_out")),
+        *((name, _POINTER) for name in ("codes", "scales", "bias")),
+        *((name, _LONG) for name in ("code_bytes", "num_scales")),
+    ]
+
+
+class MoE(ctypes.Structure):
+    """tm_moe of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
+        *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
+        ("counts", _POINTER),
+    ]
+
+
 def _check(*tensors: torch.Tensor) -> None:
     """C takes what it is given: addresses of anything else would be read past their end."""
     for tensor in tensors:
@@ -83,7 +103,9 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
     ours = dict[str, int]()
-    for struct, mirror in (("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op)):
+    for struct, mirror in (
+        ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_moe", MoE), ("tm_matrices", Matrices),
+    ):  # fmt: skip
         ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
@@ -115,6 +137,8 @@ class Library:
         self._argmax.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
+        self._moe = lib.tm_run_moe
+        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -173,6 +197,16 @@ class Library:
             self._recording.note(
                 "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
             )
+        return out
+
+    def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        """`experts`: the address of a `MoE`."""
+        _check(x_TH, logits_TL)
+        out = torch.empty_like(x_TH)
+        if self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            raise MemoryError("no memory for a mixture of experts")
+        if self._recording:
+            self._recording.note("moe", out, x_TH, logits_TL, a=experts)
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:

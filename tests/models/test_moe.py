@@ -21,6 +21,13 @@ FAMILIES = {
         "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
         "decoder_sparse_step": 2,
     },
+    "GptOss": {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 40, "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }  # fmt: skip
 
 

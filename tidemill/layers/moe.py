@@ -97,7 +97,7 @@ class Experts(Layer):
         self._wanted -= brings
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
-        self._biases[side] = _values(tensor)
+        self._biases[side] = read_values(tensor)
         self._wanted_biases -= {side}
 
     def is_complete(self) -> bool:
@@ -149,7 +149,7 @@ def feed_forward(config: ModelConfig, layer: int, dtype: str) -> nn.Module:
     return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
 
 
-def _values(tensor: WeightTensor) -> torch.Tensor:
+def read_values(tensor: WeightTensor) -> torch.Tensor:
     values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
     tensor.read_into(values)
     return values

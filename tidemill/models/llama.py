@@ -26,7 +26,10 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = feed_forward(config, layer, dtype)
+        self.mlp = self.feed_forward(config, layer, dtype)
+
+    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+        return feed_forward(config, layer, dtype)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

@@ -18,6 +18,7 @@ from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
+from tidemill.weights.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 
 _ROWS_AT_ONCE = 2048
 
@@ -217,9 +218,10 @@ class SafetensorsCheckpoint:
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
         self.architecture = architectures[0]
-        if self.metadata.get("quantization_config"):
-            settings = self.metadata["quantization_config"]
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        settings = self.metadata.get("quantization_config")
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        self._is_mxfp4 = method == "mxfp4"
+        if method and not self._is_mxfp4:
             raise CheckpointError(
                 f"{path} is quantized ({method}), which is not supported yet.",
                 fix="Use the unquantized checkpoint or a GGUF of it.",
@@ -252,10 +254,21 @@ class SafetensorsCheckpoint:
     def tensors(self) -> Iterator[WeightTensor]:
         from safetensors import SafetensorError, safe_open
 
+        waiting: dict[str, tuple[Any, Any]] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
         for path in self._files():
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
-                        yield _FromSafetensors(file, name, path)
+                        stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
+                        if stem == name or not self._is_mxfp4:
+                            yield _FromSafetensors(file, name, path)
+                        elif stem not in waiting:
+                            waiting[stem] = file, file.get_slice(name)
+                        else:
+                            other = waiting.pop(stem)[1]
+                            halves = (file.get_slice(name), other) if name.endswith(BLOCKS) else (other, file.get_slice(name))
+                            yield Mxfp4Tensor(stem + BLOCKS, *halves)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+        if waiting:
+            raise CheckpointError(f"{self.path}: of tensor {min(waiting)} in mxfp4, blocks or scales are missing.")

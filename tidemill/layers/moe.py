@@ -65,16 +65,21 @@ class Experts(Layer):
                 shapes[f"shared_{side}"] = (hidden_size, whole) if side == "down" else (whole, hidden_size)
         return shapes | {"gate_ups": (num, 2 * size, hidden_size)}
 
+    def _brings(self, part: str) -> set[tuple[str, int]]:
+        """The matrices in a part, by side and expert."""
+        kind, _, number = part.partition(".")
+        if number == "bias":
+            return set()
+        if kind.startswith("shared_"):
+            return {(kind.removeprefix("shared_"), self.num_experts)}
+        sides = ("gate", "up") if kind == "gate_ups" else (kind.removesuffix("s"),)
+        return {(side, expert) for side in sides for expert in ([int(number)] if number else range(self.num_experts))}
+
     @property
     def missing(self) -> set[str]:
-        """Every part that would bring something that is missing."""
-        parts = set()
-        for side, expert in self._wanted:
-            if expert == self.num_experts:
-                parts.add(f"shared_{side}")
-            else:
-                parts |= {f"{side}.{expert}", f"{side}s"} | (set() if side == "down" else {"gate_ups"})
-        return parts | {f"{side}s.bias" for side in self._wanted_biases}
+        """Every part of which all is missing."""
+        biases = {f"{side}s.bias" for side in self._wanted_biases}
+        return biases | {part for part in self.parts if (brings := self._brings(part)) and brings <= self._wanted}
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         side, _, number = part.partition(".")

@@ -89,7 +89,11 @@ class CausalLM(nn.Module, ABC):
             linear.weight.prepare(nums_rows)
 
     def _linears(self) -> Iterator[Linear]:
-        return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router))
+        return (
+            module
+            for module in self.modules()
+            if isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router)
+        )
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...

@@ -60,6 +60,16 @@ class PairedExperts(Experts):
         }
         return super()._shapes(hidden_size, spec) | paired
 
+    def _brings(self, part: str) -> set[tuple[str, int]]:
+        kind, _, stored = part.partition("_")
+        if kind not in ("paired", "turned"):
+            return super()._brings(part)
+        return set() if stored == "bias" else super()._brings("gate_ups" if kind == "paired" else "downs")
+
+    @property
+    def missing(self) -> set[str]:
+        return super().missing | ({"paired_bias"} if {"gate", "up"} <= self._wanted_biases else set())
+
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         kind, _, stored = part.partition("_")
         if kind not in ("paired", "turned"):

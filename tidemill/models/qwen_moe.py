@@ -43,9 +43,7 @@ class Qwen2MoE(Qwen2):
         config = super().read_config(checkpoint)
         if checkpoint.format == "gguf":
             key = f"{arch}.expert_shared_feed_forward_length"
-            spec = gguf_experts(
-                checkpoint, config, renormalise=False, shared_size=required(data, key, int, checkpoint.path)
-            )
+            spec = gguf_experts(checkpoint, config, renormalise=False, shared_size=required(data, key, int, checkpoint.path))
         else:
             config = replace(config, attention_bias=data.get("qkv_bias") is not False, attention_out_bias=False)
             key, source = "shared_expert_intermediate_size", checkpoint.path / "config.json"

@@ -68,7 +68,15 @@ class CudaExperts(ExpertWeights):
         spec = self._spec
         logits_TE = logits_TL[:, : spec.num_experts].contiguous()
         out: torch.Tensor = moe(
-            x_TH, logits_TE, self._gate_up, self._down, spec.top_k, spec.renormalise, spec.act, *self._biases, scoring=spec.scoring
+            x_TH,
+            logits_TE,
+            self._gate_up,
+            self._down,
+            spec.top_k,
+            spec.renormalise,
+            spec.act,
+            *self._biases,
+            scoring=spec.scoring,
         )
         if self._shared is None:
             return out

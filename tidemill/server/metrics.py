@@ -32,6 +32,7 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.expert_tokens = self._counter("expert_tokens", "Tokens that an expert of a layer got", ("layer", "expert"))
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")
@@ -90,6 +91,10 @@ class Metrics:
                 self.output_tokens.inc(event.num_sampled)
             case events.MasksMade():
                 self.mask_s.observe(event.duration_s / event.num_masks)
+            case events.ExpertsUsed():
+                for layer, counts in event.tokens_of:
+                    for expert, num_tokens in enumerate(counts):
+                        self.expert_tokens.labels(layer, expert).inc(num_tokens)
             case events.FirstToken():
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():

@@ -254,7 +254,9 @@ class SafetensorsCheckpoint:
     def tensors(self) -> Iterator[WeightTensor]:
         from safetensors import SafetensorError, safe_open
 
-        waiting: dict[str, tuple[Any, Any]] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
+        waiting: dict[
+            str, tuple[Any, Any]
+        ] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
         for path in self._files():
             try:
                 with safe_open(path, framework="pt") as file:

@@ -58,7 +58,5 @@ class Mxfp4Tensor:
         codes, exponents = self._read()
         scales = np.ldexp(np.float32(1), exponents).astype(np.float16)
         if not np.array_equal(scales.astype(np.float64), np.ldexp(1.0, exponents)):
-            raise CheckpointError(
-                f"Tensor {self.name} holds scales that 16 bits cannot represent.", fix="Use --dtype float32."
-            )
+            raise CheckpointError(f"Tensor {self.name} holds scales that 16 bits cannot represent.", fix="Use --dtype float32.")
         return Codes(8, torch.from_numpy(codes), torch.from_numpy(scales), None)

@@ -12,16 +12,25 @@ from tidemill.weights.checkpoint import Checkpoint
 ARCHITECTURES = {
     ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
     ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
-    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:SmolLM3",
     ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
     ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
     ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
     ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
+    ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
+    ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
+    ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
+    ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
     ("gguf", "gemma3"): "tidemill.models.gemma:Gemma3",
     ("gguf", "qwen3"): "tidemill.models.qwen3:Qwen3",
+    ("gguf", "smollm3"): "tidemill.models.llama:SmolLM3",
+    ("gguf", "phi3"): "tidemill.models.phi3:Phi3",
+    ("gguf", "gpt2"): "tidemill.models.gpt2:GPT2",
+    ("gguf", "olmo2"): "tidemill.models.olmo2:Olmo2",
+    ("gguf", "granite"): "tidemill.models.granite:Granite",
 }
 
 

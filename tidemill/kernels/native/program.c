@@ -29,6 +29,7 @@ TM_API const field *tm_layout(void) {
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(table), STEP(positions), STEP(slots),
         OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        OP(scale),
         {NULL, 0},
     };
     return fields;
@@ -41,7 +42,27 @@ static int run_linear(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_norm(const tm_op *o, const tm_buffers *at) {
-    norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    norm_op(at->in, o->scale, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_post_norm(const tm_op *o, const tm_buffers *at) {
+    post_norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_qk_norm(const tm_op *o, const tm_buffers *at) {
+    qk_norm_op(at->in, o->a, o->kind, o->b, o->num_out, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_layer_norm(const tm_op *o, const tm_buffers *at) {
+    layer_norm_op(at->in, at->in_out, o->a, o->b, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_act(const tm_op *o, const tm_buffers *at) {
+    act_op((int)o->kind, at->in, at->out, at->num_rows, o->width);
     return 0;
 }
 
@@ -60,6 +81,10 @@ static const struct {
 } OPS[] = {
     {"linear", run_linear},
     {"norm", run_norm},
+    {"post_norm", run_post_norm},
+    {"qk_norm", run_qk_norm},
+    {"layer_norm", run_layer_norm},
+    {"act", run_act},
     {"glu", run_glu},
     {"attention", run_attention},
 };

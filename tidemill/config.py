@@ -29,7 +29,7 @@ MIB = 2**20
 class RopeScaling:
     """How positions beyond the original context are squeezed. Field names follow the published configurations."""
 
-    kind: str  # linear, llama3, yarn
+    kind: str  # linear, llama3, yarn, longrope
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -38,6 +38,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True  # yarn: the bounds between which frequencies are blended are whole numbers
+    short_factors: tuple[float, ...] = ()  # longrope's: contexts up to the original one
+    long_factors: tuple[float, ...] = ()  # and longer ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +141,13 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # of each query and key head, before rotation
-    act: str = "silu"  # of the gate, a name in kernels/glu.py
+    act: str = "silu"  # a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
+    is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
+    num_positions: int = 0  # rows of a learned position embedding; 0: there is none
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies what a layer adds
+    logits_scale: float = 1.0  # multiplies logits
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
@@ -174,10 +181,10 @@ class ModelConfig:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
         attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
-        dense = 3 * h * self.intermediate_size
+        dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + 2 * h) + feed_forward + embeddings + h
+        return self.num_layers * (attention + 2 * h) + feed_forward + embeddings + h * (self.num_positions + 1)
 
     @property
     def num_active_parameters(self) -> int:

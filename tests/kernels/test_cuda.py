@@ -350,7 +350,11 @@ def build(kernel, types, warps=4, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
+build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32", factor="fp32"), HAS_X=True, BLOCK=4096)
+build(elementwise._post_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), BLOCK=4096)
+build(elementwise._qk_norm, dict(qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32"), BLOCK=4096)
+build(elementwise._add_layer_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=1024)
+build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
@@ -405,7 +409,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path):
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
-        "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize",
     }  # fmt: skip

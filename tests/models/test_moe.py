@@ -32,6 +32,7 @@ FAMILIES = {
         "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True,
         "decoder_sparse_step": 2,
     },
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
     "GptOss": {
         "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 40, "max_position_embeddings": 512,
         "rope_parameters": {

@@ -175,4 +175,4 @@ class _Row:
         return None
 
     def matrix(self, number: int) -> WeightTensor:
-        raise NotImplementedError
+        raise AssertionError("a row is no stack of matrices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -21,7 +21,8 @@ from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import MoE, Router
 from tidemill.layers.rope import Rope
-from tidemill.weights.checkpoint import Checkpoint, RandomTensor
+from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
+from tidemill.weights.views import cut, joined
 
 _NUMBERS_BELOW = 2**31
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
@@ -30,8 +31,9 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 class CausalLM(nn.Module, ABC):
     """A decoder. Built on the meta device, then loaded tensor by tensor."""
 
-    # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number; in a part and
-    # a second time in the names, an expert's. ".weight" or ".bias" is added to names, except to those that begin with "=".
+    # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in a
+    # part and a second time in the names, an expert's. ".weight" or ".bias" is added to names, except to those that begin with "=".
+    # A tensor that several lines name is cut by rows, in their order.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
@@ -51,7 +53,7 @@ class CausalLM(nn.Module, ABC):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """What the first layer starts from, [T, H]."""
 
     @abstractmethod
@@ -125,7 +127,8 @@ class CausalLM(nn.Module, ABC):
         ignored = [re.compile(pattern) for pattern in model.ignored]
         done, total = 0, 0 if random else checkpoint.num_bytes
         with torch.inference_mode():
-            for tensor in model._random_tensors(targets) if random else checkpoint.tensors():
+            stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
+            for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
                 places = targets.get(tensor.name)
                 if places is None:
                     if not any(pattern.fullmatch(tensor.name) for pattern in ignored):
@@ -134,8 +137,9 @@ class CausalLM(nn.Module, ABC):
                             f"with {config.num_layers} layers."
                         )
                     continue
-                for layer, part in places:
-                    layer.load(part, tensor, model.row_order(checkpoint.format, part))
+                pieces = cut(tensor, [layer.parts[part] for layer, part in places])
+                for (layer, part), piece in zip(places, pieces, strict=True):
+                    layer.load(part, piece, model.row_order(checkpoint.format, part))
                 done += tensor.num_bytes
                 if progress:
                     progress(tensor.name, done, total)
@@ -156,14 +160,18 @@ class CausalLM(nn.Module, ABC):
         """All tensors are there: what a format stores differently is settled here."""
         return
 
+    def as_named(self, tensor: WeightTensor, checkpoint_format: str) -> WeightTensor:
+        """A stored tensor under the name and in the shape that `NAMES` expects."""
+        return tensor
+
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         for name, places in targets.items():
             layer, part = places[0]
             if part in layer.missing:
-                yield RandomTensor(name, layer.parts[part])
+                yield RandomTensor(name, joined([layer.parts[part] for layer, part in places]))
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
-        """Stored name to the layers and parts it fills. A tied table fills two."""
+        """Stored name to the layers and parts it fills."""
         targets: dict[str, list[tuple[Layer, str]]] = {}
         modules = dict(self.named_modules())
         for path, part, hf_name, gguf_name in self.names:

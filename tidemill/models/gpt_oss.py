@@ -20,29 +20,10 @@ from tidemill.models.base import optional, required
 from tidemill.models.llama import Block, Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
+from tidemill.weights.views import View
 
 _EXPERTS, _HF = "blocks.{}.mlp.experts", "model.layers.{}.mlp.experts"
 _ROUTING = {"scoring": "topk_then_softmax", "act": "swiglu_clamped", "has_bias": True}
-
-
-class _Transposed:
-    """A stored matrix, rows as columns."""
-
-    def __init__(self, tensor: WeightTensor) -> None:
-        self._tensor = tensor
-        self.name, self.type_name, self.num_bytes = tensor.name, tensor.type_name, tensor.num_bytes
-        self.shape = tensor.shape[::-1]
-
-    def read_into(self, out: torch.Tensor) -> None:
-        values = torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device)
-        self._tensor.read_into(values)
-        out.copy_(values.t())
-
-    def codes(self) -> None:
-        return None
-
-    def matrix(self, number: int) -> WeightTensor:
-        raise NotImplementedError
 
 
 class PairedExperts(Experts):
@@ -84,7 +65,7 @@ class PairedExperts(Experts):
         order = torch.arange(2 * size, device="cpu").view(size, 2).t().flatten() if kind == "paired" else None
         for expert in range(self.num_experts):
             matrix = tensor.matrix(expert)
-            self._add("gate_up" if kind == "paired" else "down", expert, matrix if stored else _Transposed(matrix), order)
+            self._add("gate_up" if kind == "paired" else "down", expert, matrix if stored else View(matrix, tensor.name, transposed=True), order)
 
 
 class PairedMoE(MoE):

@@ -12,7 +12,7 @@ from tidemill.weights.checkpoint import Checkpoint
 ARCHITECTURES = {
     ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
     ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
-    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:SmolLM3",
     ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
     ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
     ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
@@ -22,6 +22,10 @@ ARCHITECTURES = {
     ("hf", "Qwen3MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen3MoE",
     ("hf", "OlmoeForCausalLM"): "tidemill.models.olmoe:Olmoe",
     ("hf", "GptOssForCausalLM"): "tidemill.models.gpt_oss:GptOss",
+    ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
+    ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
+    ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
+    ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
@@ -32,6 +36,11 @@ ARCHITECTURES = {
     ("gguf", "qwen3moe"): "tidemill.models.qwen_moe:Qwen3MoE",
     ("gguf", "olmoe"): "tidemill.models.olmoe:Olmoe",
     ("gguf", "gpt-oss"): "tidemill.models.gpt_oss:GptOss",
+    ("gguf", "smollm3"): "tidemill.models.llama:SmolLM3",
+    ("gguf", "phi3"): "tidemill.models.phi3:Phi3",
+    ("gguf", "gpt2"): "tidemill.models.gpt2:GPT2",
+    ("gguf", "olmo2"): "tidemill.models.olmo2:Olmo2",
+    ("gguf", "granite"): "tidemill.models.granite:Granite",
 }
 
 

@@ -51,8 +51,8 @@ def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> t
     kv = attention.kv
     num_pages = min(-(-num_tokens // kv.page_size), kv.cache.shape[0] - 1, kv.table.shape[1])
     longest = min((angles.cos.shape[0] for angles in kv.angles if angles is not None), default=num_tokens)
-    num_tokens = min(num_tokens, num_pages * kv.page_size, longest)
+    num_tokens = min(num_tokens, num_pages * kv.page_size, longest, model.config.max_context)
     kv.table[0, :num_pages] = torch.arange(1, num_pages + 1)
     positions = torch.arange(num_tokens)
     step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, positions + kv.page_size)
-    return step, model.embed_tokens(positions % model.config.vocab_size)
+    return step, model.embed_tokens(positions % model.config.vocab_size, positions)

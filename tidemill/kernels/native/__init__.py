@@ -124,8 +124,20 @@ class Library:
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
-        self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._norm.argtypes = [_POINTER, _FLOAT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
+        self._post_norm = lib.tm_post_norm
+        self._post_norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._post_norm.restype = None
+        self._qk_norm = lib.tm_qk_norm
+        self._qk_norm.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG]
+        self._qk_norm.restype = None
+        self._layer_norm = lib.tm_add_layer_norm
+        self._layer_norm.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._layer_norm.restype = None
+        self._act = lib.tm_act
+        self._act.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._act.restype = None
         self._glu = lib.tm_glu
         self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
         self._glu.restype = None
@@ -163,14 +175,56 @@ class Library:
         return out
 
     def add_rms_norm(
-        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
     ) -> torch.Tensor:
         _check(residual_TH, weight_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
-        x = None if x_TH is None else x_TH.data_ptr()
-        self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
+        x, weight, width = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), residual_TH.shape[1]
+        self._norm(x, scale, residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
-            self._recording.note("norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
+            self._recording.note("norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps, scale=scale)
+        return out
+
+    def post_norm(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(x_TH, residual_TH, weight_H)
+        out, weight, width = residual_TH.new_empty(residual_TH.shape), weight_H.data_ptr(), residual_TH.shape[1]
+        self._post_norm(x_TH.data_ptr(), residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("post_norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps)
+        return out
+
+    def qk_norm(self, qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(qkv_TC, q_weight, k_weight)
+        out, num_q, num_k = qkv_TC.new_empty(qkv_TC.shape), q_weight.numel(), k_weight.numel()
+        q, k = q_weight.data_ptr(), k_weight.data_ptr()
+        self._qk_norm(qkv_TC.data_ptr(), q, num_q, k, num_k, eps, out.data_ptr(), *qkv_TC.shape)
+        if self._recording:
+            self._recording.note("qk_norm", out, qkv_TC, width=qkv_TC.shape[1], kind=num_q, num_out=num_k, a=q, b=k, eps=eps)
+        return out
+
+    def add_layer_norm(
+        self,
+        x_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        _check(residual_TH, weight_H, bias_H, residual_TH if x_TH is None else x_TH)
+        out = residual_TH.new_empty(residual_TH.shape)
+        x, weight, bias = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), bias_H.data_ptr()
+        self._layer_norm(x, residual_TH.data_ptr(), weight, bias, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("layer_norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight, b=bias, eps=eps)
+        return out
+
+    def activate(self, x_TI: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `glu.ACTIVATIONS`."""
+        _check(x_TI)
+        out = x_TI.new_empty(x_TI.shape)
+        self._act(act, x_TI.data_ptr(), out.data_ptr(), *x_TI.shape)
+        if self._recording:
+            self._recording.note("act", out, x_TI, kind=act, width=x_TI.shape[1])
         return out
 
     def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:

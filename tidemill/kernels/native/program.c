@@ -35,6 +35,7 @@ TM_API const field *tm_layout(void) {
         MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
         MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
         MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales),
+        OP(scale),
         {NULL, 0},
     };
     return fields;
@@ -47,7 +48,27 @@ static int run_linear(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_norm(const tm_op *o, const tm_buffers *at) {
-    norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    norm_op(at->in, o->scale, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_post_norm(const tm_op *o, const tm_buffers *at) {
+    post_norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_qk_norm(const tm_op *o, const tm_buffers *at) {
+    qk_norm_op(at->in, o->a, o->kind, o->b, o->num_out, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_layer_norm(const tm_op *o, const tm_buffers *at) {
+    layer_norm_op(at->in, at->in_out, o->a, o->b, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_act(const tm_op *o, const tm_buffers *at) {
+    act_op((int)o->kind, at->in, at->out, at->num_rows, o->width);
     return 0;
 }
 
@@ -68,6 +89,10 @@ static const struct {
 } OPS[] = {
     {"linear", run_linear},
     {"norm", run_norm},
+    {"post_norm", run_post_norm},
+    {"qk_norm", run_qk_norm},
+    {"layer_norm", run_layer_norm},
+    {"act", run_act},
     {"glu", run_glu},
     {"attention", run_attention},
     {"moe", run_moe},

@@ -75,7 +75,7 @@ typedef struct {
     long in, in_out, out;       /* columns; -1: none */
     long kind, width, num_out;  /* width: columns of the input */
     const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
-    float eps;
+    float eps, scale;
 } tm_op;
 
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
@@ -89,7 +89,12 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
-void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,
+                long width);
+void layer_norm_op(const float *x, float *residual, const float *weight, const float *bias, float eps, float *out, long num_rows, long width);
+void act_op(int act, const float *x, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
 /* logits: [row][num_experts, and one for the shared expert]. */
 int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);

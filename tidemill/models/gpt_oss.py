@@ -65,7 +65,12 @@ class PairedExperts(Experts):
         order = torch.arange(2 * size, device="cpu").view(size, 2).t().flatten() if kind == "paired" else None
         for expert in range(self.num_experts):
             matrix = tensor.matrix(expert)
-            self._add("gate_up" if kind == "paired" else "down", expert, matrix if stored else View(matrix, tensor.name, transposed=True), order)
+            self._add(
+                "gate_up" if kind == "paired" else "down",
+                expert,
+                matrix if stored else View(matrix, tensor.name, transposed=True),
+                order,
+            )
 
 
 class PairedMoE(MoE):

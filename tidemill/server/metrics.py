@@ -34,7 +34,9 @@ class Metrics:
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
-        self.expert_imbalance = self._gauge("expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",))
+        self.expert_imbalance = self._gauge(
+            "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
+        )
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")

@@ -107,8 +107,8 @@ def _qk_norm(qkv_ptr, q_ptr, k_ptr, num_q, num_k, num_columns, eps, BLOCK: tl.co
     columns = tl.arange(0, BLOCK)
     width = tl.where(is_k == 1, num_k, num_q)
     inside = columns < width
-    weight = tl.load(q_ptr + columns, mask=inside & (is_k == 0), other=0.0).to(tl.float32)
-    weight += tl.load(k_ptr + columns, mask=inside & (is_k == 1), other=0.0).to(tl.float32)
+    weight = tl.load(q_ptr + columns, mask=columns < num_q * (1 - is_k), other=0.0).to(tl.float32)
+    weight += tl.load(k_ptr + columns, mask=columns < num_k * is_k, other=0.0).to(tl.float32)
     begin(AHEAD)
     base = qkv_ptr + tl.program_id(0).to(tl.int64) * num_columns + is_k * num_q
     x = tl.load(base + columns, mask=inside, other=0.0).to(tl.float32)

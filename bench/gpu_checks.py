@@ -31,7 +31,7 @@ from tidemill.kernels.cuda import attention, elementwise, flash, records, sampli
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
-from tidemill.kernels.norm import add_rms_norm_reference
+from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
@@ -64,11 +64,32 @@ def check_elementwise() -> None:
         assert (out - expected).float().abs().max() <= 2**-7 * expected.float().abs().max()
         alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
         assert torch.equal(alone, out[7:8])
+        check_norms(x, residual, weight)
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
     paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
     out, expected = elementwise.glu(paired, "silu"), glu_reference(both)
     assert (elementwise.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
+    out, expected = elementwise.activate(gate, "gelu_tanh").float(), F.gelu(gate.float(), approximate="tanh")
+    assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """Those that few models have."""
+    bias = torch.randn_like(weight)
+    qkv = torch.cat([x, residual[:, :256], residual[:, :256]], 1)
+    for ours, reference, given in (
+        (elementwise.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
+        (elementwise.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
+        (elementwise.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
+        (elementwise.qk_norm, qk_norm_reference, (qkv, weight, bias[:256], 1e-5)),
+    ):
+        exact = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
+        lone = [one[7:8].clone() if isinstance(one, torch.Tensor) and one.dim() == 2 else one for one in given]
+        alone, expected = ours(*lone).clone(), reference(*exact)
+        out = ours(*(one.clone() if isinstance(one, torch.Tensor) else one for one in given))
+        assert (out.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), ours.__name__
+        assert torch.equal(alone, out[7:8]), ours.__name__
 
 
 def check_gemm() -> None:
@@ -437,7 +458,7 @@ def check_engine() -> None:
 
 
 def check_families() -> None:
-    """Layers with windows, softcaps, two rotations, biases and gelu: near Transformers, and the same bits in any company."""
+    """Layers that differ from Llama's: near Transformers, and the same bits in any company."""
     import transformers
 
     common = {
@@ -445,17 +466,35 @@ def check_families() -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05,
     }  # fmt: skip
     kinds = ["sliding_attention", "full_attention"] * 2
+    factors = [1 + i / 8 for i in range(48)]
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 48,
+        "long_factor": factors, "original_max_position_embeddings": 512,
+    }  # fmt: skip
     draw = random.Random(1)
     for name, more in {
         "Qwen2": {},
         "Mistral": {"sliding_window": 300, "head_dim": 128},
         "Gemma2": {"sliding_window": 300, "head_dim": 128, "query_pre_attn_scalar": 100, "layer_types": kinds},
         "Gemma3": {"sliding_window": 300, "head_dim": 256, "layer_types": kinds},
+        "Qwen3": {"head_dim": 128},
+        "SmolLM3": {"no_rope_layers": [1, 1, 1, 0]},
+        "Phi3": {"rope_parameters": longrope, "original_max_position_embeddings": 512, "pad_token_id": 0},
+        "Olmo2": {"pad_token_id": 0},
+        "Granite": {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+        "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
     }.items():
         folder = Path(tempfile.mkdtemp())
         torch.manual_seed(0)
-        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**common | more)
-        model = with_weights(getattr(transformers, f"{name}ForCausalLM")(config), torch.bfloat16)
+        sizes = more if name == "GPT2" else common | more
+        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
+        made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+        model = with_weights(made, torch.bfloat16)
         model.save_pretrained(folder)
         reference = with_weights(model.cuda().eval(), torch.float32)
         prompt = [draw.randrange(2000) for _ in range(700)]

@@ -12,13 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tests.kernels.test_cuda import flash_reference
+from tests.models.test_families import make as make_family
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
 from tidemill.errors import ConfigError
 from tidemill.events import Preempted
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, flash, gemm, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, tuning
+from tidemill.layers import mlp, norm
+from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
 from tidemill.sampling import SamplingParams
@@ -112,8 +115,8 @@ def on_gpu(folder, monkeypatch):
         monkeypatch.setattr(module, name, value)
     with OnCpu():
 
-        def make(**options):
-            checkpoint = open_checkpoint(folder)
+        def make(path=folder, **options):
+            checkpoint = open_checkpoint(path)
             cls = model_class(checkpoint)
             shape = cls.read_config(checkpoint)
             options = {
@@ -175,6 +178,26 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     assert_same(run(core, REQUESTS), expected)
     again = {name: REQUESTS[name] for name in ("one", "asks")}
     assert_same(run(core, again), {name: expected[name] for name in again})  # from the prefix cache
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+IN_TRITON = [
+    (norm, "add_rms_norm"), (norm, "post_norm"), (norm, "add_layer_norm"), (mlp, "activate"), (olmo2, "qk_norm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", ["GPT2", "Olmo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Phi3 with longrope", "Granite"))]
+)
+def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
+    """With the norms and activations in Triton, too."""
+    make_family(family, **(SMALL_GPT2 if family == "GPT2" else SMALL)).save_pretrained(tmp_path)
+    requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    for module, name in IN_TRITON:
+        monkeypatch.setattr(module, name, getattr(elementwise, name))
+    assert_same(run(on_gpu(tmp_path), requests), expected)
 
 
 def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):

@@ -33,8 +33,11 @@ class Layer(nn.Module):
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, tensor, row_order)
         self._loaded.add(part)
-        if self._loaded == set(self.parts):
+        if self.is_complete():
             self.finish()
+
+    def is_complete(self) -> bool:
+        return self._loaded == set(self.parts)
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""

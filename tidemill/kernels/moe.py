@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +84,14 @@ class ExpertWeights(ABC):
     @abstractmethod
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         """`logits_TL`: the router's, in float32."""
+
+    def compile(self, nums_rows: Collection[int]) -> None:
+        """As a weight's."""
+        return
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        """As a weight's."""
+        return
 
 
 @dataclass(slots=True)

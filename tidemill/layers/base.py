@@ -23,6 +23,9 @@ class Layer(nn.Module):
         """Parts that must still come."""
         return set() if self.optional else set(self.parts) - self._loaded
 
+    def lacks(self, part: str) -> bool:
+        return part in self.missing
+
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         expected = self.parts[part]
         if tuple(tensor.shape) != expected:

@@ -13,7 +13,7 @@ from tidemill.kernels.moe import ExpertWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
-from tidemill.quant import METHODS, ExpertParts
+from tidemill.quant import METHODS, ExpertParts, ExpertStacks
 from tidemill.weights.checkpoint import WeightTensor
 
 _SIDES = ("gate", "up", "down")
@@ -43,6 +43,8 @@ class Experts(Layer):
         super().__init__(self._shapes(hidden_size, spec))
         self.spec, self.num_experts = spec, spec.num_experts
         self._method = METHODS[dtype]
+        self._hidden_size = hidden_size
+        self._stacks: ExpertStacks | None = None
         self._read: dict[tuple[str, int], Any] = {}  # matrices by side and expert, until all are there
         self._biases: dict[str, torch.Tensor] = {}
         self._wanted = {(side, expert) for side in _SIDES for expert in range(spec.num_experts)}
@@ -81,6 +83,10 @@ class Experts(Layer):
         biases = {f"{side}s.bias" for side in self._wanted_biases}
         return biases | {part for part in self.parts if (brings := self._brings(part)) and brings <= self._wanted}
 
+    def lacks(self, part: str) -> bool:
+        brings = self._brings(part)
+        return brings <= self._wanted if brings else part in self.missing
+
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         side, _, number = part.partition(".")
         if number == "bias":
@@ -98,8 +104,14 @@ class Experts(Layer):
         brings = {("gate", expert), ("up", expert)} if side == "gate_up" else {(side, expert)}
         if not brings <= self._wanted:
             raise CheckpointError(f"Tensor {tensor.name} brings matrices of expert {expert} that another tensor has brought.")
-        self._read[side, expert] = self._method.read(tensor, row_order)
         self._wanted -= brings
+        is_shared = expert == self.num_experts
+        if self._stacks is None and not is_shared:
+            self._stacks = self._method.new_stacks(self.spec, self._hidden_size)
+        if self._stacks is None or is_shared:
+            self._read[side, expert] = self._method.read(tensor, row_order)
+        else:
+            self._stacks.read(side, expert, tensor, row_order)
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
         self._biases[side] = read_values(tensor)
@@ -110,15 +122,17 @@ class Experts(Layer):
 
     def finish(self) -> None:
         num, biases, read = self.num_experts, self._biases, self._read
+        apart = range(0 if self._stacks else num)
         gate_up_bias = torch.cat([biases["gate"], biases["up"]], dim=1) if "gate" in biases else None
         parts = ExpertParts[Any](
-            [self._gate_up(expert) for expert in range(num)],
-            [read["down", expert] for expert in range(num)],
+            [self._gate_up(expert) for expert in apart],
+            [read["down", expert] for expert in apart],
             gate_up_bias,
             biases.get("down"),
             (self._gate_up(num), read["down", num]) if self.spec.shared_size else None,
+            self._stacks,
         )
-        self._read, self._biases = {}, {}
+        self._read, self._biases, self._stacks = {}, {}, None
         self._weights = self._method.join_experts(parts, self.spec)
 
     def _gate_up(self, expert: int) -> list[Any]:

@@ -15,11 +15,13 @@ from torch import nn
 from tidemill.config import ModelConfig, Rotation
 from tidemill.errors import CheckpointError
 from tidemill.kernels.kv_cache import Angles
+from tidemill.kernels.linear import Weight
+from tidemill.kernels.moe import ExpertWeights
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
-from tidemill.layers.moe import MoE, Router
+from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.rope import Rope
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
@@ -81,21 +83,21 @@ class CausalLM(nn.Module, ABC):
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
-        for linear in self._linears():
-            linear.weight.compile(nums_rows)
+        for weight in self._weights():
+            weight.compile(nums_rows)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
         """Before the first step: matmuls will have these numbers of rows. A head's, an embedding's or a router's are not among
         them."""
-        for linear in self._linears():
-            linear.weight.prepare(nums_rows)
+        for weight in self._weights():
+            weight.prepare(nums_rows)
 
-    def _linears(self) -> Iterator[Linear]:
-        return (
-            module
-            for module in self.modules()
-            if isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router)
-        )
+    def _weights(self) -> Iterator[Weight | ExpertWeights]:
+        for module in self.modules():
+            if isinstance(module, Experts):
+                yield module.weights
+            elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router):
+                yield module.weight
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -165,9 +167,10 @@ class CausalLM(nn.Module, ABC):
         return tensor
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
-        for name, places in targets.items():
+        """Stacks of matrices before single ones, which are the same matrices."""
+        for name, places in sorted(targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])):
             layer, part = places[0]
-            if part in layer.missing:
+            if layer.lacks(part):
                 yield RandomTensor(name, joined([layer.parts[part] for layer, part in places]))
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:

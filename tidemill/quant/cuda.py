@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tidemill.config import MoESpec
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.quant.base import ExpertParts, LinearMethod
+from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
 
@@ -54,35 +53,40 @@ class CudaWeight(Weight):
 
 
 class CudaExperts(ExpertWeights):
-    """Stacked: rows of gate first, then of up. The shared expert is two linears."""
+    """The shared expert is two linears."""
 
     def __init__(
-        self, spec: MoESpec, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor, biases: list[torch.Tensor | None],
-        shared: tuple[Weight, Weight] | None,
-    ) -> None:  # fmt: skip
-        self._spec, self._shared = spec, shared
-        self._gate_up, self._down, self._biases = gate_up_E2IH, down_EHI, biases
+        self, spec: MoESpec, stacks: ExpertStacks, biases: list[torch.Tensor | None], shared: tuple[Weight, Weight] | None
+    ) -> None:
+        self._spec, self._stacks, self._biases, self._shared = spec, stacks, biases, shared
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
-        moe = importlib.import_module("tidemill.kernels.cuda.moe").moe
-        spec = self._spec
-        logits_TE = logits_TL[:, : spec.num_experts].contiguous()
-        out: torch.Tensor = moe(
+        from tidemill.kernels.cuda.moe import moe
+
+        spec, stacks, shared_TH = self._spec, self._stacks, None
+        if self._shared is not None:
+            gate_up, down = self._shared
+            shared_TH = (torch.sigmoid(logits_TL[:, spec.num_experts :]) * down(gate_up(x_TH))).to(x_TH.dtype)
+        return moe(
             x_TH,
-            logits_TE,
-            self._gate_up,
-            self._down,
+            logits_TL[:, : spec.num_experts].contiguous(),
+            stacks.gate_up_E2IH,
+            stacks.down_EHI,
             spec.top_k,
             spec.renormalise,
             spec.act,
             *self._biases,
             scoring=spec.scoring,
+            shared_TH=shared_TH,
         )
-        if self._shared is None:
-            return out
-        gate_up, down = self._shared
-        weight = torch.sigmoid(logits_TL[:, spec.num_experts :].float())
-        return (out.float() + weight * down(gate_up(x_TH)).float()).to(out.dtype)
+
+    def compile(self, nums_rows: Collection[int]) -> None:
+        for linear in self._shared or ():
+            linear.compile(nums_rows)
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        for linear in self._shared or ():
+            linear.prepare(nums_rows)
 
 
 class CudaDense(LinearMethod[torch.Tensor]):
@@ -94,6 +98,11 @@ class CudaDense(LinearMethod[torch.Tensor]):
         tensor.read_into(rows)
         return rows if row_order is None else rows[row_order.to("cuda")]
 
+    def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks:
+        num, size = spec.num_experts, spec.expert_size
+        shapes = (num, 2 * size, hidden_size), (num, hidden_size, size)
+        return ExpertStacks(*(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes))
+
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast)
@@ -104,12 +113,10 @@ class CudaDense(LinearMethod[torch.Tensor]):
         return CudaWeight(weight, paired, self._fast, act)
 
     def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
-        gate_up = torch.stack([torch.cat(matrices) for matrices in parts.gate_ups])
-        parts.gate_ups.clear()
-        down = torch.stack(parts.downs)
+        assert parts.stacks is not None
         biases = [None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)]
         shared = None
         if parts.shared is not None:
             gate, up = torch.cat(parts.shared[0]).chunk(2)
             shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
-        return CudaExperts(spec, gate_up, down, biases, shared)
+        return CudaExperts(spec, parts.stacks, biases, shared)

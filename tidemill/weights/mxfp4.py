@@ -17,6 +17,7 @@ from tidemill.kernels.quantized_linear import GROUP, Codes
 _BIAS = 127  # of a scale's exponent
 # Twice the sixteen values, so that all are integers.
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_POWERS = np.ldexp(np.float32(1), np.arange(256) - _BIAS - 1)  # half of what a scale means
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
@@ -50,9 +51,12 @@ class Mxfp4Tensor:
         return codes, exponents.reshape(codes.shape[0], -1).astype(np.int32) - _BIAS - 1
 
     def read_into(self, out: torch.Tensor) -> None:
-        codes, exponents = self._read()
-        values = np.ldexp(codes.reshape(*exponents.shape, GROUP).astype(np.float32), exponents[..., None])
-        out.copy_(torch.from_numpy(values.astype(np.float32)).reshape(out.shape))
+        """On the device of `out`: only what is stored is copied there."""
+        at = slice(None) if self._number is None else self._number
+        raw, scales = self._blocks[at].to(out.device), self._scales[at].to(out.device)
+        pairs = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+        values = torch.from_numpy(_DOUBLED).to(out.device, torch.float32)[pairs.int()]
+        out.copy_((values * torch.from_numpy(_POWERS).to(out.device)[scales.int()][..., None]).reshape(out.shape))
 
     def codes(self) -> Codes:
         codes, exponents = self._read()

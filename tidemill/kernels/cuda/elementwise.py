@@ -173,6 +173,16 @@ def activated(x, ACT: tl.constexpr):
     return x / (1.0 + tl.exp(-z))
 
 
+@triton.jit
+def gated(gate, up, ACT: tl.constexpr):
+    """act(gate) * up. What is not a number stays so."""
+    if ACT == "swiglu_clamped":
+        gate, up = tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(gate * -1.702)) * (up + 1.0)
+    else:
+        return activated(gate, ACT) * up
+
+
 @triton.jit(do_not_specialize=["num"])
 def _activate(x_ptr, out_ptr, num, ACT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     begin(AHEAD)
@@ -195,7 +205,7 @@ def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AH
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(gate_up_ptr + row * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
-    tl.store(out_ptr + row * width + columns, (activated(gate, ACT) * up).to(out_ptr.dtype.element_ty), mask=columns < width)
+    tl.store(out_ptr + row * width + columns, gated(gate, up, ACT).to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:

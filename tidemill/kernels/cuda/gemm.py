@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import activated, glu
+from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 
 
@@ -55,7 +55,7 @@ def _finish(
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
     if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
-        acc = activated(gate, ACT) * up
+        acc = gated(gate, up, ACT)
     return acc
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import activated
+from tidemill.kernels.cuda.elementwise import gated
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
@@ -183,7 +183,7 @@ def _gated(
         gate += tl.load(bias_ptr + at + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_ptr + at + num_out + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
     # Of rounded values, as if they had been stored in between.
-    return (activated(gate.to(DTYPE).to(tl.float32), ACT) * up.to(DTYPE).to(tl.float32)).to(DTYPE)
+    return gated(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), ACT).to(DTYPE)
 
 
 @triton.jit

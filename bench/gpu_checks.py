@@ -489,26 +489,64 @@ def check_families() -> None:
         },
         "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
     }.items():
-        folder = Path(tempfile.mkdtemp())
         torch.manual_seed(0)
         sizes = more if name == "GPT2" else common | more
         config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
         made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
-        model = with_weights(made, torch.bfloat16)
-        model.save_pretrained(folder)
-        reference = with_weights(model.cuda().eval(), torch.float32)
-        prompt = [draw.randrange(2000) for _ in range(700)]
-        options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
-        core = EngineCore.load(options)
-        print(f"  {name}:", end="")
-        assert_near(reference, core, prompt)
-        x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
-        lone = ask(core, x)["x"]
-        assert ask(core, x)["x"] == lone, f"{name}: cached"
-        others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
-        assert ask(core, others | x)["x"] == lone, f"{name}: among others"
-        chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
-        assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+
+
+def check_family(name: str, made: Any, prompt: list[int]) -> None:
+    folder = Path(tempfile.mkdtemp())
+    model = with_weights(made, torch.bfloat16)
+    model.save_pretrained(folder)
+    reference = with_weights(model.cuda().eval(), torch.float32)
+    options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
+    core = EngineCore.load(options)
+    print(f"  {name}:", end="")
+    assert_near(reference, core, prompt)
+    x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+    lone = ask(core, x)["x"]
+    assert ask(core, x)["x"] == lone, f"{name}: cached"
+    others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
+    assert ask(core, others | x)["x"] == lone, f"{name}: among others"
+    chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
+    assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+
+
+def check_moe() -> None:
+    """Families with experts, whose routers have weights large enough to choose clearly: as check_families."""
+    import transformers
+
+    common = {
+        "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05, "head_dim": 128,
+        "experts_implementation": "eager",
+    }  # fmt: skip
+    yarn = {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0,
+        "original_max_position_embeddings": 256,
+    }  # fmt: skip
+    shared = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 320, "mlp_only_layers": [1]}
+    draw = random.Random(2)
+    for name, more in {
+        "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "Qwen2Moe": {"num_experts": 12, "num_experts_per_tok": 3} | shared,
+        "Qwen3Moe": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192, "norm_topk_prob": True},
+        "GptOss": {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_parameters": yarn,
+        },
+    }.items():
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | more))
+        for weight_name, weight in made.named_parameters():
+            if "bias" in weight_name or "sinks" in weight_name or ".gate.weight" in weight_name or "router" in weight_name:
+                weight.data.normal_(0.0, 0.3)
+        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
 
 
 def check_fast_math() -> None:

@@ -60,14 +60,15 @@ def test_experts(num_tokens, up, down, tiles):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "scoring"), [(1, "softmax_then_topk"), (6, "softmax_then_topk"), (6, "topk_then_softmax")]
+    ("num_tokens", "scoring", "act"),
+    [(1, "softmax_then_topk", "gelu_tanh"), (6, "softmax_then_topk", "gelu_tanh"), (6, "topk_then_softmax", "swiglu_clamped")],
 )
-def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, tiles):
+def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, act, tiles):
     tiles(PLAIN, BULK)
     tensors, shared = given(num_tokens, 3, 1), torch.randn(num_tokens, HIDDEN)
-    biases = torch.randn(3, 2 * INNER), torch.randn(3, HIDDEN)
-    out = moe.moe(*tensors, 2, False, "gelu_tanh", *biases, scoring, shared)
-    assert_close(out, reference(*tensors, 2, False, "gelu_tanh", *biases, scoring) + shared, atol=1e-5, rtol=1e-5)
+    biases = 8 * torch.randn(3, 2 * INNER), torch.randn(3, HIDDEN)
+    out = moe.moe(*tensors, 2, False, act, *biases, scoring, shared)
+    assert_close(out, reference(*tensors, 2, False, act, *biases, scoring) + shared, atol=2e-5, rtol=1e-5)
 
 
 def test_a_token_has_the_same_bits_alone_among_others_and_padded(tiles):

@@ -13,13 +13,14 @@ from torch.overrides import TorchFunctionMode
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tests.kernels.test_cuda import flash_reference
 from tests.models.test_families import make as make_family
+from tests.models.test_moe import make as make_experts
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
 from tidemill.errors import ConfigError
 from tidemill.events import Preempted
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, elementwise, flash, gemm, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
@@ -111,6 +112,7 @@ def on_gpu(folder, monkeypatch):
         (cuda_runner, "_num_singles", lambda num_requests: 3),
         (cuda_runner, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2),
         (gemm, "choose_tile", lambda num_rows, num_out, num_in: gemm.Tile(32, 256, 64, 1, 4)),
+        (moe, "choose_tile", lambda *shape: gemm.Tile(32, 64, 64, 1, 4)),
     ):
         monkeypatch.setattr(module, name, value)
     with OnCpu():
@@ -197,6 +199,17 @@ def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
     for module, name in IN_TRITON:
         monkeypatch.setattr(module, name, getattr(elementwise, name))
+    assert_same(run(on_gpu(tmp_path), requests), expected)
+
+
+@pytest.mark.parametrize(
+    "family", ["Qwen3Moe", "GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mixtral", "Qwen2Moe", "Olmoe"))]
+)
+def test_families_with_experts(family, on_gpu, tmp_path):
+    """Few tokens, which take a way of their own through the experts, and more."""
+    make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
+    requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
     assert_same(run(on_gpu(tmp_path), requests), expected)
 
 

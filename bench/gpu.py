@@ -37,12 +37,13 @@ from tidemill.wire import Submit
 
 CHECKS = (
     "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles", "stress_engine",
+    "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles",
+    "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
     "qwen06b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
-    "qwen30b": {"qkv": (5120, 2048), "o": (2048, 4096), "router": (128, 2048), "head": (151936, 2048)},  # experts: gpu_moe.py
+    "qwen30b": {"qkv": (5120, 2048), "o": (2048, 4096), "router": (128, 2048), "head": (151936, 2048)},
 }
 
 

@@ -145,7 +145,7 @@ if __name__ == "__main__":
     build(moe._place, **shape)
     build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
     few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False)
-    build(moe._up_direct, **shape, **few)
+    build(moe._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
     build(moe._down_direct, **shape, **few)
     many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)
     desc = "tensordesc<bf16[32, 64]>"

@@ -56,9 +56,15 @@ class CudaExperts(ExpertWeights):
     """The shared expert is two linears."""
 
     def __init__(
-        self, spec: MoESpec, stacks: ExpertStacks, biases: list[torch.Tensor | None], shared: tuple[Weight, Weight] | None
+        self,
+        spec: MoESpec,
+        stacks: ExpertStacks,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        shared: tuple[Weight, Weight] | None,
     ) -> None:
-        self._spec, self._stacks, self._biases, self._shared = spec, stacks, biases, shared
+        self._spec, self._stacks, self._shared = spec, stacks, shared
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.moe import moe
@@ -75,9 +81,10 @@ class CudaExperts(ExpertWeights):
             spec.top_k,
             spec.renormalise,
             spec.act,
-            *self._biases,
-            scoring=spec.scoring,
-            shared_TH=shared_TH,
+            self._gate_up_bias,
+            self._down_bias,
+            spec.scoring,
+            shared_TH,
         )
 
     def compile(self, nums_rows: Collection[int]) -> None:
@@ -119,4 +126,4 @@ class CudaDense(LinearMethod[torch.Tensor]):
         if parts.shared is not None:
             gate, up = torch.cat(parts.shared[0]).chunk(2)
             shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
-        return CudaExperts(spec, parts.stacks, biases, shared)
+        return CudaExperts(spec, parts.stacks, *biases, shared)

@@ -75,7 +75,8 @@ def _inspect(model: str) -> None:
         "name": str(name) if name else "-",
         "format": f"{checkpoint.format}, {fmt_bytes(checkpoint.num_bytes)}",
         "architecture": config.architecture,
-        "parameters": f"{config.num_parameters:,}" + (" (tied embeddings)" if config.tie_embeddings else "")
+        "parameters": f"{config.num_parameters:,}"
+        + (" (tied embeddings)" if config.tie_embeddings else "")
         + (f"; {config.num_active_parameters:,} active for a token" if config.experts else ""),
         "layers": f"{config.num_layers} of {config.hidden_size}, {_feed_forward(config)}",
         "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",

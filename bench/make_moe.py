@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/make_moe.py moe.gguf
 
-Qwen3-MoE's architecture: 12 layers of 1024, 16 query and 4 KV heads of 64, 32 experts of 512, 4 a token; Q4_0. It has no tokenizer.
+Qwen3-MoE's architecture: 12 layers of 1024, 16 query and 4 KV heads of 64, 32 experts of 512, 4 a token; Q4_0. It has no
+tokenizer.
 """
 
 from __future__ import annotations

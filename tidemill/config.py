@@ -17,6 +17,7 @@ PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are
 # Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
 QUANTIZED_TYPES = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
+    "MXFP4": 18 / 32,
 }  # fmt: skip
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64

@@ -78,7 +78,7 @@ def quantized(values: torch.Tensor, bits: int, has_offsets: bool) -> Codes:
     return Codes(bits, codes, scales, (scales * -8))
 
 
-@pytest.mark.parametrize("bits, has_offsets", [(4, True), (8, True), (8, False)])
+@pytest.mark.parametrize(("bits", "has_offsets"), [(4, True), (8, True), (8, False)])
 def test_quantized_experts(bits, has_offsets):
     """Within what rounding activations to bytes costs."""
     if native.lib is None:
@@ -114,7 +114,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(name, backend):
 
 
 def test_no_expert_has_a_capacity(backend):
-    """Switch gives an expert room for its share of the tokens and drops the rest. Here all that choose one expert are computed."""
+    """Switch gives an expert room for its share of the tokens and drops the rest. Here all are computed."""
     spec = SPECS["Switch: one expert"]
     gate_up, down, *_ = weights(spec)
     experts = dense_experts(spec, list(gate_up), list(down), None, None, None)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take
 from tests.models.test_llama import prompt_logits, prompts
 from tidemill.errors import CheckpointError
+from tidemill.events import ExpertsUsed
 from tidemill.kernels import native
 from tidemill.models.registry import model_class
 from tidemill.weights.checkpoint import open_checkpoint
@@ -53,9 +54,7 @@ def make(name: str, **more):
     for weight_name, weight in reference.named_parameters():
         if "norm" in weight_name:
             weight.data.normal_(1.0, 0.2)
-        elif "bias" in weight_name or "sinks" in weight_name:
-            weight.data.normal_(0.0, 0.3)
-        elif ".gate.weight" in weight_name or "router" in weight_name or "shared_expert_gate" in weight_name:
+        elif any(part in weight_name for part in ("bias", "sinks", ".gate.weight", "router", "shared_expert_gate")):
             weight.data.normal_(0.0, 0.3)
     return reference
 
@@ -269,7 +268,7 @@ def test_mxfp4_without_its_scales_is_refused(mxfp4, tmp_path):
     _, path = mxfp4
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((path / file).read_bytes())
-    with pytest.raises(CheckpointError, match="layers.0.mlp.experts.down_proj in mxfp4, blocks or scales are missing"):
+    with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.down_proj in mxfp4, blocks or scales are missing"):
         load_model(tmp_path)
 
 
@@ -349,7 +348,7 @@ def test_other_routing_of_a_gguf_is_refused_by_name(wrong, tmp_path):
 def test_a_gguf_without_an_expert_tensor_is_refused_by_name(tmp_path):
     reference = make("Mixtral", num_hidden_layers=1)
     path = write_gguf(tmp_path / "m.gguf", reference, "Mixtral", drop=["blk.0.ffn_up_exps.weight"])
-    with pytest.raises(CheckpointError, match="tensor blk.0.ffn_up_exps.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"tensor blk.0.ffn_up_exps.weight is missing"):
         load_model(path)
 
 
@@ -418,3 +417,21 @@ def preempted(core, asked) -> Answer:
             num_preempted += 1
     assert num_preempted == 2
     return answers["x"]
+
+
+# ---- statistics
+
+
+def test_tokens_of_experts_are_an_event(saved):
+    """Every token goes to as many experts as the configuration says, in every layer that has them."""
+    model = load_model(saved[1])
+    core = make_core(model)
+    seen, take_events = [], core._events.take
+    core._events.take = lambda: [seen.append(event) or event for event in take_events()]
+    run(core, {"x": (list(range(3, 33)), greedy(70)), "y": (list(range(9, 40)), greedy(5))})
+    counted = [event for event in seen if isinstance(event, ExpertsUsed)]
+    assert [event.num_steps for event in counted] == [64, 6]
+    num_tokens = 30 + 69 + 31 + 4
+    for layer, spec in enumerate(model.config.experts):
+        totals = [sum(counts) for event in counted for number, counts in event.tokens_of if number == layer]
+        assert sum(totals) == (0 if spec is None else num_tokens * spec.top_k)

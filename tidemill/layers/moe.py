@@ -36,8 +36,8 @@ class Router(Linear):
 
 
 class Experts(Layer):
-    """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"), or
-    gate and up of all as one ("gate_ups", rows of gate first)."""
+    """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
+    or gate and up of all as one ("gate_ups", rows of gate first)."""
 
     def __init__(self, hidden_size: int, spec: MoESpec, dtype: str) -> None:
         super().__init__(self._shapes(hidden_size, spec))

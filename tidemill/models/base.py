@@ -33,8 +33,8 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 class CausalLM(nn.Module, ABC):
     """A decoder. Built on the meta device, then loaded tensor by tensor."""
 
-    # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in a
-    # part and a second time in the names, an expert's. ".weight" or ".bias" is added to names, except to those that begin with "=".
+    # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in
+    # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
     # A tensor that several lines name is cut by rows, in their order.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)

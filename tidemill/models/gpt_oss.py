@@ -1,6 +1,6 @@
 """gpt-oss: windows in every second layer, attention sinks, biases everywhere, and experts whose gate is clamped.
 
-Its own files store experts in mxfp4 (weights/mxfp4.py), rows of gate and up in turn; files without quantization hold the transposed
+Its own files store experts in mxfp4 (weights/mxfp4.py), rows of gate and up in turn; files without quantization hold transposed
 matrices, columns of gate and up in turn.
 """
 

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen1.5-MoE) and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers; Qwen2-MoE has an expert that all tokens share."""
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in most layers. Qwen2-MoE has one more that all tokens go through."""
 
 from __future__ import annotations
 

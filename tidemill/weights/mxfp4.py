@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from tidemill.errors import CheckpointError
-from tidemill.kernels.quantized_linear import GROUP, Codes
+from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Codes
 
 _BIAS = 127  # of a scale's exponent
-# Twice the sixteen values, so that all are integers.
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_HIGHEST = 15  # power of two in 16 bits
 _POWERS = np.ldexp(np.float32(1), np.arange(256) - _BIAS - 1)  # half of what a scale means
 BLOCKS, SCALES = "_blocks", "_scales"
 
@@ -47,7 +46,7 @@ class Mxfp4Tensor:
         at = slice(None) if self._number is None else self._number
         raw, exponents = self._blocks[at].numpy(), self._scales[at].numpy()
         pairs = np.stack([raw & 15, raw >> 4], axis=-1)  # the low half is the first value
-        codes = _DOUBLED[pairs].reshape(-1, self.shape[-1])
+        codes = MX4_CODES[pairs].reshape(-1, self.shape[-1])
         return codes, exponents.reshape(codes.shape[0], -1).astype(np.int32) - _BIAS - 1
 
     def read_into(self, out: torch.Tensor) -> None:
@@ -55,12 +54,12 @@ class Mxfp4Tensor:
         at = slice(None) if self._number is None else self._number
         raw, scales = self._blocks[at].to(out.device), self._scales[at].to(out.device)
         pairs = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
-        values = torch.from_numpy(_DOUBLED).to(out.device, torch.float32)[pairs.int()]
+        values = torch.from_numpy(MX4_CODES).to(out.device, torch.float32)[pairs.int()]
         out.copy_((values * torch.from_numpy(_POWERS).to(out.device)[scales.int()][..., None]).reshape(out.shape))
 
     def codes(self) -> Codes:
         codes, exponents = self._read()
-        scales = np.ldexp(np.float32(1), exponents).astype(np.float16)
-        if not np.array_equal(scales.astype(np.float64), np.ldexp(1.0, exponents)):
-            raise CheckpointError(f"Tensor {self.name} holds scales that 16 bits cannot represent.", fix="Use --dtype float32.")
-        return Codes(8, torch.from_numpy(codes), torch.from_numpy(scales), None)
+        if exponents.max() > _HIGHEST:
+            raise CheckpointError(f"Tensor {self.name} holds scales that are too large for 16 bits.", fix="Use --dtype float32.")
+        scales = np.ldexp(np.float32(1), exponents).astype(np.float16)  # below 2^-24, where all values are below 1e-6, they are 0
+        return Codes(4, torch.from_numpy(codes), torch.from_numpy(scales), None)

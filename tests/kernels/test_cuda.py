@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
-from tidemill.kernels.glu import ACTIVATIONS, glu_reference
+from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.kernels.norm import add_rms_norm_reference
+from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
@@ -33,9 +33,27 @@ def test_norm(width, with_x):
     x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
     mine, other = residual.clone(), residual.clone()
     given = x if with_x else None
-    out, expected = elementwise.add_rms_norm(given, mine, weight, 1e-5), add_rms_norm_reference(given, other, weight, 1e-5)
+    norms = elementwise.add_rms_norm, add_rms_norm_reference
+    out, expected = (norm(given, one, weight, 1e-5) for norm, one in zip(norms, (mine, other), strict=True))
     assert torch.equal(mine, other)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    mine, other = residual.clone(), residual.clone()
+    out, expected = (norm(given, one, weight, 1e-5, 0.3) for norm, one in zip(norms, (mine, other), strict=True))
+    assert_close(mine, other, atol=1e-6, rtol=1e-6)
+    assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    mine, other, bias = residual.clone(), residual.clone(), torch.randn(width)
+    out = elementwise.add_layer_norm(given, mine, weight, bias, 1e-5)
+    assert_close(out, add_layer_norm_reference(given, other, weight, bias, 1e-5), atol=1e-5, rtol=1e-5)
+    assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_after(width):
+    x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+    assert_close(elementwise.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5))
+    qkv, k_weight = torch.randn(5, width + 2 * 24), torch.randn(24)
+    expected = qk_norm_reference(qkv, weight, k_weight, 1e-5)
+    assert_close(elementwise.qk_norm(qkv, weight, k_weight, 1e-5), expected)
 
 
 def paired(gate_up):
@@ -48,6 +66,7 @@ def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
     out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+    assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
@@ -327,7 +346,7 @@ def test_a_few_sizes_use_every_kernel():
     """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
-    assert len(few) <= 12
+    assert len(few) <= 13
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())
@@ -352,7 +371,12 @@ def build(kernel, types, warps=4, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
+types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32")
+build(elementwise._add_rms_norm, types, HAS_X=True, BLOCK=4096)
+build(elementwise._post_norm, types, BLOCK=4096)
+build(elementwise._qk_norm, types, BLOCK=4096)
+build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
+build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
@@ -408,7 +432,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     done = subprocess.run([sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
-        "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
+        "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize",
     }  # fmt: skip

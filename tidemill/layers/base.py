@@ -23,6 +23,9 @@ class Layer(nn.Module):
         """Parts that must still come."""
         return set() if self.optional else set(self.parts) - self._loaded
 
+    def lacks(self, part: str) -> bool:
+        return part in self.missing
+
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         expected = self.parts[part]
         if tuple(tensor.shape) != expected:
@@ -33,8 +36,11 @@ class Layer(nn.Module):
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, tensor, row_order)
         self._loaded.add(part)
-        if self._loaded == set(self.parts):
+        if self.is_complete():
             self.finish()
+
+    def is_complete(self) -> bool:
+        return self._loaded == set(self.parts)
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""

@@ -65,7 +65,7 @@ class CpuRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
-        embedded_TH = self.model.embed_tokens(batch.ids_T)
+        embedded_TH = self.model.embed_tokens(batch.ids_T, batch.positions_T)
         if self._program:
             assert isinstance(step, NativeStep)
             return step.replay(self._program, embedded_TH)

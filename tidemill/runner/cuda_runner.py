@@ -306,7 +306,7 @@ class CudaRunner:
         singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
         prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
         lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
-        return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
+        return self.model(self.model.embed_tokens(ids, positions_T), CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

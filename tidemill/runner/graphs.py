@@ -51,11 +51,11 @@ def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> t
     kv, size = attention.kv, attention.kv.page_size
     num_pages = min(-(-num_tokens // size), (kv.cache.shape[0] - 1) // len(kv.tables), kv.tables[0].shape[1])
     longest = min((angles.cos.shape[0] for angles in kv.angles if angles is not None), default=num_tokens)
-    num_tokens = min(num_tokens, num_pages * size, longest)
+    num_tokens = min(num_tokens, num_pages * size, longest, model.config.max_context)
     pages_GP = torch.arange(1, len(kv.tables) * num_pages + 1, dtype=torch.int32).view(len(kv.tables), num_pages)
     for table, pages in zip(kv.tables, pages_GP, strict=True):
         table[0, :num_pages] = pages
     positions = torch.arange(num_tokens)
     slots_GT = pages_GP[:, positions // size].to(torch.int64) * size + positions % size
     step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
-    return step, model.embed_tokens(positions % model.config.vocab_size)
+    return step, model.embed_tokens(positions % model.config.vocab_size, positions)

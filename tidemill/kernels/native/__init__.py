@@ -33,7 +33,7 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5}
+KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6}
 
 
 class LayerSpec(ctypes.Structure):
@@ -53,6 +53,26 @@ class Step(ctypes.Structure):
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
         *((name, _POINTER) for name in ("tables", "positions", "slots")),
+    ]
+
+
+class Matrices(ctypes.Structure):
+    """tm_matrices of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_in", "num_out")),
+        *((name, _POINTER) for name in ("codes", "scales", "bias")),
+        *((name, _LONG) for name in ("code_bytes", "num_scales")),
+    ]
+
+
+class MoE(ctypes.Structure):
+    """tm_moe of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
+        *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
+        ("counts", _POINTER),
     ]
 
 
@@ -83,7 +103,9 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
     ours = dict[str, int]()
-    for struct, mirror in (("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op)):
+    for struct, mirror in (
+        ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_moe", MoE), ("tm_matrices", Matrices),
+    ):  # fmt: skip
         ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
@@ -102,8 +124,20 @@ class Library:
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
-        self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._norm.argtypes = [_POINTER, _FLOAT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
+        self._post_norm = lib.tm_post_norm
+        self._post_norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._post_norm.restype = None
+        self._qk_norm = lib.tm_qk_norm
+        self._qk_norm.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG]
+        self._qk_norm.restype = None
+        self._layer_norm = lib.tm_add_layer_norm
+        self._layer_norm.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._layer_norm.restype = None
+        self._act = lib.tm_act
+        self._act.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._act.restype = None
         self._glu = lib.tm_glu
         self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
         self._glu.restype = None
@@ -115,6 +149,8 @@ class Library:
         self._argmax.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
+        self._moe = lib.tm_run_moe
+        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -139,14 +175,56 @@ class Library:
         return out
 
     def add_rms_norm(
-        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
     ) -> torch.Tensor:
         _check(residual_TH, weight_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
-        x = None if x_TH is None else x_TH.data_ptr()
-        self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
+        x, weight, width = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), residual_TH.shape[1]
+        self._norm(x, scale, residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
-            self._recording.note("norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
+            self._recording.note("norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps, scale=scale)
+        return out
+
+    def post_norm(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(x_TH, residual_TH, weight_H)
+        out, weight, width = residual_TH.new_empty(residual_TH.shape), weight_H.data_ptr(), residual_TH.shape[1]
+        self._post_norm(x_TH.data_ptr(), residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("post_norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps)
+        return out
+
+    def qk_norm(self, qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(qkv_TC, q_weight, k_weight)
+        out, num_q, num_k = qkv_TC.new_empty(qkv_TC.shape), q_weight.numel(), k_weight.numel()
+        q, k = q_weight.data_ptr(), k_weight.data_ptr()
+        self._qk_norm(qkv_TC.data_ptr(), q, num_q, k, num_k, eps, out.data_ptr(), *qkv_TC.shape)
+        if self._recording:
+            self._recording.note("qk_norm", out, qkv_TC, width=qkv_TC.shape[1], kind=num_q, num_out=num_k, a=q, b=k, eps=eps)
+        return out
+
+    def add_layer_norm(
+        self,
+        x_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        _check(residual_TH, weight_H, bias_H, residual_TH if x_TH is None else x_TH)
+        out = residual_TH.new_empty(residual_TH.shape)
+        x, weight, bias = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), bias_H.data_ptr()
+        self._layer_norm(x, residual_TH.data_ptr(), weight, bias, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("layer_norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight, b=bias, eps=eps)
+        return out
+
+    def activate(self, x_TI: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `glu.ACTIVATIONS`."""
+        _check(x_TI)
+        out = x_TI.new_empty(x_TI.shape)
+        self._act(act, x_TI.data_ptr(), out.data_ptr(), *x_TI.shape)
+        if self._recording:
+            self._recording.note("act", out, x_TI, kind=act, width=x_TI.shape[1])
         return out
 
     def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:
@@ -173,6 +251,16 @@ class Library:
             self._recording.note(
                 "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
             )
+        return out
+
+    def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        """`experts`: the address of a `MoE`."""
+        _check(x_TH, logits_TL)
+        out = torch.empty_like(x_TH)
+        if self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            raise MemoryError("no memory for a mixture of experts")
+        if self._recording:
+            self._recording.note("moe", out, x_TH, logits_TL, a=experts)
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:

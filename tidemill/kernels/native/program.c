@@ -20,6 +20,8 @@ typedef struct {
 #define STEP(f) {"tm_step." #f, offsetof(tm_step, f)}
 #define LAYER(f) {"tm_layer." #f, offsetof(tm_layer, f)}
 #define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
+#define MOE(f) {"tm_moe." #f, offsetof(tm_moe, f)}
+#define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
@@ -29,6 +31,11 @@ TM_API const field *tm_layout(void) {
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(tables), STEP(positions), STEP(slots),
         OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
+        MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
+        MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
+        MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales),
+        OP(scale),
         {NULL, 0},
     };
     return fields;
@@ -41,7 +48,27 @@ static int run_linear(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_norm(const tm_op *o, const tm_buffers *at) {
-    norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    norm_op(at->in, o->scale, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_post_norm(const tm_op *o, const tm_buffers *at) {
+    post_norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_qk_norm(const tm_op *o, const tm_buffers *at) {
+    qk_norm_op(at->in, o->a, o->kind, o->b, o->num_out, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_layer_norm(const tm_op *o, const tm_buffers *at) {
+    layer_norm_op(at->in, at->in_out, o->a, o->b, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_act(const tm_op *o, const tm_buffers *at) {
+    act_op((int)o->kind, at->in, at->out, at->num_rows, o->width);
     return 0;
 }
 
@@ -54,14 +81,21 @@ static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
 }
 
+static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, at->num_rows, at->out); }
+
 static const struct {
     const char *name;
     int (*run)(const tm_op *, const tm_buffers *);
 } OPS[] = {
     {"linear", run_linear},
     {"norm", run_norm},
+    {"post_norm", run_post_norm},
+    {"qk_norm", run_qk_norm},
+    {"layer_norm", run_layer_norm},
+    {"act", run_act},
     {"glu", run_glu},
     {"attention", run_attention},
+    {"moe", run_moe},
 };
 
 /* The name of op number `i`; NULL after the last. */

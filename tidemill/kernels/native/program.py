@@ -21,7 +21,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("op", "in_", "in_out", "out", "kind", "width", "num_out")),
         *((name, _POINTER) for name in ("a", "b", "c", "d", "e", "f")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
     ]
 
 

@@ -52,6 +52,23 @@ typedef struct {
     float eps;
 } tm_learned;
 
+/* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
+typedef struct {
+    long kind, num_in, num_out;
+    const void *codes;
+    const uint16_t *scales;
+    const float *bias; /* [expert][num_out]; NULL: none */
+    long code_bytes, num_scales; /* from one expert to the next */
+} tm_matrices;
+
+/* A mixture of experts. Field by field as in __init__.py. */
+typedef struct {
+    long num_experts, top_k, renormalise, topk_first, act; /* topk_first: the softmax is over the chosen experts */
+    tm_matrices gate_up, down;
+    tm_matrices shared_gate_up, shared_down; /* of an expert that all rows go through; codes NULL: none */
+    int64_t *counts;                         /* [expert]: rows that it got, added to */
+} tm_moe;
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -59,7 +76,7 @@ typedef struct {
     long in, in_out, out;       /* columns; -1: none */
     long kind, width, num_out;  /* width: columns of the input */
     const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
-    float eps;
+    float eps, scale;
 } tm_op;
 
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
@@ -73,7 +90,15 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
-void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,
+                long width);
+void layer_norm_op(const float *x, float *residual, const float *weight, const float *bias, float eps, float *out, long num_rows, long width);
+void act_op(int act, const float *x, float *out, long num_rows, long width);
+void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
+/* logits: [row][num_experts, and one for the shared expert]. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

@@ -23,6 +23,10 @@ PERMUTED = ("llama", "granite", "smollm3")  # rows of q and k
 GEMMA = ("gemma2", "gemma3")
 
 
+def arch_of(config):
+    return {"gemma3_text": "gemma3", "olmo3": "olmo2"}.get(config.model_type, config.model_type)
+
+
 def converted(arch, name, values, config):
     """A tensor as llama.cpp's converter stores it."""
     for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", getattr(config, "num_key_value_heads", None))):
@@ -37,7 +41,7 @@ def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, 
     """A GGUF of a Transformers model as llama.cpp's converter lays it out, names translated by the package's tables. `strings`:
     further keys of any kind, instead of those of the same name."""
     c = reference.config
-    arch = c.model_type.removesuffix("_text")
+    arch = arch_of(c)
     writer = gguf.GGUFWriter(path, arch)
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     settings = {

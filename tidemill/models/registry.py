@@ -25,6 +25,7 @@ ARCHITECTURES = {
     ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
     ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
     ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
+    ("hf", "Olmo3ForCausalLM"): "tidemill.models.olmo2:Olmo3",
     ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",

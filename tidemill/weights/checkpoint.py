@@ -57,7 +57,7 @@ class RandomTensor:
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) == 1:
-            out.fill_(1.0 if "norm" in self.name else 0.0)
+            out.fill_(0.0 if self.name.endswith(".bias") else 1.0)
         else:
             out.normal_(0.0, self.shape[-1] ** -0.5)
 

@@ -72,8 +72,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
             item.add_marker(pytest.mark.slow)
-        if "test_families.py" in item.nodeid and "-torch]" in item.nodeid and "Gemma3-" not in item.nodeid:
-            item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough
         if any(part in item.nodeid for part in _ONLY_WHEN_SLOW):
             item.add_marker(pytest.mark.slow)
 

@@ -48,8 +48,12 @@ class Rotation:
     scaling: RopeScaling | None = None
 
 
+class LayerSpec:
+    """What a layer computes besides its feed-forward: an AttentionSpec or a StateSpec."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(LayerSpec):
     """What the attention of a layer computes."""
 
     num_heads: int
@@ -71,12 +75,78 @@ class AttentionSpec:
             )
 
 
+STATE_KINDS = ("mamba", "mamba2", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(LayerSpec):
+    """What a layer with a state of constant size computes: a short causal convolution, then a recurrence over a float32 matrix
+    [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+
+    kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
+    num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
+    head_dim: int  # of values
+    state_size: int  # of a delta rule: the size of a key
+    num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
+    kernel: int = 4  # tokens that the convolution sees
+    rank: int = 0  # of the time steps' projection (mamba)
+    norm_size: int = 0  # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+
+    def __post_init__(self) -> None:
+        if self.kind not in STATE_KINDS:
+            raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
+            _check_size(name, getattr(self, name))
+        if self.num_heads % self.num_groups or (self.norm_size and self.num_inner % self.norm_size):
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} heads of {self.head_dim} in {self.num_groups} groups, normed by "
+                f"{self.norm_size}.",
+                fix="Groups must divide the heads, and what is normed together all values.",
+            )
+
+    @property
+    def num_inner(self) -> int:
+        """Values of a token that come out."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of the projection that a token starts with: the channels, a gate and (one or two for a head) time steps."""
+        return self.num_channels + self.num_inner + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+
+    @property
+    def conv_floats(self) -> int:
+        """Of the convolution's state, [num_channels, kernel - 1]."""
+        return self.num_channels * (self.kernel - 1)
+
+    @property
+    def head_floats(self) -> int:
+        """Of each head's state."""
+        return self.state_size * self.head_dim
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * (self.conv_floats + self.num_heads * self.head_floats)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        inner = self.num_inner
+        linears = hidden_size * (self.num_projected + inner)
+        if self.kind == "mamba":
+            linears += inner * (2 * self.rank + 2 * self.state_size + self.state_size)
+        return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
+
+
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
     if not isinstance(value, int) or not 0 < value <= most:
         raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
 
 
-def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
     """The layers of a model whose layers do not differ."""
     _check_size("num_layers", num_layers, _MAX_LAYERS)
     return (spec,) * num_layers
@@ -89,8 +159,8 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: tuple[AttentionSpec, ...]  # one for each layer; KV heads and their size are the same in all
+    intermediate_size: int  # 0: no feed-forward
+    layers: tuple[LayerSpec, ...]  # one for each layer; KV heads and their size are the same in all
     max_context: int
     norm_eps: float
     tie_embeddings: bool = False
@@ -105,8 +175,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
-            _check_size(name, getattr(self, name))
-        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.layers}) > 1:
+            if getattr(self, name) or name != "intermediate_size" or self.attention_layers:
+                _check_size(name, getattr(self, name))
+        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
             raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
 
     @property
@@ -114,25 +185,36 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have a KV cache."""
+        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+
+    @property
+    def state_layers(self) -> tuple[StateSpec, ...]:
+        """Of the layers that have a state of constant size."""
+        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+
+    @property
     def num_heads(self) -> int:
-        return self.layers[0].num_heads
+        """Of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
+        return self.attention_layers[0].num_heads if self.attention_layers else 0
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].num_kv_heads
+        return self.attention_layers[0].num_kv_heads if self.attention_layers else 0
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].head_dim
+        return self.attention_layers[0].head_dim if self.attention_layers else 0
 
     @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
         attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
-        layer = attention + 3 * h * self.intermediate_size + 2 * h
+        mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + h
+        return mixers + self.num_layers * (3 * h * self.intermediate_size + 2 * h) + embeddings + h
 
     @property
     def is_quantized(self) -> bool:
@@ -157,11 +239,12 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * len(self.attention_layers) * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
         width = 4 * self.hidden_size + 3 * self.intermediate_size + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
         return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)
 
 

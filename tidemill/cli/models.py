@@ -93,7 +93,7 @@ def _inspect(model: str) -> None:
 
 def _rotations(config: ModelConfig) -> Iterator[str]:
     """Each kind of rotation once, in the order of the layers."""
-    for rotation in dict.fromkeys(spec.rotation for spec in config.layers):
+    for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers):
         if rotation is None:
             yield "none in some layers"
         else:

@@ -94,13 +94,13 @@ class Llama(CausalLM):
 
 def _check_numbers(config: ModelConfig, source: object) -> None:
     """What would make rope tables or norms that are not numbers."""
-    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
+    rotations = {spec.rotation for spec in config.attention_layers if spec.rotation is not None}
     scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
         "number of rotated dimensions": any(not 0 < one.num_dims <= config.head_dim or one.num_dims % 2 for one in rotations),
-        "sliding window": any(spec.window < 0 for spec in config.layers),
+        "sliding window": any(spec.window < 0 for spec in config.attention_layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
         "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),

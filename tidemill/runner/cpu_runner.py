@@ -28,7 +28,7 @@ class CpuRunner:
         self.cache = new_cache(num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
         self.sampler = Sampler(self.state)
-        kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context))
+        kv = PagedKV(self.cache, self.state.pages, shape.attention_layers, model.angles(config.max_context))
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
         self._program = None
         if isinstance(self.attention, NativeAttention):

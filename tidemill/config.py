@@ -97,6 +97,8 @@ class StateSpec(LayerSpec):
             raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
             _check_size(name, getattr(self, name))
+        if self.kind == "mamba":
+            _check_size("rank", self.rank)
         if self.num_heads % self.num_groups or (self.norm_size and self.num_inner % self.norm_size):
             raise ConfigError(
                 f"The model's configuration has {self.num_heads} heads of {self.head_dim} in {self.num_groups} groups, normed by "
@@ -167,6 +169,7 @@ class ModelConfig:
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    conv_bias: bool = True  # of state layers
     qk_norm: bool = False  # of each query and key head, before rotation
     act: str = "silu"  # of the gate, a name in kernels/glu.py
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays

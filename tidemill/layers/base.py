@@ -16,6 +16,7 @@ class Layer(nn.Module):
         super().__init__()
         self.parts = parts  # name to expected shape
         self.optional = optional
+        self.bare: frozenset[str] = frozenset()  # parts whose stored names have no suffix like .weight
         self._loaded: set[str] = set()
 
     @property
@@ -25,7 +26,7 @@ class Layer(nn.Module):
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         expected = self.parts[part]
-        if tuple(tensor.shape) != expected:
+        if not self.fits(part, tuple(tensor.shape)):
             raise CheckpointError(
                 f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
             )
@@ -35,6 +36,10 @@ class Layer(nn.Module):
         self._loaded.add(part)
         if self._loaded == set(self.parts):
             self.finish()
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Whether a stored tensor of this shape can be the part."""
+        return shape == self.parts[part]
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""

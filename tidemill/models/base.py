@@ -153,6 +153,12 @@ class CausalLM(nn.Module, ABC):
             if not layer.optional:
                 yield RandomTensor(name, layer.parts[part])
 
+    def _has(self, path: str) -> bool:
+        module: nn.Module | None = self
+        for name in path.split("."):
+            module = getattr(module, name, None)
+        return module is not None
+
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
         """Stored name to the layers and parts it fills. A tied table fills two."""
         targets: dict[str, list[tuple[Layer, str]]] = {}
@@ -160,10 +166,16 @@ class CausalLM(nn.Module, ABC):
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue
-            for i in range(self.config.num_layers) if "{}" in path else range(1):
-                layer = self.get_submodule(path.format(i))
+            paths = {i: path.format(i) for i in range(self.config.num_layers if "{}" in path else 1)}
+            paths = {i: place for i, place in paths.items() if self._has(place)}  # layers of other kinds do not have it
+            assert paths, path
+            for i, place in paths.items():
+                layer = self.get_submodule(place)
                 assert isinstance(layer, Layer)
                 for suffix, our_part in ((".weight", part), (".bias", f"{part}.bias")):
+                    if part in layer.bare:
+                        targets.setdefault(stored.format(i), []).append((layer, part))
+                        break
                     if our_part in layer.parts:
                         targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
         return targets

@@ -50,7 +50,7 @@ class Llama(CausalLM):
         ("norm", "weight", "model.norm", "output_norm"),
         ("ropes.0", "factors", "", "rope_freqs"),
     ]
-    IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    IGNORED: ClassVar[tuple[str, ...]] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         super().__init__(config, dtype)

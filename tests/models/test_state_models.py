@@ -1,0 +1,109 @@
+"""Mamba and Mamba-2 against Transformers in float32, on small random models, and against themselves however a step is cut."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import load_model, reference_agrees
+from tidemill.kernels import native
+from tidemill.kernels.state import PagedStates, StateLayout, TorchStates
+
+SIZES = {
+    "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 12, "conv_kernel": 4, "initializer_range": 0.2,
+    "pad_token_id": 0, "use_associative_scan": False,
+}  # fmt: skip
+FAMILIES = {
+    "Mamba": {"intermediate_size": 64, "time_step_rank": 5},
+    "Mamba with biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+}
+INTERVAL = 16
+
+
+def make_reference(name: str, path=None):
+    import transformers
+
+    settings = SIZES | FAMILIES[name]
+    kind = name.split()[0]
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval().float()
+    for weight_name, weight in reference.named_parameters():
+        if "A_log" in weight_name:
+            weight.data.uniform_(-2, 1.5)
+        elif "norm" in weight_name or weight_name.endswith(".D"):
+            weight.data.normal_(1.0, 0.3)
+        elif "dt_" in weight_name and weight.dim() == 1:
+            weight.data.uniform_(-3, 1)
+        elif weight.dim() > 1 or "bias" in weight_name:
+            weight.data.normal_(0.0, 0.25)
+    if path is not None:
+        reference.save_pretrained(path)
+    return reference
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return make_reference(request.param, path), path
+
+
+class Harness:
+    """A pool and a table, without an engine: rows get pages as they grow."""
+
+    def __init__(self, model, num_rows: int = 4, max_blocks: int = 16) -> None:
+        self.model, layers = model, model.config.layers
+        layout = StateLayout.pack(layers, StateLayout.min_page_bytes(layers) + 192)
+        num_columns = max_blocks * layout.block_pages
+        pool = torch.randint(0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8)  # what others left there
+        table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
+        states = PagedStates(pool, table, layout, layers, INTERVAL)
+        self.backend = TorchStates(states)
+
+    @torch.inference_mode()
+    def step(self, *items: tuple[int, int, list[int]]) -> torch.Tensor:
+        """Items are (row, start, ids). Logits of all their tokens."""
+        rows, starts, counts = np.array([(row, start, len(ids)) for row, start, ids in items]).T
+        embedded = self.model.embed_tokens(torch.tensor([i for _, _, ids in items for i in ids]))
+        return self.model.logits(self.model(embedded, self.backend.plan(rows, starts, counts)))
+
+
+def prompts(num: int, longest: int = 90) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, longest, (num,), generator=generator).tolist()
+    return [torch.randint(2, 200, (n,), generator=generator).tolist() for n in lengths]
+
+
+def generate(harness: Harness, row: int, prompt: list[int], num: int) -> list[int]:
+    tokens, logits = list(prompt), harness.step((row, 0, prompt))
+    for _ in range(num):
+        tokens.append(int(logits[-1].argmax()))
+        logits = harness.step((row, len(tokens) - 1, tokens[-1:]))
+    return tokens[len(prompt) :]
+
+
+def test_tokens_and_logits_equal_transformers(saved, backend):
+    reference, path = saved
+    harness = Harness(load_model(path))
+    asked = prompts(20 if backend == "compiled" else 3)
+    with torch.inference_mode():
+        for prompt in sorted(asked, key=len)[-3:]:
+            expected = reference(torch.tensor([prompt])).logits[0]
+            assert (harness.step((0, 0, prompt)) - expected).abs().max() < 1e-3
+    results = [reference_agrees(reference, prompt, generate(harness, 1, prompt, 32)) for prompt in asked]
+    assert sum(agreed for agreed, _ in results) >= 0.98 * len(asked) * 32
+
+
+def test_bits_do_not_depend_on_how_a_sequence_is_computed(saved, backend):
+    _, path = saved
+    model = load_model(path)
+    ids = prompts(1, 90)[0] + prompts(4, 60)[2]
+    whole = Harness(model).step((0, 0, ids))
+    for size in (1, 7, INTERVAL, 40):
+        harness = Harness(model)
+        parts = [harness.step((2, at, ids[at : at + size])) for at in range(0, len(ids), size)]
+        assert torch.equal(torch.cat(parts), whole)
+    harness, others = Harness(model), prompts(3, 50)
+    harness.step((0, 0, ids[:9]))
+    together = harness.step((1, 0, others[0]), (0, 9, ids[9:]), (3, 0, others[1]), (2, 0, others[2]))
+    first = len(others[0])
+    assert torch.equal(together[first : first + len(ids) - 9], whole[9:])

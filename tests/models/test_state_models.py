@@ -6,6 +6,7 @@ import torch
 
 from tests.helpers import load_model, reference_agrees
 from tidemill.kernels import native
+from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, StateLayout, TorchStates
 
 SIZES = {
@@ -57,7 +58,8 @@ class Harness:
         pool = torch.randint(0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8)  # what others left there
         table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
         states = PagedStates(pool, table, layout, layers, INTERVAL)
-        self.backend = TorchStates(states)
+        self.backend = NativeStates(states) if native.lib else TorchStates(states)
+        assert native.lib is None or NativeStates.can_run(states)
 
     @torch.inference_mode()
     def step(self, *items: tuple[int, int, list[int]]) -> torch.Tensor:

@@ -33,6 +33,20 @@ typedef struct {
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
+/* A layer with a state of constant size (scan.c). */
+typedef struct {
+    long kind, num_heads, head_dim, state_size, num_groups, kernel, norm_size;
+    long num_channels, num_projected;
+    const int32_t *pieces; /* [1 + num_heads][2]: the convolution's state and each head's: page within a block, bytes from its start */
+} tm_state_layer;
+
+/* A step's states. */
+typedef struct {
+    long num_tokens, num_chains, block_pages, page_bytes, table_width;
+    char *pool;
+    const int32_t *table, *segments, *chains; /* segments: [n][5], see scan.c; chains: [num_chains + 1], the first segment of each */
+} tm_states;
+
 /* One step of all layers. */
 typedef struct {
     long num_tokens;
@@ -42,6 +56,7 @@ typedef struct {
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int32_t *table;
     const int64_t *positions, *slots; /* of tokens; slot: page * page_size + offset */
+    const tm_states *states;          /* NULL: no layer has one */
 } tm_step;
 
 /* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
@@ -51,11 +66,17 @@ typedef struct {
     float eps;
 } tm_learned;
 
+typedef struct {
+    const float *decay, *skip, *step_bias, *norm; /* NULL: none */
+    float eps;
+} tm_state_learned;
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
     long op;                    /* its number in the table of ops */
     long in, in_out, out;       /* columns; -1: none */
+    long in_2, in_3;            /* what else is read */
     long kind, width, num_out;  /* width: columns of the input */
     const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
     float eps;
@@ -63,7 +84,7 @@ typedef struct {
 
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
-    float *in, *in_out, *out;
+    float *in, *in_out, *out, *in_2, *in_3;
     long num_rows;
     const tm_step *step;
 } tm_buffers;
@@ -73,6 +94,12 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
 void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void conv_op(const tm_states *states, const tm_state_layer *layer, const float *weight, const float *bias, const float *projected, float *out);
+/* mixed is overwritten. */
+int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learned learned, float *mixed, const float *projected,
+            const float *steps, const float *bc, float *out);
+/* x * sigmoid(gate) */
+void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

@@ -37,6 +37,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True  # yarn: the bounds between which frequencies are blended are whole numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,46 @@ class StateSpec(LayerSpec):
         return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
 
 
+SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
+_MAX_EXPERTS = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The experts of a layer's feed-forward, and how a token chooses among them."""
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    renormalise: bool  # the chosen experts' weights are divided by their sum
+    scoring: str = "softmax_then_topk"
+    act: str = "silu"  # a name in kernels/glu.py
+    has_bias: bool = False  # of the router and of every expert's matrices
+    shared_size: int = 0  # of an expert that every token goes through, by the weight sigmoid(its own row of the router)
+
+    def __post_init__(self) -> None:
+        _check_size("num_experts", self.num_experts, _MAX_EXPERTS)
+        _check_size("num_experts_per_tok", self.top_k, self.num_experts)
+        _check_size("expert size", self.expert_size)
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}.")
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router: one for each expert, and one for the shared one."""
+        return self.num_experts + (1 if self.shared_size else 0)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = 3 * hidden_size * (self.num_experts * self.expert_size + self.shared_size)
+        biases = self.num_experts * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
+        return matrices + self.num_logits * hidden_size + biases
+
+    def activations(self, hidden_size: int) -> int:
+        """Values that a token needs meanwhile: for each of its experts the input, gate and up, their product, the output."""
+        chosen = self.top_k * (2 * hidden_size + 3 * self.expert_size)
+        return chosen + 2 * self.num_logits + (hidden_size + 3 * self.shared_size if self.shared_size else 0)
+
+
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
     if not isinstance(value, int) or not 0 < value <= most:
         raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
@@ -172,6 +213,7 @@ class ModelConfig:
     conv_bias: bool = True  # of state layers
     qk_norm: bool = False  # of each query and key head, before rotation
     act: str = "silu"  # of the gate, a name in kernels/glu.py
+    experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
@@ -182,6 +224,8 @@ class ModelConfig:
                 _check_size(name, getattr(self, name))
         if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
             raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
+        if self.experts and len(self.experts) != self.num_layers:
+            raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
 
     @property
     def num_layers(self) -> int:
@@ -216,8 +260,20 @@ class ModelConfig:
         h, d = self.hidden_size, self.head_dim
         attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
         mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
+        dense = 3 * h * self.intermediate_size
+        feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return mixers + self.num_layers * (3 * h * self.intermediate_size + 2 * h) + embeddings + h
+        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is multiplied by: of the experts, only the chosen ones."""
+        idle = (3 * self.hidden_size * moe.expert_size * (moe.num_experts - moe.top_k) for moe in self.experts if moe)
+        return self.num_parameters - sum(idle)
+
+    def moe(self, layer: int) -> MoESpec | None:
+        """The experts of a layer; None: it is dense."""
+        return self.experts[layer] if self.experts else None
 
     @property
     def is_quantized(self) -> bool:
@@ -246,7 +302,8 @@ class ModelConfig:
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
-        width = 4 * self.hidden_size + 3 * self.intermediate_size + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
+        width = 4 * self.hidden_size + feed_forward + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
         return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)
 

@@ -9,8 +9,10 @@ import torch
 from tidemill.kernels import native
 
 # Activations, and their numbers in rows.c. Each is x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
-# gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3).
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+# gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x, where x is at most 7, up within
+# -7 .. 7, and the product is by up + 1.
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
 
@@ -19,6 +21,9 @@ def glu_reference(gate_up_TI2: torch.Tensor, act: str = "silu") -> torch.Tensor:
     """Written with exp instead of torch's silu and gelu, whose vector and scalar paths round differently: an element's bits
     would depend on where a thread's share of the tensor ends."""
     gate, up = gate_up_TI2.chunk(2, dim=-1)
+    if act == "swiglu_clamped":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        return torch.div(gate, (gate * -SWIGLU_ALPHA).exp_().add_(1.0)).mul_(up)
     out = torch.neg(gate) if act == "silu" else (gate * gate).mul_(-GELU_CUBIC).sub_(GELU_LINEAR).mul_(gate)
     return torch.div(gate, out.exp_().add_(1.0), out=out).mul_(up)
 

@@ -73,24 +73,29 @@ def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.
     return (out if bias_N is None else out + bias_N).float()
 
 
+def code_panels(weight: Codes) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The kind of a weight, its codes and scales, in the compiled kernel's layout (linear.c): eight rows side by side, four codes
+    of each at a time."""
+    # Four neighbouring codes travel as one 32-bit value.
+    fours = torch.from_numpy(np.ascontiguousarray(weight.codes_NK.numpy()).view(np.int32))
+    panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
+    if weight.bits == 4:
+        panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
+    scales = to_panels(weight.scales_NG)
+    if weight.offsets_NG is not None:
+        scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
+    kind = native.KINDS["Q4" if weight.bits == 4 else "Q8" if weight.offsets_NG is None else "Q8M"]
+    return kind, panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8]
+
+
 class QuantizedPanels(Weight):
-    """The compiled kernel's layout (linear.c): eight rows side by side, four codes of each at a time."""
+    """The compiled kernel's layout."""
 
     def __init__(self, weight: Codes, bias_N: torch.Tensor | None) -> None:
         assert native.lib is not None
-        plain = weight.offsets_NG is None
-        self._lib, self._kind = native.lib, native.KINDS["Q4" if weight.bits == 4 else "Q8" if plain else "Q8M"]
+        self._lib = native.lib
         self._num_out, self._bits, self._bias = weight.codes_NK.shape[0], weight.bits, bias_N
-        # Four neighbouring codes travel as one 32-bit value.
-        fours = torch.from_numpy(np.ascontiguousarray(weight.codes_NK.numpy()).view(np.int32))
-        panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
-        if weight.bits == 4:
-            panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
-        self._panels = panels.contiguous()
-        scales = to_panels(weight.scales_NG)
-        if weight.offsets_NG is not None:
-            scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
-        self._scales = scales.contiguous()  # [panel, group, (2,) 8]
+        self._kind, self._panels, self._scales = code_panels(weight)
         bias = None if bias_N is None else bias_N.data_ptr()
         self._addresses = (self._panels.data_ptr(), self._scales.data_ptr(), bias)
 

@@ -39,8 +39,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     def dim_of(num_rotations: float) -> float:
         return head_dim * math.log(scaling.original_context / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dim_of(scaling.beta_slow)), head_dim - 1)
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
     extrapolated = 1 - ramp.clip(0, 1)
     freqs = freqs / factor * (1 - extrapolated) + freqs * extrapolated

@@ -16,7 +16,6 @@ class Layer(nn.Module):
         super().__init__()
         self.parts = parts  # name to expected shape
         self.optional = optional
-        self.bare: frozenset[str] = frozenset()  # parts whose stored names have no suffix like .weight
         self._loaded: set[str] = set()
 
     @property
@@ -34,12 +33,15 @@ class Layer(nn.Module):
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, tensor, row_order)
         self._loaded.add(part)
-        if self._loaded == set(self.parts):
+        if self.is_complete():
             self.finish()
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
         """Whether a stored tensor of this shape can be the part."""
         return shape == self.parts[part]
+
+    def is_complete(self) -> bool:
+        return self._loaded == set(self.parts)
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""

@@ -51,7 +51,7 @@ class Conv(Layer):
 
 
 class StateParameters(Layer):
-    """A (of which Hugging Face's files hold log(-A)), D and the bias of time steps. Their stored names have no suffix."""
+    """A (of which Hugging Face's files hold log(-A)), D and the bias of time steps."""
 
     decay: nn.Parameter
     skip: nn.Parameter
@@ -64,7 +64,6 @@ class StateParameters(Layer):
         if not is_mamba:
             parts["step_bias"] = (spec.num_heads,)
         super().__init__(parts)
-        self.bare = frozenset(parts)
         for part, shape in parts.items():
             setattr(self, part, nn.Parameter(torch.empty(shape), requires_grad=False))
 

@@ -19,6 +19,7 @@ from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
+from tidemill.layers.moe import MoE, Router
 from tidemill.layers.rope import Rope
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor
 
@@ -29,7 +30,8 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 class CausalLM(nn.Module, ABC):
     """A decoder. Built on the meta device, then loaded tensor by tensor."""
 
-    # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number.
+    # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number; in a part and
+    # a second time in the names, an expert's. ".weight" or ".bias" is added to names, except to those that begin with "=".
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
@@ -59,8 +61,9 @@ class CausalLM(nn.Module, ABC):
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time."""
-        whole, layers = self.blocks, self.config.layers
-        self.blocks = nn.ModuleList(whole[layers.index(spec)] for spec in dict.fromkeys(layers))
+        whole, config = self.blocks, self.config
+        kinds = [(spec, config.moe(layer)) for layer, spec in enumerate(config.layers)]
+        self.blocks = nn.ModuleList(whole[kinds.index(kind)] for kind in dict.fromkeys(kinds))
         try:
             yield
         finally:
@@ -80,12 +83,17 @@ class CausalLM(nn.Module, ABC):
             linear.weight.compile(nums_rows)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
-        """Before the first step: matmuls will have these numbers of rows. A head's or an embedding's are not among them."""
+        """Before the first step: matmuls will have these numbers of rows. A head's, an embedding's or a router's are not among
+        them."""
         for linear in self._linears():
             linear.weight.prepare(nums_rows)
 
     def _linears(self) -> Iterator[Linear]:
-        return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head))
+        return (
+            module
+            for module in self.modules()
+            if isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router)
+        )
 
     @abstractmethod
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
@@ -137,7 +145,8 @@ class CausalLM(nn.Module, ABC):
         stored_as = {place: name for name, places in targets.items() for place in places}
         for module in model.modules():
             if isinstance(module, Layer) and module.missing:
-                name = stored_as.get((module, min(module.missing)), min(module.missing))
+                missing = sorted(module.missing)
+                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         with torch.inference_mode():
             model.loaded(checkpoint.format)
@@ -150,35 +159,48 @@ class CausalLM(nn.Module, ABC):
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         for name, places in targets.items():
             layer, part = places[0]
-            if not layer.optional:
+            if part in layer.missing:
                 yield RandomTensor(name, layer.parts[part])
-
-    def _has(self, path: str) -> bool:
-        module: nn.Module | None = self
-        for name in path.split("."):
-            module = getattr(module, name, None)
-        return module is not None
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
         """Stored name to the layers and parts it fills. A tied table fills two."""
         targets: dict[str, list[tuple[Layer, str]]] = {}
+        modules = dict(self.named_modules())
         for path, part, hf_name, gguf_name in self.names:
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue
-            paths = {i: path.format(i) for i in range(self.config.num_layers if "{}" in path else 1)}
-            paths = {i: place for i, place in paths.items() if self._has(place)}  # layers of other kinds do not have it
-            assert paths, path
-            for i, place in paths.items():
-                layer = self.get_submodule(place)
-                assert isinstance(layer, Layer)
-                for suffix, our_part in ((".weight", part), (".bias", f"{part}.bias")):
-                    if part in layer.bare:
-                        targets.setdefault(stored.format(i), []).append((layer, part))
-                        break
-                    if our_part in layer.parts:
-                        targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
+            for i, layer in _layers_at(path, modules, self.config.num_layers):
+                for number in range(getattr(layer, "num_experts", 1)) if "{}" in part else (0,):
+                    for suffix, our_part in _stored_parts(stored, part.format(number)):
+                        if our_part in layer.parts:
+                            name = stored.removeprefix("=").format(i, number) + suffix
+                            targets.setdefault(name, []).append((layer, our_part))
         return targets
+
+    def take_expert_counts(self) -> dict[int, list[int]]:
+        """By layer: how many tokens each expert got since the last call. Empty where that is not counted."""
+        taken = {}
+        for layer, block in enumerate(self.blocks):
+            counts = next((module.experts.weights.counts for module in block.modules() if isinstance(module, MoE)), None)
+            if counts is not None:
+                taken[layer] = counts.tolist()
+                counts[:] = 0
+        return taken
+
+
+def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Iterator[tuple[int, Layer]]:
+    """The layers that a path means, with their numbers. Not every block has every layer: some are dense, some have experts."""
+    for i in range(num_layers) if "{}" in path else range(1):
+        layer = modules.get(path.format(i))
+        if layer is not None:
+            assert isinstance(layer, Layer)
+            yield i, layer
+
+
+def _stored_parts(stored: str, part: str) -> tuple[tuple[str, str], ...]:
+    """Endings of a stored name, and the part that each is."""
+    return (("", part),) if stored.startswith("=") else ((".weight", part), (".bias", f"{part}.bias"))
 
 
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:

@@ -12,7 +12,7 @@ from tidemill.config import AttentionSpec, ModelConfig, RopeScaling, Rotation, a
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
-from tidemill.layers.mlp import GatedMLP
+from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import RMSNorm
 from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
@@ -26,7 +26,10 @@ class Block(nn.Module):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.mlp = self.feed_forward(config, layer, dtype)
+
+    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+        return feed_forward(config, layer, dtype)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -36,6 +39,7 @@ class Block(nn.Module):
 
 class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
+    has_experts: ClassVar = False
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
         ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
@@ -87,6 +91,8 @@ class Llama(CausalLM):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        if not cls.has_experts and checkpoint.metadata.get(f"{checkpoint.architecture}.expert_count"):
+            raise CheckpointError(f"{checkpoint.path}: {checkpoint.architecture} with experts is not supported.")
         config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else _from_hf(checkpoint)
         _check_numbers(config, checkpoint.path)
         return config
@@ -186,7 +192,8 @@ def hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScalin
     fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
     given = {name: required(rope, name, float, source) for name in fields if rope.get(name) is not None}
     original = optional(rope, "original_max_position_embeddings", int, context, source)
-    return RopeScaling(kind=kind, factor=required(rope, "factor", float, source), original_context=original, **given)
+    factor, truncate = required(rope, "factor", float, source), rope.get("truncate") is not False
+    return RopeScaling(kind=kind, factor=factor, original_context=original, truncate=truncate, **given)
 
 
 def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
@@ -199,8 +206,6 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
     head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
     rotated = optional(data, f"{arch}.rope.dimension_count", int, head_dim, source)
-    if data.get(f"{arch}.expert_count"):
-        raise CheckpointError(f"{source}: mixture-of-experts models are not supported.")
     table = shapes.get("token_embd.weight")
     if table is None:
         raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")

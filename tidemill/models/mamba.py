@@ -44,8 +44,8 @@ class Mamba(Llama):
         ("blocks.{}.mixer.to_rank", "rank", "backbone.layers.{}.mixer.x_proj", "blk.{}.ssm_x"),
         ("blocks.{}.mixer.to_bc", "bc", "backbone.layers.{}.mixer.x_proj", "blk.{}.ssm_x"),
         ("blocks.{}.mixer.to_steps", "steps", "backbone.layers.{}.mixer.dt_proj", "blk.{}.ssm_dt"),
-        ("blocks.{}.mixer.parameters_", "decay", "backbone.layers.{}.mixer.A_log", "blk.{}.ssm_a"),
-        ("blocks.{}.mixer.parameters_", "skip", "backbone.layers.{}.mixer.D", "blk.{}.ssm_d"),
+        ("blocks.{}.mixer.parameters_", "decay", "=backbone.layers.{}.mixer.A_log", "=blk.{}.ssm_a"),
+        ("blocks.{}.mixer.parameters_", "skip", "=backbone.layers.{}.mixer.D", "=blk.{}.ssm_d"),
         ("blocks.{}.mixer.out", "out", "backbone.layers.{}.mixer.out_proj", "blk.{}.ssm_out"),
         ("norm", "weight", "backbone.norm_f", "output_norm"),
     ]

@@ -25,7 +25,7 @@ class Mamba2(Mamba):
     block: ClassVar = Block
     NAMES: ClassVar = [
         *(line for line in Mamba.NAMES if line[0].rpartition(".")[2] not in ("to_rank", "to_bc", "to_steps")),
-        ("blocks.{}.mixer.parameters_", "step_bias", "backbone.layers.{}.mixer.dt_bias", "blk.{}.ssm_dt.bias"),
+        ("blocks.{}.mixer.parameters_", "step_bias", "=backbone.layers.{}.mixer.dt_bias", "=blk.{}.ssm_dt.bias"),
         ("blocks.{}.mixer.norm", "weight", "backbone.layers.{}.mixer.norm", "blk.{}.ssm_norm"),
     ]
 

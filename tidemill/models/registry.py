@@ -21,22 +21,35 @@ ARCHITECTURES = {
     ("hf", "Mamba2ForCausalLM"): "tidemill.models.mamba2:Mamba2",
     ("gguf", "mamba"): "tidemill.models.mamba:Mamba",
     ("gguf", "mamba2"): "tidemill.models.mamba2:Mamba2",
+    ("hf", "MixtralForCausalLM"): "tidemill.models.mixtral:Mixtral",
+    ("hf", "Qwen2MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen2MoE",
+    ("hf", "Qwen3MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen3MoE",
+    ("hf", "OlmoeForCausalLM"): "tidemill.models.olmoe:Olmoe",
+    ("hf", "GptOssForCausalLM"): "tidemill.models.gpt_oss:GptOss",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
     ("gguf", "gemma3"): "tidemill.models.gemma:Gemma3",
     ("gguf", "qwen3"): "tidemill.models.qwen3:Qwen3",
+    ("gguf", "llama with experts"): "tidemill.models.mixtral:Mixtral",
+    ("gguf", "qwen2moe"): "tidemill.models.qwen_moe:Qwen2MoE",
+    ("gguf", "qwen3moe"): "tidemill.models.qwen_moe:Qwen3MoE",
+    ("gguf", "olmoe"): "tidemill.models.olmoe:Olmoe",
+    ("gguf", "gpt-oss"): "tidemill.models.gpt_oss:GptOss",
 }
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
-    target = ARCHITECTURES.get((checkpoint.format, checkpoint.architecture))
+    name = checkpoint.architecture
+    if name == "llama" and checkpoint.metadata.get("llama.expert_count"):
+        name = "llama with experts"  # GGUF's word for Mixtral
+    target = ARCHITECTURES.get((checkpoint.format, name))
     if target is None:
         known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
         raise CheckpointError(
             f"{checkpoint.path} has the architecture {checkpoint.architecture}, which is not supported.",
             fix=f"Supported in this format: {known}.",
         )
-    module, _, name = target.partition(":")
-    cls: type[CausalLM] = getattr(importlib.import_module(module), name)
+    module, _, class_name = target.partition(":")
+    cls: type[CausalLM] = getattr(importlib.import_module(module), class_name)
     return cls

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from tidemill.config import MoESpec
 from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.moe import ExpertWeights
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")
+
+
+@dataclass(slots=True)
+class ExpertParts(Generic[Part]):
+    """The matrices of a layer's experts, as they were read."""
+
+    gate_ups: list[list[Part]]  # of each expert, gate and up, or both as one; one below the other
+    downs: list[Part]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    shared: tuple[list[Part], Part] | None = None  # of the shared expert, the same
 
 
 class LinearMethod(ABC, Generic[Part]):
@@ -28,6 +42,10 @@ class LinearMethod(ABC, Generic[Part]):
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
         """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
         return _Gated(self.join([gate, up], bias), act)
+
+    @abstractmethod
+    def join_experts(self, parts: ExpertParts[Part], spec: MoESpec) -> ExpertWeights:
+        """All experts of a layer, laid out for a kernel."""
 
 
 class _Gated(Weight):

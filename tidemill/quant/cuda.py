@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
 
 import torch
 
+from tidemill.config import MoESpec
 from tidemill.kernels.linear import Weight
-from tidemill.quant.base import LinearMethod
+from tidemill.kernels.moe import ExpertWeights
+from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
 
@@ -50,6 +53,38 @@ class CudaWeight(Weight):
         return self._weight_NK[ids_T]
 
 
+class CudaExperts(ExpertWeights):
+    """Stacked: rows of gate first, then of up. The shared expert is two linears."""
+
+    def __init__(
+        self, spec: MoESpec, gate_up_E2IH: torch.Tensor, down_EHI: torch.Tensor, biases: list[torch.Tensor | None],
+        shared: tuple[Weight, Weight] | None,
+    ) -> None:  # fmt: skip
+        self._spec, self._shared = spec, shared
+        self._gate_up, self._down, self._biases = gate_up_E2IH, down_EHI, biases
+
+    def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        moe = importlib.import_module("tidemill.kernels.cuda.moe").moe
+        spec = self._spec
+        logits_TE = logits_TL[:, : spec.num_experts].contiguous()
+        out: torch.Tensor = moe(
+            x_TH,
+            logits_TE,
+            self._gate_up,
+            self._down,
+            spec.top_k,
+            spec.renormalise,
+            spec.act,
+            *self._biases,
+            scoring=spec.scoring,
+        )
+        if self._shared is None:
+            return out
+        gate_up, down = self._shared
+        weight = torch.sigmoid(logits_TL[:, spec.num_experts :].float())
+        return (out.float() + weight * down(gate_up(x_TH)).float()).to(out.dtype)
+
+
 class CudaDense(LinearMethod[torch.Tensor]):
     def __init__(self, fast: bool = False) -> None:
         self._fast = fast
@@ -67,3 +102,14 @@ class CudaDense(LinearMethod[torch.Tensor]):
         weight = torch.stack([gate, up], 1).flatten(0, 1)
         paired = None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
         return CudaWeight(weight, paired, self._fast, act)
+
+    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
+        gate_up = torch.stack([torch.cat(matrices) for matrices in parts.gate_ups])
+        parts.gate_ups.clear()
+        down = torch.stack(parts.downs)
+        biases = [None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)]
+        shared = None
+        if parts.shared is not None:
+            gate, up = torch.cat(parts.shared[0]).chunk(2)
+            shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
+        return CudaExperts(spec, gate_up, down, biases, shared)

@@ -76,6 +76,26 @@ class States(ctypes.Structure):
     ]
 
 
+class Matrices(ctypes.Structure):
+    """tm_matrices of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_in", "num_out")),
+        *((name, _POINTER) for name in ("codes", "scales", "bias")),
+        *((name, _LONG) for name in ("code_bytes", "num_scales")),
+    ]
+
+
+class MoE(ctypes.Structure):
+    """tm_moe of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
+        *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
+        ("counts", _POINTER),
+    ]
+
+
 def _check(*tensors: torch.Tensor) -> None:
     """C takes what it is given: addresses of anything else would be read past their end."""
     for tensor in tensors:
@@ -92,6 +112,7 @@ class _Field(ctypes.Structure):
 
 _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
+    ("tm_moe", MoE), ("tm_matrices", Matrices),
 )  # fmt: skip
 
 
@@ -148,6 +169,8 @@ class Library:
         self._gate = lib.tm_gate
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 2
         self._gate.restype = None
+        self._moe = lib.tm_run_moe
+        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -240,6 +263,16 @@ class Library:
         self._gate(x_TH.data_ptr(), gate_TH.data_ptr(), out.data_ptr(), *x_TH.shape)
         if self._recording:
             self._recording.note("gate", out, x_TH, in_2=gate_TH, width=x_TH.shape[1])
+        return out
+
+    def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        """`experts`: the address of a `MoE`."""
+        _check(x_TH, logits_TL)
+        out = torch.empty_like(x_TH)
+        if self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            raise MemoryError("no memory for a mixture of experts")
+        if self._recording:
+            self._recording.note("moe", out, x_TH, logits_TL, a=experts)
         return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:

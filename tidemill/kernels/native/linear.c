@@ -13,29 +13,15 @@ An output is summed over k in order, by one chain of operations that is the same
 row do not depend on the rest of the batch. Integer sums within a group of 32 are exact. */
 #include <stddef.h>
 
+#include "linear.h"
 #include "simd.h"
 #include "tidemill.h"
 
-enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5 };
-#define GROUP 32
-#define LANES 8
 #define ROWS 4        /* of a tile of the Q kinds */
 #define FLOAT_ROWS 8  /* of a tile of the others */
 #define WIDE_ROWS 8   /* from so many rows on, a panel is unpacked once instead of once a tile */
 
-typedef struct {
-    int kind;
-    const float *x;
-    const void *codes;
-    const uint16_t *scales;
-    const float *bias;
-    float *out;
-    long num_rows, num_in, num_out, num_panels, panels_per_task;
-    int8_t *xq;      /* [row][k] */
-    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes */
-} linear_job;
-
-static void quantize_row(void *arg, long row, int thread) {
+void quantize_row(void *arg, long row, int thread) {
     (void)thread;
     const linear_job *j = arg;
     long num_groups = j->num_in / GROUP;
@@ -280,7 +266,7 @@ static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *sc
         }
 }
 
-static void run_panels(void *arg, long task, int thread) {
+void run_panels(void *arg, long task, int thread) {
     const linear_job *j = arg;
     long panel = task * j->panels_per_task;
     long end = panel + j->panels_per_task < j->num_panels ? panel + j->panels_per_task : j->num_panels;

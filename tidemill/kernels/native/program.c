@@ -22,6 +22,8 @@ typedef struct {
 #define STATE_LAYER(f) {"tm_state_layer." #f, offsetof(tm_state_layer, f)}
 #define STATES(f) {"tm_states." #f, offsetof(tm_states, f)}
 #define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
+#define MOE(f) {"tm_moe." #f, offsetof(tm_moe, f)}
+#define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
@@ -36,6 +38,10 @@ TM_API const field *tm_layout(void) {
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(table), STEP(positions), STEP(slots), STEP(states),
         OP(op), OP(in), OP(in_out), OP(out), OP(in_2), OP(in_3), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
+        MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
+        MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
+        MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales),
         {NULL, 0},
     };
     return fields;
@@ -75,6 +81,8 @@ static int run_gate(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
+static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, at->num_rows, at->out); }
+
 static const struct {
     const char *name;
     int (*run)(const tm_op *, const tm_buffers *);
@@ -86,6 +94,7 @@ static const struct {
     {"conv", run_conv},
     {"scan", run_scan},
     {"gate", run_gate},
+    {"moe", run_moe},
 };
 
 /* The name of op number `i`; NULL after the last. */

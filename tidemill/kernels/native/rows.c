@@ -67,23 +67,30 @@ typedef struct {
 /* x / (1 + exp(-z)) * up */
 TM_INLINE f32x8 glu(int act, f32x8 x, f32x8 up) {
     f32x8 one = f32x8_set(1), z = x;
-    if (act) z = f32x8_mul(x, f32x8_fma(f32x8_set(1.5957691216f), f32x8_mul(x, x), f32x8_set(0.0713548162726f)));
+    if (act == 2) { /* the clamped value last: on x86, too, a NaN stays one */
+        x = f32x8_min(f32x8_set(7), x);
+        z = f32x8_mul1(x, 1.702f);
+        up = f32x8_add(f32x8_max(f32x8_set(-7), f32x8_min(f32x8_set(7), up)), one);
+    } else if (act) z = f32x8_mul(x, f32x8_fma(f32x8_set(1.5957691216f), f32x8_mul(x, x), f32x8_set(0.0713548162726f)));
     return f32x8_mul(f32x8_div(x, f32x8_add(one, f32x8_exp(f32x8_sub(f32x8_set(0), z)))), up);
+}
+
+void glu_values(int act, const float *gate_up, float *out, long width) {
+    const float *gate = gate_up, *up = gate + width;
+    long i = 0;
+    for (; i + 8 <= width; i += 8) f32x8_store(out + i, glu(act, f32x8_load(gate + i), f32x8_load(up + i)));
+    if (i < width) { /* the tail by the same operations */
+        float g[8] = {0}, u[8] = {0}, o[8];
+        for (long k = i; k < width; k++) g[k - i] = gate[k], u[k - i] = up[k];
+        f32x8_store(o, glu(act, f32x8_load(g), f32x8_load(u)));
+        for (long k = i; k < width; k++) out[k] = o[k - i];
+    }
 }
 
 static void glu_row(void *arg, long row, int thread) {
     (void)thread;
     const glu_job *j = arg;
-    const float *gate = j->gate_up + row * 2 * j->width, *up = gate + j->width;
-    float *out = j->out + row * j->width;
-    long i = 0;
-    for (; i + 8 <= j->width; i += 8) f32x8_store(out + i, glu(j->act, f32x8_load(gate + i), f32x8_load(up + i)));
-    if (i < j->width) { /* the tail by the same operations */
-        float g[8] = {0}, u[8] = {0}, o[8];
-        for (long k = i; k < j->width; k++) g[k - i] = gate[k], u[k - i] = up[k];
-        f32x8_store(o, glu(j->act, f32x8_load(g), f32x8_load(u)));
-        for (long k = i; k < j->width; k++) out[k] = o[k - i];
-    }
+    glu_values(j->act, j->gate_up + row * 2 * j->width, j->out + row * j->width, j->width);
 }
 
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width) {

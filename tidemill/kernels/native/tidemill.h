@@ -71,6 +71,23 @@ typedef struct {
     float eps;
 } tm_state_learned;
 
+/* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
+typedef struct {
+    long kind, num_in, num_out;
+    const void *codes;
+    const uint16_t *scales;
+    const float *bias; /* [expert][num_out]; NULL: none */
+    long code_bytes, num_scales; /* from one expert to the next */
+} tm_matrices;
+
+/* A mixture of experts. Field by field as in __init__.py. */
+typedef struct {
+    long num_experts, top_k, renormalise, topk_first, act; /* topk_first: the softmax is over the chosen experts */
+    tm_matrices gate_up, down;
+    tm_matrices shared_gate_up, shared_down; /* of an expert that all rows go through; codes NULL: none */
+    int64_t *counts;                         /* [expert]: rows that it got, added to */
+} tm_moe;
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -100,6 +117,9 @@ int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learn
             const float *steps, const float *bc, float *out);
 /* x * sigmoid(gate) */
 void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
+void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
+/* logits: [row][num_experts, and one for the shared expert]. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

@@ -211,6 +211,7 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     conv_bias: bool = True  # of state layers
+    gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
     qk_norm: bool = False  # of each query and key head, before rotation
     act: str = "silu"  # of the gate, a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
@@ -258,7 +259,7 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
-        attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
+        attention = h * d * ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads)
         mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
         dense = 3 * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))

@@ -1,11 +1,17 @@
-"""Mamba and Mamba-2 against Transformers in float32, on small random models, and against themselves however a step is cut."""
+"""Mamba, Mamba-2 and Qwen3-Next: against Transformers in float32, on small random models, and against themselves cut in other ways."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import load_model, reference_agrees
+from tidemill.config import AttentionSpec
 from tidemill.kernels import native
+from tidemill.kernels.attention import TorchAttention
+from tidemill.kernels.kv_cache import PagedKV, new_cache
+from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, StateLayout, TorchStates
 
@@ -16,6 +22,25 @@ SIZES = {
 FAMILIES = {
     "Mamba": {"intermediate_size": 64, "time_step_rank": 5},
     "Mamba with biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
+    "Qwen3Next": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+        "max_position_embeddings": 256,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
     "Mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
 }
 INTERVAL = 16
@@ -32,7 +57,7 @@ def make_reference(name: str, path=None):
         if "A_log" in weight_name:
             weight.data.uniform_(-2, 1.5)
         elif "norm" in weight_name or weight_name.endswith(".D"):
-            weight.data.normal_(1.0, 0.3)
+            weight.data.normal_(0.0 if kind == "Qwen3Next" and "linear_attn" not in weight_name else 1.0, 0.3)
         elif "dt_" in weight_name and weight.dim() == 1:
             weight.data.uniform_(-3, 1)
         elif weight.dim() > 1 or "bias" in weight_name:
@@ -58,15 +83,40 @@ class Harness:
         pool = torch.randint(0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8)  # what others left there
         table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
         states = PagedStates(pool, table, layout, layers, INTERVAL)
-        self.backend = NativeStates(states) if native.lib else TorchStates(states)
+        self.states = NativeStates(states) if native.lib else TorchStates(states)
         assert native.lib is None or NativeStates.can_run(states)
+        self.attention = self._make_attention(num_rows) if model.config.attention_layers else None
+
+    def _make_attention(self, num_rows: int):
+        config, num_pages, page_size = self.model.config, 32, 16
+        self.page_size = page_size
+        cache = new_cache(1 + num_rows * num_pages, len(config.attention_layers), config.num_kv_heads, page_size, config.head_dim)
+        self.table = (1 + torch.randperm(num_rows * num_pages, dtype=torch.int32)).view(num_rows, num_pages)
+        angles = [one for one, spec in zip(self.model.angles(256), config.layers, strict=True) if isinstance(spec, AttentionSpec)]
+        kv = PagedKV(cache, self.table, config.attention_layers, angles)
+        return NativeAttention(kv) if native.lib else TorchAttention(kv)
+
+    def plan(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray):
+        states = self.states.plan(rows, starts, counts)
+        if self.attention is None:
+            return states
+        positions = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        pages = self.table.numpy()[np.repeat(rows, counts), positions // self.page_size].astype(np.int64)
+        slots = torch.from_numpy(pages * self.page_size + positions % self.page_size)
+        attention = self.attention.plan(rows, starts, counts, torch.from_numpy(positions), slots)
+        kinds = [isinstance(spec, AttentionSpec) for spec in self.model.config.layers]
+        return SimpleNamespace(
+            convolve=states.convolve,
+            scan=states.scan,
+            attend=lambda layer, qkv, learned: attention.attend(sum(kinds[:layer]), qkv, learned),
+        )
 
     @torch.inference_mode()
     def step(self, *items: tuple[int, int, list[int]]) -> torch.Tensor:
         """Items are (row, start, ids). Logits of all their tokens."""
         rows, starts, counts = np.array([(row, start, len(ids)) for row, start, ids in items]).T
         embedded = self.model.embed_tokens(torch.tensor([i for _, _, ids in items for i in ids]))
-        return self.model.logits(self.model(embedded, self.backend.plan(rows, starts, counts)))
+        return self.model.logits(self.model(embedded, self.plan(rows, starts, counts)))
 
 
 def prompts(num: int, longest: int = 90) -> list[list[int]]:

@@ -28,10 +28,15 @@ class Linear(Layer):
         if bias:
             parts |= {f"{name}.bias": (num_out,) for name, num_out in outs.items()}
         super().__init__(parts)
-        self._names, self._has_bias = list(outs), bias
+        self._names, self._has_bias, self._taken = list(outs), bias, outs
         self._method = METHODS[dtype]
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Some formats store by themselves the rows that others have among more."""
+        name = part.partition(".")[0]
+        return shape in (self.parts[part], (self._taken[name], *self.parts[part][1:]))
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         if part in self._names:

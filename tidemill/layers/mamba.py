@@ -114,13 +114,21 @@ class StateMixer(nn.Module):
     into the order of kernels/state.py."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: str, ins: dict[str, int], *, bias: bool = False, conv_bias: bool = True
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: str,
+        ins: dict[str, int],
+        *,
+        stored: dict[str, int] | None = None,
+        bias: bool = False,
+        conv_bias: bool = True,
     ) -> None:
         super().__init__()
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
         self.layer, self.eps = layer, config.norm_eps
-        self.ins = Linear(config.hidden_size, ins, bias=bias, dtype=dtype)
+        self.ins = Linear(config.hidden_size, ins, bias=bias, dtype=dtype, stored=stored)
         self.conv = Conv(spec, conv_bias)
         self.parameters_ = StateParameters(spec)
         self.norm = GatedNorm(spec, spec.num_inner if spec.kind == "mamba2" else spec.norm_size) if spec.norm_size else None

@@ -168,7 +168,7 @@ class Scene:
         roles = attention.by_roles((self.spec,))
         tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
-        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
+        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)
         if by_flash:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from tidemill.cache_layout import CacheLayout, lay_out
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 
@@ -343,6 +345,7 @@ class EngineConfig:
     dtype: str
     kv_dtype: str
     page_size: int
+    layout: CacheLayout  # how layers share pages
     num_pages: int  # that can hold tokens; the null page comes on top
     max_context: int
     max_requests: int
@@ -368,7 +371,10 @@ class EngineConfig:
 
     @property
     def num_kv_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        """Tokens that fit, in requests that fill the whole context where layers have windows."""
+        if not any(group.window for group in self.layout.groups):
+            return self.num_pages // len(self.layout.groups) * self.page_size
+        return self.num_pages * self.max_context // self.layout.num_pages_for(self.max_context, self.token_budget)
 
     @property
     def full_context_requests(self) -> float:
@@ -401,10 +407,11 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
     fast_math = settle("fast_math", _fast_math(options, device))
-    memory = _memory(options, device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
-    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
+    layout = settle("layout", _layout(model, page_size, context))
+    memory = _memory(options, device, dtype, kv_dtype, layout, context, max_requests, token_budget, model, machine)
+    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * memory.num_pages_for(context)))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
-    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
+    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
     reasons["prefix_caching"] = "prefix caching: identical prefixes are computed once"
     return EngineConfig(
@@ -412,6 +419,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,
+        layout=layout,
         num_pages=num_pages,
         max_context=context,
         max_requests=max_requests,
@@ -548,6 +556,15 @@ def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
+def _layout(model: ModelConfig, page_size: int, context: int) -> Decision[CacheLayout]:
+    layout = lay_out([spec.window for spec in model.layers], page_size, context)
+    windowed = [group.window for group in layout.groups if group.window]
+    if not windowed:
+        return layout, "one page table for all layers"
+    per_page = f"pages hold {layout.layers_per_page} layers"
+    return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
     """What the KV cache shares memory with, and the size of a page."""
@@ -557,9 +574,15 @@ class _Memory:
     activation_bytes: int
     page_bytes: int
     page_size: int
+    layout: CacheLayout
+    token_budget: int
     max_pages: int | None  # what the kernels can address, where there is a limit
     gpu: str  # its name and size for messages, or empty
     is_limited: bool  # a limit was given, below what is free
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens holds at most."""
+        return self.layout.num_pages_for(num_tokens, self.token_budget)
 
     @property
     def spare_bytes(self) -> int:
@@ -581,16 +604,16 @@ class _Memory:
 
 
 def _memory(
-    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int,
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, layout: CacheLayout, context: int, max_requests: int,
     token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
-    on_gpu, max_pages = device == "cuda", None
+    on_gpu, max_pages, page_size = device == "cuda", None, layout.groups[0].page_size
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
     if on_gpu:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
-        max_pages = (_MAX_COPY_ROWS - 1) // (2 * model.num_layers * model.num_kv_heads * page_size) - 1
+        max_pages = (_MAX_COPY_ROWS - 1) // (2 * layout.layers_per_page * model.num_kv_heads * page_size) - 1
     free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
     limit = free if options.memory_bytes is None else options.memory_bytes
     return _Memory(
@@ -598,14 +621,16 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=model.kv_bytes_per_token(kv_dtype) * page_size,
+        page_bytes=model.kv_bytes_per_token(kv_dtype) // model.num_layers * layout.layers_per_page * page_size,
         page_size=page_size,
+        layout=layout,
+        token_budget=token_budget,
         max_pages=max_pages,
         gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}" if on_gpu else "",
     )
 
 
-def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> Decision[int]:
+def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_pages: int) -> Decision[int]:
     """Memory for the KV cache, before it is rounded to pages."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes, "given"
@@ -617,7 +642,7 @@ def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> De
             fix=f"Use a smaller model, lower --max-requests or --token-budget, or {more}.",
             param="memory_bytes" if memory.is_limited else None,
         )
-    limits = [(wanted_tokens * memory.page_bytes // memory.page_size, "every slot at full context")]
+    limits = [(wanted_pages * memory.page_bytes, "every slot at full context")]
     if memory.is_limited:
         limits.append((room, f"what weights and activations leave of {fmt_bytes(memory.available_bytes)}"))
     elif memory.gpu:
@@ -634,23 +659,24 @@ def _possible_context(
 ) -> Decision[int]:
     """The context, or less if the KV memory does not hold one request of it."""
     num_pages, page_size = kv_bytes // memory.page_bytes, memory.page_size
-    min_pages = -(-min(wanted, 2 * page_size) // page_size)
+    min_pages = memory.num_pages_for(min(wanted, 2 * page_size))
     if num_pages < min_pages:
         raise ConfigError(
             f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
             fix=f"Give at least {fmt_bytes(min_pages * memory.page_bytes)} with --kv-memory.",
             param="kv_memory_bytes",
         )
-    if num_pages * page_size >= wanted:
+    if memory.num_pages_for(wanted) <= num_pages:
         return wanted, why
+    possible = bisect_right(range(page_size, wanted, page_size), num_pages, key=memory.num_pages_for) * page_size
     if options.max_context is not None:
         raise ConfigError(
-            f"A context of {wanted} tokens needs {fmt_bytes(wanted * memory.page_bytes // page_size)} of KV memory; "
+            f"A context of {wanted} tokens needs {fmt_bytes(memory.num_pages_for(wanted) * memory.page_bytes)} of KV memory; "
             f"{fmt_bytes(kv_bytes)} are reserved.",
-            fix=f"Use --max-context {num_pages * page_size} or raise --kv-memory.",
+            fix=f"Use --max-context {possible} or raise --kv-memory.",
             param="max_context",
         )
-    return num_pages * page_size, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
+    return possible, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
 
 
 def _num_pages(kv_bytes: int, memory: _Memory, most: int) -> Decision[int]:

@@ -51,11 +51,12 @@ def test_glu(act):
 
 
 def test_look_up():
-    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 13), dtype=torch.int32)
+    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 26), dtype=torch.int32)
     rows, positions = torch.randint(0, 4, (300,), dtype=torch.int32), torch.randint(0, 50, (300,), dtype=torch.int32)
-    ids, slots = elementwise.look_up(rows, positions, tokens, pages, 4)
+    ids, slots = elementwise.look_up(rows, positions, tokens, list(pages.split(13, 1)), 4)
     assert torch.equal(ids, tokens[rows, positions])
-    assert torch.equal(slots, pages[rows, positions // 4].long() * 4 + positions % 4)
+    for group in range(2):
+        assert torch.equal(slots[group], pages[rows, 13 * group + positions // 4].long() * 4 + positions % 4)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -203,7 +204,7 @@ class Scene:
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
         tile = tile or attention.prompt_rows(group, by_roles=False) // group
-        return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
+        return cuda_work.make_work(items, samples, [self.table.numpy()], members_per_tile, tile)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
@@ -240,7 +241,7 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in (1, 3):
         item = np.array([(i, *requests[i])], np.int32)
-        alone = cuda_work.make_work(item, np.ones(1, bool), scene.table.numpy(), 16, 32)
+        alone = cuda_work.make_work(item, np.ones(1, bool), [scene.table.numpy()], 16, 32)
         alone.singles[:, 0] = i
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
@@ -283,7 +284,7 @@ def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in range(4):
         alone = cuda_work.make_work(
-            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), scene.table.numpy(), members_per_tile, 32
+            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), [scene.table.numpy()], members_per_tile, 32
         )
         assert not alone.shared.size
         alone.singles[:, 0] = i

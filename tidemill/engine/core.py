@@ -55,7 +55,7 @@ class EngineCore:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
         self.scheduler = Scheduler(
-            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
+            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching, config.layout.groups, config.token_budget),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
@@ -164,7 +164,7 @@ class EngineCore:
         begin = self._clock.now()
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
-        owners = [(request.request_id, len(self.scheduler.kv.table(request.seq))) for request in holders]
+        owners = [(request.request_id, self.scheduler.kv.num_pages_of(request.seq)) for request in holders]
         return Pages(owners, kinds.tobytes(), self._clock.now() - begin)
 
     def take_events(self) -> list[Event]:

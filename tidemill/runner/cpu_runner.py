@@ -25,10 +25,13 @@ class CpuRunner:
         self.model = model
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_cache(num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
-        self.state = RowState(config.max_requests, config.max_context, config.page_size)
+        self.cache = new_cache(
+            num_pages, config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype
+        )
+        self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
         self.sampler = Sampler(self.state)
-        kv = PagedKV(self.cache, self.state.pages, shape.attention_layers, model.angles(config.max_context))
+        angles = model.angles(config.max_context)
+        kv = PagedKV(self.cache, self.state.tables, shape.layers, angles, config.layout.places)
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
         self._program = None
         if isinstance(self.attention, NativeAttention):
@@ -61,7 +64,7 @@ class CpuRunner:
         return launched
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
+        step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
         embedded_TH = self.model.embed_tokens(batch.ids_T)
         if self._program:
             assert isinstance(step, NativeStep)

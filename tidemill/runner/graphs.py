@@ -22,9 +22,9 @@ def record_forward(model: CausalLM, attention: NativeAttention) -> Program | Non
     try:
         return _record(model, attention)
     finally:
-        used = attention.kv.table[0].unique()
-        attention.kv.cache[used] = 0  # what a broken embedding left there must not reach a sequence
-        attention.kv.table[0] = 0
+        for table in attention.kv.tables:
+            attention.kv.cache[table[0].unique()] = 0  # what a broken embedding left there must not reach a sequence
+            table[0] = 0
 
 
 def _record(model: CausalLM, attention: NativeAttention) -> Program | None:
@@ -48,11 +48,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> tuple[NativeStep, torch.Tensor]:
     """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
-    kv = attention.kv
-    num_pages = min(-(-num_tokens // kv.page_size), kv.cache.shape[0] - 1, kv.table.shape[1])
+    kv, size = attention.kv, attention.kv.page_size
+    num_pages = min(-(-num_tokens // size), (kv.cache.shape[0] - 1) // len(kv.tables), kv.tables[0].shape[1])
     longest = min((angles.cos.shape[0] for angles in kv.angles if angles is not None), default=num_tokens)
-    num_tokens = min(num_tokens, num_pages * kv.page_size, longest)
-    kv.table[0, :num_pages] = torch.arange(1, num_pages + 1)
+    num_tokens = min(num_tokens, num_pages * size, longest)
+    pages_GP = torch.arange(1, len(kv.tables) * num_pages + 1, dtype=torch.int32).view(len(kv.tables), num_pages)
+    for table, pages in zip(kv.tables, pages_GP, strict=True):
+        table[0, :num_pages] = pages
     positions = torch.arange(num_tokens)
-    step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, positions + kv.page_size)
+    slots_GT = pages_GP[:, positions // size].to(torch.int64) * size + positions % size
+    step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
     return step, model.embed_tokens(positions % model.config.vocab_size)

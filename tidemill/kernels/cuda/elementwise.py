@@ -10,34 +10,36 @@ from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit(do_not_specialize=["num", "slots_width"])
 def _look_up(
-    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
+    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width, group_width, slots_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num
+    group = tl.program_id(1)
     row = tl.load(rows_ptr + i, mask=there, other=0).to(tl.int64)
     position = tl.load(positions_ptr + i, mask=there, other=0)
     token = tl.load(tokens_ptr + row * tokens_width + position, mask=there, other=0)
-    page = tl.load(pages_ptr + row * pages_width + position // PAGE, mask=there, other=0)
-    tl.store(ids_ptr + i, token, mask=there)
-    tl.store(slots_ptr + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
+    page = tl.load(pages_ptr + row * pages_width + group * group_width + position // PAGE, mask=there, other=0)
+    tl.store(ids_ptr + i, token, mask=there)  # the same from every group
+    tl.store(slots_ptr + group * slots_width + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
 
 
 def look_up(
-    rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, pages: torch.Tensor, page_size: int
+    rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens' ids (int32) and their slots in the cache."""
+    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width."""
     made = torch.zeros_like if is_compiling() else torch.empty_like  # embeddings are looked up by these ids then too
-    ids, slots = made(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
     num = rows_T.numel()
+    ids, slots = made(rows_T), torch.empty(len(tables), -(-num // 4) * 4, dtype=torch.int64, device=rows_T.device)
     launch(
-        _look_up, (triton.cdiv(num, 256),),
-        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW,
+        _look_up, (triton.cdiv(num, 256), len(tables)),
+        rows_T, positions_T, tokens, tables[0], ids, slots, num, tokens.shape[1], tables[0].stride(0), tables[0].shape[1],
+        slots.shape[1], PAGE=page_size, BLOCK=256, **HOW,
     )  # fmt: skip
-    return ids, slots
+    return ids, slots[:, :num]
 
 
 @triton.jit

@@ -26,6 +26,7 @@ void tm_unlock(void);
 
 /* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
+    long group; /* whose page table names the layer's pages */
     long num_heads, num_kv_heads, head_dim;
     long num_rotated;       /* dimensions of a head, from the first on */
     long window;            /* a query sees so many keys, its own the last; 0: all before it */
@@ -50,12 +51,12 @@ typedef struct {
 /* One step of all layers. */
 typedef struct {
     long num_tokens;
-    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: pages a row of the table can name */
+    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: entries from a row of a table to the next */
     long is_bf16;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
-    const int32_t *table;
-    const int64_t *positions, *slots; /* of tokens; slot: page * page_size + offset */
+    const int32_t *const *tables;     /* of each group */
+    const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */
 } tm_step;
 

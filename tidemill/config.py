@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from tidemill.cache_layout import CacheLayout, lay_out
+from tidemill.cache_layout import CacheLayout, StateLayout, lay_out
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 
@@ -20,6 +20,7 @@ QUANTIZED_TYPES = {
 }  # fmt: skip
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
+STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
@@ -135,8 +136,9 @@ class StateSpec(LayerSpec):
         return self.state_size * self.head_dim
 
     @property
-    def state_bytes(self) -> int:
-        return 4 * (self.conv_floats + self.num_heads * self.head_floats)
+    def piece_bytes(self) -> list[int]:
+        """The convolution's state and each head's: what lies in one place each."""
+        return [4 * self.conv_floats, *[4 * self.head_floats] * self.num_heads]
 
     def num_parameters(self, hidden_size: int) -> int:
         inner = self.num_inner
@@ -407,8 +409,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
     fast_math = settle("fast_math", _fast_math(options, device))
-    layout = settle("layout", _layout(model, page_size, context))
-    memory = _memory(options, device, dtype, kv_dtype, layout, context, max_requests, token_budget, model, machine)
+    layout = settle("layout", _layout(model, kv_dtype, page_size, context))
+    memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_requests, token_budget, model, machine)
     kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * memory.num_pages_for(context)))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
@@ -556,13 +558,36 @@ def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
-def _layout(model: ModelConfig, page_size: int, context: int) -> Decision[CacheLayout]:
-    layout = lay_out([spec.window for spec in model.layers], page_size, context)
+def _layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
+    layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
     windowed = [group.window for group in layout.groups if group.window]
+    if model.state_layers:
+        page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
+        states = _states(model, page_bytes)
+        each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
+        return layout.with_states(states, STATE_INTERVAL), f"a state has {each}, and is kept every {STATE_INTERVAL} tokens"
     if not windowed:
         return layout, "one page table for all layers"
     per_page = f"pages hold {layout.layers_per_page} layers"
     return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
+def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
+    """In pages as large as those of keys and values, if there are any."""
+    sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in model.layers]
+    largest = max(size for layer in sizes for size in layer)
+    if page_bytes and (page_bytes < largest + 63 or page_bytes % 64):
+        raise ConfigError(
+            f"A page of {page_bytes} bytes does not hold the largest piece of a layer's state, {largest} bytes.",
+            fix="Use a larger --page-size.",
+            param="page_size",
+        )
+    return StateLayout.pack(sizes, page_bytes)
+
+
+def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    num = len(model.attention_layers)
+    return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -604,12 +629,12 @@ class _Memory:
 
 
 def _memory(
-    options: EngineOptions, device: str, dtype: str, kv_dtype: str, layout: CacheLayout, context: int, max_requests: int,
-    token_budget: int, model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
+    max_requests: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
-    on_gpu, max_pages, page_size = device == "cuda", None, layout.groups[0].page_size
+    on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    if on_gpu:
+    if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
@@ -621,7 +646,7 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=model.kv_bytes_per_token(kv_dtype) // model.num_layers * layout.layers_per_page * page_size,
+        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
         layout=layout,
         token_budget=token_budget,

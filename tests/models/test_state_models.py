@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2 and Qwen3-Next: against Transformers in float32, on small random models, and against themselves cut in other ways."""
+"""Mamba, Mamba-2 and Qwen3-Next, small and random: against Transformers in float32, and against themselves cut in other ways."""
 
 from types import SimpleNamespace
 
@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import load_model, reference_agrees
-from tidemill.config import AttentionSpec
+from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take
+from tidemill import config
+from tidemill.cache_layout import Place, StateLayout
+from tidemill.config import AttentionSpec, StateSpec
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, new_cache
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
-from tidemill.kernels.state import PagedStates, StateLayout, TorchStates
+from tidemill.kernels.state import PagedStates, TorchStates
+from tidemill.wire import Submit
 
 SIZES = {
     "vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 12, "conv_kernel": 4, "initializer_range": 0.2,
@@ -78,11 +81,13 @@ class Harness:
 
     def __init__(self, model, num_rows: int = 4, max_blocks: int = 16) -> None:
         self.model, layers = model, model.config.layers
-        layout = StateLayout.pack(layers, StateLayout.min_page_bytes(layers) + 192)
+        sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in layers]
+        layout = StateLayout.pack(sizes, (max(max(one, default=0) for one in sizes) // 64 + 4) * 64)
         num_columns = max_blocks * layout.block_pages
+        assert layout.block_pages > 1
         pool = torch.randint(0, 255, (1 + num_rows * num_columns, layout.page_bytes), dtype=torch.uint8)  # what others left there
         table = 1 + torch.randperm(num_rows * num_columns, dtype=torch.int32).view(num_rows, num_columns)
-        states = PagedStates(pool, table, layout, layers, INTERVAL)
+        states = PagedStates(pool, list(table.split(max_blocks, dim=1)), layout, layers, INTERVAL)
         self.states = NativeStates(states) if native.lib else TorchStates(states)
         assert native.lib is None or NativeStates.can_run(states)
         self.attention = self._make_attention(num_rows) if model.config.attention_layers else None
@@ -93,7 +98,8 @@ class Harness:
         cache = new_cache(1 + num_rows * num_pages, len(config.attention_layers), config.num_kv_heads, page_size, config.head_dim)
         self.table = (1 + torch.randperm(num_rows * num_pages, dtype=torch.int32)).view(num_rows, num_pages)
         angles = [one for one, spec in zip(self.model.angles(256), config.layers, strict=True) if isinstance(spec, AttentionSpec)]
-        kv = PagedKV(cache, self.table, config.attention_layers, angles)
+        places = tuple(Place(0, i) for i in range(len(angles)))
+        kv = PagedKV(cache, [self.table], config.attention_layers, angles, places)
         return NativeAttention(kv) if native.lib else TorchAttention(kv)
 
     def plan(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray):
@@ -103,7 +109,7 @@ class Harness:
         positions = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
         pages = self.table.numpy()[np.repeat(rows, counts), positions // self.page_size].astype(np.int64)
         slots = torch.from_numpy(pages * self.page_size + positions % self.page_size)
-        attention = self.attention.plan(rows, starts, counts, torch.from_numpy(positions), slots)
+        attention = self.attention.plan(rows, starts, counts, torch.from_numpy(positions), slots[None])
         kinds = [isinstance(spec, AttentionSpec) for spec in self.model.config.layers]
         return SimpleNamespace(
             convolve=states.convolve,
@@ -125,24 +131,57 @@ def prompts(num: int, longest: int = 90) -> list[list[int]]:
     return [torch.randint(2, 200, (n,), generator=generator).tolist() for n in lengths]
 
 
-def generate(harness: Harness, row: int, prompt: list[int], num: int) -> list[int]:
-    tokens, logits = list(prompt), harness.step((row, 0, prompt))
-    for _ in range(num):
-        tokens.append(int(logits[-1].argmax()))
-        logits = harness.step((row, len(tokens) - 1, tokens[-1:]))
-    return tokens[len(prompt) :]
+@pytest.fixture(autouse=True)
+def interval(monkeypatch):
+    """States are kept more often than a user's, so that short prompts have some."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", INTERVAL)
 
 
 def test_tokens_and_logits_equal_transformers(saved, backend):
     reference, path = saved
-    harness = Harness(load_model(path))
-    asked = prompts(20 if backend == "compiled" else 3)
+    model = load_model(path)
+    harness, asked = Harness(model), prompts(20 if backend == "compiled" else 3)
     with torch.inference_mode():
         for prompt in sorted(asked, key=len)[-3:]:
             expected = reference(torch.tensor([prompt])).logits[0]
             assert (harness.step((0, 0, prompt)) - expected).abs().max() < 1e-3
-    results = [reference_agrees(reference, prompt, generate(harness, 1, prompt, 32)) for prompt in asked]
+    core = make_core(model)
+    outputs = run(core, {str(i): (prompt, greedy(32)) for i, prompt in enumerate(asked)})
+    results = [reference_agrees(reference, prompt, outputs[str(i)].tokens) for i, prompt in enumerate(asked)]
     assert sum(agreed for agreed, _ in results) >= 0.98 * len(asked) * 32
+    assert core.runner.fallback == "" or backend == "torch"  # the forward pass is recorded
+
+
+def test_a_request_sees_neither_others_nor_chunks_nor_the_cache(saved):
+    _, path = saved
+    model = load_model(path)
+    asked = {str(i): (prompt, greedy(12, logprobs=2)) for i, prompt in enumerate(prompts(8))}
+    asked["again"] = asked["3"]
+    alone = {name: run(make_core(model, prefix_caching=False), {name: request})[name] for name, request in asked.items()}
+    for options in ({}, {"token_budget": 7, "max_requests": 7}, {"token_budget": 64, "policy": "static"}):
+        core = make_core(model, **options)
+        assert run(core, asked) == alone
+        assert run(core, asked) == alone  # from states that were kept
+
+
+def test_a_preempted_request_starts_again_from_a_state_that_was_kept(saved):
+    _, path = saved
+    model = load_model(path)
+    asked = {str(i): (prompt, greedy(20, logprobs=0)) for i, prompt in enumerate(prompts(5))}
+    alone = {name: run(make_core(model), {name: request})[name] for name, request in asked.items()}
+    core, answers = make_core(model), {name: Answer() for name in asked}
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params, []))
+    num_steps = num_preempted = 0
+    while core.has_work:
+        take(core, answers)
+        num_steps += 1
+        if num_steps % 9 == 0 and core.scheduler.running:
+            core.scheduler._preempt(core.scheduler.running[-1], "test")
+            num_preempted += 1
+    assert num_preempted > 1
+    assert answers == alone
+    core.scheduler.check_integrity()
 
 
 def test_bits_do_not_depend_on_how_a_sequence_is_computed(saved, backend):

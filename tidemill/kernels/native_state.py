@@ -20,10 +20,14 @@ class NativeStates:
     def __init__(self, states: PagedStates) -> None:
         assert native.lib is not None
         self.states, self._lib = states, native.lib
+        self._pieces = [np.array(pieces, np.int32) for pieces in states.layout.pieces]
         self._layers = [
-            _layer(spec, pieces) if isinstance(spec, StateSpec) and pieces is not None else None
-            for spec, pieces in zip(states.specs, states.layout.pieces, strict=True)
+            _layer(spec, pieces) if isinstance(spec, StateSpec) else None
+            for spec, pieces in zip(states.specs, self._pieces, strict=True)
         ]
+        first, *others = (table.data_ptr() // 4 for table in states.tables)
+        self._stride = others[0] - first if others else 0
+        assert all(other == first + (i + 1) * self._stride for i, other in enumerate(others))
         self._places = [None if layer is None else ctypes.addressof(layer) for layer in self._layers]
 
     @staticmethod
@@ -40,11 +44,11 @@ class NativeStates:
         made = native.States(
             num_tokens=int(counts.sum()),
             num_chains=rows.size,
-            block_pages=states.layout.block_pages,
             page_bytes=states.layout.page_bytes,
-            table_width=states.table.shape[1],
+            table_width=states.tables[0].stride(0),
+            table_stride=self._stride,
             pool=states.pool.data_ptr(),
-            table=states.table.data_ptr(),
+            tables=states.tables[0].data_ptr(),
             segments=segments.records.ctypes.data,
             chains=segments.chains.ctypes.data,
         )
@@ -52,7 +56,6 @@ class NativeStates:
 
 
 def _layer(spec: StateSpec, pieces: np.ndarray) -> native.StateLayer:
-    """Keeps no reference to `pieces`: the layout does."""
     names = "num_heads", "head_dim", "state_size", "num_groups", "kernel", "norm_size", "num_channels", "num_projected"
     return native.StateLayer(
         kind=STATE_KINDS.index(spec.kind), pieces=pieces.ctypes.data, **{name: getattr(spec, name) for name in names}

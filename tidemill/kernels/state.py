@@ -1,4 +1,4 @@
-"""States of constant size in pages: where they lie, how a step is cut, and the recurrences in torch.
+"""States of constant size in pages: how a step is cut, and the recurrences in torch.
 
 A sequence's state after every `interval` tokens is a *block*, of `block_pages` pages; the last one holds the running state.
 Block i is written by tokens i * interval .. (i + 1) * interval - 1 and starts from block i - 1, or from zeros. A step's tokens of
@@ -19,17 +19,16 @@ columns of a head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tidemill.cache_layout import StateLayout
 from tidemill.config import LayerSpec, StateSpec
-from tidemill.errors import ConfigError
 
-_ALIGNMENT = 64
 _UNIT_EPS = 1e-6  # in the norm of a delta rule's keys and queries
 SEGMENT_FIELDS = 5  # row of the table, first token in the step, tokens, source block (-1: zeros), target block
 
@@ -55,58 +54,6 @@ class ScanInputs:
     projected_TC: torch.Tensor
     steps_TI: torch.Tensor | None = None
     bc_TS2: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """Where the pieces of a block lie: the convolution's state, [K - 1, C], and each head's, [S, P], of every state layer."""
-
-    page_bytes: int
-    block_pages: int
-    pieces: tuple[np.ndarray | None, ...]  # of each layer [1 + heads, 2] int32: page within the block, bytes from its start
-
-    @property
-    def block_bytes(self) -> int:
-        return self.page_bytes * self.block_pages
-
-    @staticmethod
-    def min_page_bytes(specs: Sequence[LayerSpec]) -> int:
-        """The largest piece: none straddles a page."""
-        return max((_padded(4 * max(s.conv_floats, s.head_floats)) for s in specs if isinstance(s, StateSpec)), default=0)
-
-    @classmethod
-    def pack(cls, specs: Sequence[LayerSpec], page_bytes: int) -> StateLayout:
-        """Largest pieces first, each into the first page that has room. Layers without a state are passed over."""
-        if page_bytes < cls.min_page_bytes(specs) or page_bytes % _ALIGNMENT:
-            raise ConfigError(
-                f"A state's piece of {cls.min_page_bytes(specs)} bytes does not fit a page of {page_bytes}.",
-                fix=f"Pages must have at least that, and a multiple of {_ALIGNMENT} bytes.",
-            )
-        pieces = [np.zeros((1 + s.num_heads, 2), np.int32) if isinstance(s, StateSpec) else None for s in specs]
-        sizes = [
-            (_padded(4 * (spec.head_floats if number else spec.conv_floats)), layer, number)
-            for layer, spec in enumerate(specs)
-            if isinstance(spec, StateSpec)
-            for number in range(1 + spec.num_heads)
-        ]
-        used: list[int] = []
-        page, size_before = 0, 0
-        for size, layer, number in sorted(sizes, key=lambda piece: -piece[0]):
-            page = page if size == size_before else 0  # pages that had no room for one of this size have none
-            while page < len(used) and used[page] + size > page_bytes:
-                page += 1
-            if page == len(used):
-                used.append(0)
-            at = pieces[layer]
-            assert at is not None
-            at[number] = page, used[page]
-            used[page] += size
-            size_before = size
-        return cls(page_bytes, len(used), tuple(pieces))
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +87,7 @@ class PagedStates:
     """What a backend works on."""
 
     pool: torch.Tensor  # [pages, page_bytes] uint8
-    table: torch.Tensor  # [rows, columns] int32: page j of a row's block i at column i * block_pages + j
+    tables: list[torch.Tensor]  # of each page of a block: [rows, blocks] int32; side by side in memory
     layout: StateLayout
     specs: tuple[LayerSpec, ...]  # of each layer
     interval: int
@@ -202,9 +149,8 @@ class TorchStateStep:
 
     def _piece(self, layer: int, number: int, row: int, block: int, shape: tuple[int, int]) -> torch.Tensor:
         pieces = self.states.layout.pieces[layer]
-        assert pieces is not None
-        page, offset = pieces[number].tolist()
-        held = int(self.states.table[row, block * self.states.layout.block_pages + page])
+        page, offset = pieces[number]
+        held = int(self.states.tables[page][row, block])
         flat = self.states.pool[held].view(torch.float32)
         return flat[offset // 4 : offset // 4 + shape[0] * shape[1]].view(shape)
 

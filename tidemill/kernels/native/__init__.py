@@ -71,8 +71,8 @@ class States(ctypes.Structure):
     """tm_states of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_tokens", "num_chains", "block_pages", "page_bytes", "table_width")),
-        *((name, _POINTER) for name in ("pool", "table", "segments", "chains")),
+        *((name, _LONG) for name in ("num_tokens", "num_chains", "page_bytes", "table_width", "table_stride")),
+        *((name, _POINTER) for name in ("pool", "tables", "segments", "chains")),
     ]
 
 

@@ -19,7 +19,7 @@ enum { ROW, TOKEN, COUNT, SOURCE, TARGET, FIELDS }; /* of a segment */
 
 static float *piece(const tm_states *s, const tm_state_layer *l, long number, long row, long block) {
     const int32_t *at = l->pieces + 2 * number;
-    long page = s->table[row * s->table_width + block * s->block_pages + at[0]];
+    long page = s->tables[at[0] * s->table_stride + row * s->table_width + block];
     return (float *)(s->pool + page * s->page_bytes + at[1]);
 }
 

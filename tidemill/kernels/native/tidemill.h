@@ -43,9 +43,9 @@ typedef struct {
 
 /* A step's states. */
 typedef struct {
-    long num_tokens, num_chains, block_pages, page_bytes, table_width;
+    long num_tokens, num_chains, page_bytes, table_width, table_stride; /* entries from a row to the next; from a table to the next */
     char *pool;
-    const int32_t *table, *segments, *chains; /* segments: [n][5], see scan.c; chains: [num_chains + 1], the first segment of each */
+    const int32_t *tables, *segments, *chains; /* tables: of each page of a block, [row][block]; segments: [n][5], see scan.c; chains: [num_chains + 1], the first segment of each */
 } tm_states;
 
 /* One step of all layers. */

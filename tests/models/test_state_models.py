@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import Answer, greedy, load_model, make_core, reference_agrees, run, take
+from tests.helpers import Answer, engine_config, greedy, load_model, make_core, reference_agrees, run, take
 from tidemill import config
 from tidemill.cache_layout import Place, StateLayout
 from tidemill.config import AttentionSpec, StateSpec
@@ -198,3 +198,44 @@ def test_bits_do_not_depend_on_how_a_sequence_is_computed(saved, backend):
     together = harness.step((1, 0, others[0]), (0, 9, ids[9:]), (3, 0, others[1]), (2, 0, others[2]))
     first = len(others[0])
     assert torch.equal(together[first : first + len(ids) - 9], whole[9:])
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mamba")
+    make_reference("Mamba", path)
+    return load_model(path)
+
+
+def test_a_mamba_serves_64_requests_of_any_length_in_constant_memory(mamba):
+    layout = engine_config(mamba, max_context=2000).layout
+    per_request = layout.num_pages_for(2000, 64)
+    assert per_request == layout.num_pages_for(200, 64) <= 6
+    core = make_core(mamba, max_context=2000, token_budget=64, kv_memory_bytes=64 * per_request * layout.states.page_bytes)
+    kv, held = core.scheduler.kv, []
+    asked = {str(i): (prompts(1)[0][:1], greedy(40)) for i in range(63)}
+    asked["long"] = ([7] * 1900, greedy(50))
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params, []))
+    answers = {name: Answer() for name in asked}
+    while core.has_work:
+        take(core, answers)
+        held.append(max((kv.num_pages_of(request.seq) for request in core.scheduler.running), default=0))
+        assert len(core.scheduler.running) + len(core.scheduler.waiting) <= 64
+    assert max(held) <= per_request
+    assert not any(answer.finish_reason is None for answer in answers.values())
+    assert core.scheduler.kv.num_pages == 64 * per_request
+
+
+def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
+    """States are kept all along a prompt, not only at its end."""
+    _, path = saved
+    model = load_model(path)
+    shared = prompts(3, 90)[2] + [5] * 70
+    first, second = shared + [9] * 20, shared[: len(shared) - 11] + [8] * 31
+    core = make_core(model)
+    run(core, {"first": (first, greedy(4))})
+    asked = {"second": (second, greedy(8, logprobs=1))}
+    again = run(core, asked)["second"]
+    assert again.last.num_cached == (len(shared) - 11) // INTERVAL * INTERVAL > 0
+    assert again == run(make_core(model, prefix_caching=False), asked)["second"]

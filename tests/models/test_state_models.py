@@ -239,3 +239,97 @@ def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
     again = run(core, asked)["second"]
     assert again.last.num_cached == (len(shared) - 11) // INTERVAL * INTERVAL > 0
     assert again == run(make_core(model, prefix_caching=False), asked)["second"]
+
+
+def write_gguf(name: str, reference, path) -> None:
+    """As llama.cpp's converter writes these families."""
+    import gguf
+
+    arch = {"Mamba": "mamba", "Mamba2": "mamba2", "Qwen3Next": "qwen3next"}[name]
+    shape, writer = reference.config, gguf.GGUFWriter(path, arch)
+    writer.add_context_length(256)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_hidden_layers)
+    ssm = {
+        "Mamba": lambda: (shape.conv_kernel, shape.intermediate_size, shape.state_size, shape.time_step_rank, None),
+        "Mamba2": lambda: (shape.conv_kernel, 2 * shape.hidden_size, shape.state_size, shape.num_heads, shape.n_groups),
+        "Qwen3Next": lambda: (
+            shape.linear_conv_kernel_dim, shape.linear_value_head_dim * shape.linear_num_value_heads, shape.linear_key_head_dim,
+            shape.linear_num_value_heads, shape.linear_num_key_heads,
+        ),
+    }[name]()  # fmt: skip
+    for add, value in zip(
+        (writer.add_ssm_conv_kernel, writer.add_ssm_inner_size, writer.add_ssm_state_size, writer.add_ssm_time_step_rank,
+         writer.add_ssm_group_count), ssm, strict=True,
+    ):  # fmt: skip
+        if value is not None:
+            add(value)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps if name == "Qwen3Next" else shape.layer_norm_epsilon)
+    if name == "Qwen3Next":
+        writer.add_feed_forward_length(shape.intermediate_size)
+        writer.add_head_count(shape.num_attention_heads)
+        writer.add_head_count_kv(shape.num_key_value_heads)
+        writer.add_key_length(shape.head_dim)
+        writer.add_rope_dimension_count(int(shape.head_dim * shape.rope_parameters["partial_rotary_factor"]))
+        writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(shape.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(shape.shared_expert_intermediate_size)
+        writer.add_full_attention_interval(2)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), shape.num_hidden_layers)
+    for key, value in reference.state_dict().items():
+        if key == "lm_head.weight" and shape.tie_word_embeddings:
+            continue
+        stored = key.replace("dt_bias", "dt_proj.bias") if name != "Mamba" else key
+        for target, values in converted(names.get_name(stored, (".weight", ".bias")), key, value, name, shape):
+            writer.add_tensor(target, np.ascontiguousarray(values.float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def converted(target, key, value, name, shape):
+    if key.endswith("A_log"):
+        value = -torch.exp(value)
+    if "conv1d.weight" in key:
+        value = value.squeeze()
+    if name == "Mamba2" and key.endswith(("A_log", ".D")):
+        value = value[:, None]
+    if name == "Mamba2" and key.endswith("mixer.norm.weight"):
+        value = value.view(shape.n_groups, -1)
+    if name == "Qwen3Next" and "norm" in key and "linear_attn" not in key:
+        value = value + 1
+    if name == "Qwen3Next" and "in_proj_qkvz" in key:
+        keys, values = (
+            shape.linear_key_head_dim,
+            shape.linear_num_value_heads // shape.linear_num_key_heads * shape.linear_value_head_dim,
+        )
+        q, k, v, z = value.view(shape.linear_num_key_heads, -1, value.shape[1]).split([keys, keys, values, values], 1)
+        layer = key.split(".")[2]
+        return [
+            (f"blk.{layer}.attn_qkv.weight", torch.cat([part.flatten(0, 1) for part in (q, k, v)])),
+            (f"blk.{layer}.attn_gate.weight", z.flatten(0, 1)),
+        ]
+    if key.endswith("experts.gate_up_proj"):
+        gate, up = value.chunk(2, 1)
+        layer = key.split(".")[2]
+        return [(f"blk.{layer}.ffn_gate_exps.weight", gate), (f"blk.{layer}.ffn_up_exps.weight", up)]
+    if key.endswith("experts.down_proj"):
+        return [(f"blk.{key.split('.')[2]}.ffn_down_exps.weight", value)]
+    assert target is not None, key
+    return [(target, value)]
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])
+def test_gguf_files_give_the_same_logits(name, tmp_path, monkeypatch):
+    changed = {"Mamba2": {"n_groups": 1}}.get(name, {})
+    if name == "Qwen3Next":
+        changed = {"mlp_only_layers": [], "layer_types": ["linear_attention", "full_attention"] * 2}
+    monkeypatch.setitem(FAMILIES, name, FAMILIES[name] | changed)
+    reference, prompt = make_reference(name), prompts(1)[0]
+    write_gguf(name, reference, tmp_path / "model.gguf")
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    assert (Harness(load_model(tmp_path / "model.gguf")).step((0, 0, prompt)) - expected).abs().max() < 1e-3

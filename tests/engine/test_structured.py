@@ -7,7 +7,7 @@ import re
 import jsonschema
 import pytest
 
-from tests.helpers import load_model, make_core, run
+from tests.helpers import load_model, run, structured_core
 from tidemill.errors import InvalidRequest
 from tidemill.events import MasksMade
 from tidemill.frontend.structured import BACKENDS, MAX_CHARS, Grammars
@@ -33,9 +33,7 @@ def backend(request):
 
 @pytest.fixture
 def core(model, tiny_folder, backend):
-    core = make_core(model, structured_backend=backend)
-    core.structured.tokenizer_path = tiny_folder
-    return core
+    return structured_core(model, tiny_folder, backend)
 
 
 def schema(**fields):
@@ -91,8 +89,7 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
     grammar = schema(type="array", items={"enum": ["ebb", "flow"]}, minItems=3, maxItems=3)
 
     def answers(asks, **options):
-        core = make_core(model, structured_backend=backend, **options)
-        core.structured.tokenizer_path = tiny_folder
+        core = structured_core(model, tiny_folder, backend, **options)
         return {name: answer.tokens for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()}
 
     mine = ask(grammar, 5, n=3, logprobs=1, max_tokens=60)
@@ -216,8 +213,9 @@ def check_random_schemas(core, tokenizer, num, first=0):
         jsonschema.validate(json.loads(text), one)
 
 
-def test_a_thousand_random_schemas(core, tokenizer):
-    for first in range(0, 1000, 100):
+@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_random_schemas(core, tokenizer, num):
+    for first in range(0, num, 100):
         check_random_schemas(core, tokenizer, 100, first)
 
 

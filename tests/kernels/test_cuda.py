@@ -335,6 +335,7 @@ def test_a_few_sizes_use_every_kernel():
 
 
 COMPILE = """
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -366,7 +367,7 @@ build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
-for some in (False, True):
+for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some)
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
@@ -411,9 +412,10 @@ print(kernel.__name__)
 """
 
 
-def test_every_kernel_compiles_for_hopper(tmp_path):
+@pytest.mark.parametrize("kinds", [["some"], pytest.param(["some", ""], marks=pytest.mark.slow)], ids=["", "plain, too"])
+def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run([sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
         "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",

@@ -1,6 +1,7 @@
 """Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -142,10 +143,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages
 
 
-def test_ten_thousand_random_steps():
+@pytest.mark.parametrize("num_sequences", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_thousands_of_random_steps(num_sequences):
+    SchedulerMachine.steps_taken = 0
     machine = SchedulerMachine.TestCase()
     machine.settings = settings(
-        max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=num_sequences,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
     )
     machine.runTest()
-    assert SchedulerMachine.steps_taken >= 10_000, SchedulerMachine.steps_taken
+    assert SchedulerMachine.steps_taken >= 33 * num_sequences, SchedulerMachine.steps_taken

@@ -130,7 +130,9 @@ def cancelled_id(server) -> str:
     """Of a request that was cancelled: asked for again while it ends before the cancellation comes."""
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
     for _ in range(50):
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": "left"}, timeout=60) as reply:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body, headers={"X-Request-Id": "left"}, timeout=60
+        ) as reply:
             lines = reply.iter_lines()
             first = next(line for line in lines if line.startswith('data: {"id"'))
             done = httpx.delete(f"{server.url}/v1/requests/left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -29,8 +30,7 @@ def create_app(
     app = FastAPI(
         title="Tidemill",
         version=__version__,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # below
         redirect_slashes=False,
         responses=errors.DESCRIBED,
         servers=[{"url": root_path}] if root_path else None,
@@ -78,6 +78,11 @@ def create_app(
     @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The first time it takes half a second, in which responses must go on."""
+        return JSONResponse(await asyncio.to_thread(app.openapi))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -301,6 +301,11 @@ class ModelConfig:
         other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
         return sorted(other) if dtype == "quantized" else []
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence's state, whatever its length; each that is kept takes as much again."""
+        return sum(sum(spec.piece_bytes) for spec in self.state_layers)
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
         return 2 * self.num_kv_heads * self.head_dim * len(self.attention_layers) * KV_BYTES[kv_dtype]

@@ -302,10 +302,8 @@ def converted(target, key, value, name, shape):
     if name == "Qwen3Next" and "norm" in key and "linear_attn" not in key:
         value = value + 1
     if name == "Qwen3Next" and "in_proj_qkvz" in key:
-        keys, values = (
-            shape.linear_key_head_dim,
-            shape.linear_num_value_heads // shape.linear_num_key_heads * shape.linear_value_head_dim,
-        )
+        keys, per_key = shape.linear_key_head_dim, shape.linear_num_value_heads // shape.linear_num_key_heads
+        values = per_key * shape.linear_value_head_dim
         q, k, v, z = value.view(shape.linear_num_key_heads, -1, value.shape[1]).split([keys, keys, values, values], 1)
         layer = key.split(".")[2]
         return [

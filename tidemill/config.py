@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from tidemill.cache_layout import CacheLayout, lay_out
+from tidemill.cache_layout import CacheLayout, StateLayout, lay_out
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 
@@ -22,6 +22,7 @@ QUANTIZED_TYPES = {
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
+STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
@@ -55,8 +56,12 @@ class Rotation:
     scaling: RopeScaling | None = None
 
 
+class LayerSpec:
+    """What a layer computes besides its feed-forward: an AttentionSpec or a StateSpec."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(LayerSpec):
     """What the attention of a layer computes."""
 
     num_heads: int
@@ -76,6 +81,75 @@ class AttentionSpec:
                 f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
                 fix="The first must be a multiple of the second.",
             )
+
+
+STATE_KINDS = ("mamba", "mamba2", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(LayerSpec):
+    """What a layer with a state of constant size computes: a short causal convolution, then a recurrence over a float32 matrix
+    [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+
+    kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
+    num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
+    head_dim: int  # of values
+    state_size: int  # of a delta rule: the size of a key
+    num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
+    kernel: int = 4  # tokens that the convolution sees
+    rank: int = 0  # of the time steps' projection (mamba)
+    norm_size: int = 0  # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+
+    def __post_init__(self) -> None:
+        if self.kind not in STATE_KINDS:
+            raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
+            _check_size(name, getattr(self, name))
+        if self.kind == "mamba":
+            _check_size("rank", self.rank)
+        if self.num_heads % self.num_groups or (self.norm_size and self.num_inner % self.norm_size):
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} heads of {self.head_dim} in {self.num_groups} groups, normed by "
+                f"{self.norm_size}.",
+                fix="Groups must divide the heads, and what is normed together all values.",
+            )
+
+    @property
+    def num_inner(self) -> int:
+        """Values of a token that come out."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of the projection that a token starts with: the channels, a gate and (one or two for a head) time steps."""
+        return self.num_channels + self.num_inner + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+
+    @property
+    def conv_floats(self) -> int:
+        """Of the convolution's state, [num_channels, kernel - 1]."""
+        return self.num_channels * (self.kernel - 1)
+
+    @property
+    def head_floats(self) -> int:
+        """Of each head's state."""
+        return self.state_size * self.head_dim
+
+    @property
+    def piece_bytes(self) -> list[int]:
+        """The convolution's state and each head's: what lies in one place each."""
+        return [4 * self.conv_floats, *[4 * self.head_floats] * self.num_heads]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        inner = self.num_inner
+        linears = hidden_size * (self.num_projected + inner)
+        if self.kind == "mamba":
+            linears += inner * (2 * self.rank + 2 * self.state_size + self.state_size)
+        return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
 
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
@@ -123,7 +197,7 @@ def _check_size(name: str, value: object, most: int = 2**31) -> None:
         raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
 
 
-def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
     """The layers of a model whose layers do not differ."""
     _check_size("num_layers", num_layers, _MAX_LAYERS)
     return (spec,) * num_layers
@@ -136,14 +210,16 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: tuple[AttentionSpec, ...]  # one for each layer; KV heads and their size are the same in all
+    intermediate_size: int  # 0: no feed-forward
+    layers: tuple[LayerSpec, ...]  # one for each layer; KV heads and their size are the same in all
     max_context: int
     norm_eps: float
     tie_embeddings: bool = False
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    conv_bias: bool = True  # of state layers
+    gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
     qk_norm: bool = False  # of each query and key head, before rotation
     act: str = "silu"  # a name in kernels/glu.py
     experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
@@ -158,8 +234,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
-            _check_size(name, getattr(self, name))
-        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.layers}) > 1:
+            if getattr(self, name) or name != "intermediate_size" or self.attention_layers:
+                _check_size(name, getattr(self, name))
+        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
             raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
         if self.experts and len(self.experts) != self.num_layers:
             raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
@@ -169,26 +246,38 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have a KV cache."""
+        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+
+    @property
+    def state_layers(self) -> tuple[StateSpec, ...]:
+        """Of the layers that have a state of constant size."""
+        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+
+    @property
     def num_heads(self) -> int:
-        return self.layers[0].num_heads
+        """Of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
+        return self.attention_layers[0].num_heads if self.attention_layers else 0
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].num_kv_heads
+        return self.attention_layers[0].num_kv_heads if self.attention_layers else 0
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].head_dim
+        return self.attention_layers[0].head_dim if self.attention_layers else 0
 
     @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
-        attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
+        attention = h * d * ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads)
+        mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + 2 * h) + feed_forward + embeddings + h * (self.num_positions + 1)
+        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h * (self.num_positions + 1)
 
     @property
     def num_active_parameters(self) -> int:
@@ -221,14 +310,20 @@ class ModelConfig:
         other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
         return sorted(other) if dtype == "quantized" else []
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence's state, whatever its length; each that is kept takes as much again."""
+        return sum(sum(spec.piece_bytes) for spec in self.state_layers)
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * len(self.attention_layers) * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
         feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
         width = 4 * self.hidden_size + feed_forward + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
         return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)
 
 
@@ -318,6 +413,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         return value
 
     device = settle("device", decide_device(options, machine))
+    if device == "cuda" and model.state_layers:
+        raise ConfigError("Models with states of constant size do not run on a GPU yet.", fix="Use --device cpu.", param="device")
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))
@@ -328,8 +425,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
     fast_math = settle("fast_math", _fast_math(options, device))
-    layout = settle("layout", _layout(model, page_size, context))
-    memory = _memory(options, device, dtype, kv_dtype, layout, context, max_requests, token_budget, model, machine)
+    layout = settle("layout", _layout(model, kv_dtype, page_size, context))
+    memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_requests, token_budget, model, machine)
     kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * memory.num_pages_for(context)))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
@@ -488,13 +585,36 @@ def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
-def _layout(model: ModelConfig, page_size: int, context: int) -> Decision[CacheLayout]:
-    layout = lay_out([spec.window for spec in model.layers], page_size, context)
+def _layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
+    layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
     windowed = [group.window for group in layout.groups if group.window]
+    if model.state_layers:
+        page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
+        states = _states(model, page_bytes)
+        each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
+        return layout.with_states(states, STATE_INTERVAL), f"a state has {each}, and is kept every {STATE_INTERVAL} tokens"
     if not windowed:
         return layout, "one page table for all layers"
     per_page = f"pages hold {layout.layers_per_page} layers"
     return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
+def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
+    """In pages as large as those of keys and values, if there are any."""
+    sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in model.layers]
+    largest = max(size for layer in sizes for size in layer)
+    if page_bytes and (page_bytes < largest + 63 or page_bytes % 64):
+        raise ConfigError(
+            f"A page of {page_bytes} bytes does not hold the largest piece of a layer's state, {largest} bytes.",
+            fix="Use a larger --page-size.",
+            param="page_size",
+        )
+    return StateLayout.pack(sizes, page_bytes)
+
+
+def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    num = len(model.attention_layers)
+    return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -536,12 +656,12 @@ class _Memory:
 
 
 def _memory(
-    options: EngineOptions, device: str, dtype: str, kv_dtype: str, layout: CacheLayout, context: int, max_requests: int,
-    token_budget: int, model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
+    max_requests: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
-    on_gpu, max_pages, page_size = device == "cuda", None, layout.groups[0].page_size
+    on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    if on_gpu:
+    if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
@@ -553,7 +673,7 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=model.kv_bytes_per_token(kv_dtype) // model.num_layers * layout.layers_per_page * page_size,
+        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
         layout=layout,
         token_budget=token_budget,

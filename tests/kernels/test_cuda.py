@@ -358,7 +358,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, sampling
+from tidemill.kernels.cuda import attention, elementwise, gemm, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -396,6 +396,16 @@ for some in map(bool, sys.argv[1:]):
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, WORD=2, ROWS=64)
+types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
+             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, segments_ptr=I, chains_ptr=I,
+             chain_of_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
+build(scan._convolve, types, KERNEL=4, HAS_BIAS=True, BLOCK=256)
+build(scan._keep, types, KERNEL=4, KEPT=4, BLOCK=256)
+for kind in (0, 1, 2):
+    shape = dict(DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=32)
+    build(scan._scan, types | dict(out_ptr=F), KIND=kind, HAS_SKIP=kind < 2, **shape)
+build(scan._finish_scan, types, GATE_FIRST=True, HAS_NORM=True, BLOCK=128)
+build(scan._gate, types, BLOCK=1024)
 types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
              out_ptr=I, adjusted_ptr=F, records_ptr=I, limits_ptr=F, stats_ptr=F, above_ptr=F,
              brackets_ptr=F, kept_ptr=F, sizes_ptr=I)
@@ -435,6 +445,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize",
+        "_summarize", "_normalize", "_convolve", "_keep", "_scan", "_finish_scan", "_gate",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

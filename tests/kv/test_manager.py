@@ -150,6 +150,7 @@ def compute(kv, seq, tokens, start, end):
     kv.trim(seq, start)
     assert kv.extend(seq, end) is not None
     kv.record(seq, tokens, end)
+    kv.begin_step()
     kv.check_integrity()
 
 
@@ -216,3 +217,30 @@ def test_a_fork_shares_what_its_parent_holds():
     kv.release(2)
     kv.check_integrity()
     assert kv.num_free_pages == kv.num_pages
+
+
+def test_a_state_is_found_once_the_step_that_writes_it_is_planned():
+    """Keys and values can be shared in that step; a state is read by what runs beside the one that writes it."""
+    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40), list(range(40))
+    kv.admit(1, 40, kv.page_keys(tokens))
+    kv.extend(1, 40)
+    kv.record(1, tokens, 40)
+    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    kv.begin_step()
+    assert kv.num_cached(kv.page_keys(tokens)) == 32
+    kv.release(1)
+    kv.check_integrity()
+
+
+def test_a_state_whose_page_was_taken_again_is_not_found():
+    kv, tokens = KVManager(9, 4, groups=(state_group(4),), most_at_once=16), list(range(16))
+    kv.admit(1, 16, kv.page_keys(tokens))
+    kv.extend(1, 16)
+    kv.record(1, tokens, 16)
+    kv.release(1)
+    taken = [kv._take() for _ in range(kv.num_free_pages)]
+    kv.begin_step()
+    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    for page in taken:
+        kv._pool.drop(page)
+    kv.check_integrity()

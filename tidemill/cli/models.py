@@ -107,7 +107,7 @@ def _feed_forward(config: ModelConfig) -> str:
 
 def _rotations(config: ModelConfig) -> Iterator[str]:
     """Each kind of rotation once, in the order of the layers."""
-    for rotation in dict.fromkeys(spec.rotation for spec in config.layers):
+    for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers):
         if rotation is None:
             yield "none in some layers"
         else:

@@ -60,6 +60,7 @@ class KVManager:
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex()
+        self._fresh: dict[int, bytes] = {}  # states that the step being planned writes, and their keys
         self._sequences: dict[int, _Sequence] = {}
 
     # ---- what there is
@@ -238,13 +239,24 @@ class KVManager:
             self._record_page(sequence, i)
         sequence.num_recorded = max(sequence.num_recorded, num_full)
 
+    def begin_step(self) -> None:
+        """What was planned so far is computed before what is planned now. Only then can another sequence start from a state,
+        while keys and values can be shared in the step that computes them."""
+        for page, key in self._fresh.items():
+            self._index.put(key, page)
+        self._fresh.clear()
+
     def _record_page(self, sequence: _Sequence, i: int) -> None:
         """Pages that end with the tokens of key number `i`."""
         end = (i + 1) * self.page_size
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             at = end // group.page_size - 1
             if end % group.page_size == 0 and table.num_trimmed <= at < len(table.pages):
-                self._index.put(group_key(g, sequence.keys[i]), table.pages[at])
+                key = group_key(g, sequence.keys[i])
+                if group.is_state:
+                    self._fresh[table.pages[at]] = key
+                else:
+                    self._index.put(key, table.pages[at])
 
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
@@ -280,6 +292,7 @@ class KVManager:
         own = [page for page in self._sequences[seq].held() if self._pool.references(page) == 1]
         for page in own:
             self._index.forget(page)
+            self._fresh.pop(page, None)
         self.release(seq)
         return own
 
@@ -287,6 +300,7 @@ class KVManager:
         """Empty the prefix index. Returns how many pages were in it."""
         for sequence in self._sequences.values():
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
+        self._fresh.clear()
         return self._index.clear()
 
     # ---- inside
@@ -302,6 +316,7 @@ class KVManager:
 
     def _take(self) -> int:
         page = self._pool.take()
+        self._fresh.pop(page, None)
         if self._index.forget(page):
             self.num_evicted += 1
         return page

@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         expected = self.parts[part]
-        if tuple(tensor.shape) != expected:
+        if not self.fits(part, tuple(tensor.shape)):
             raise CheckpointError(
                 f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
             )
@@ -38,6 +38,10 @@ class Layer(nn.Module):
         self._loaded.add(part)
         if self.is_complete():
             self.finish()
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Whether a stored tensor of this shape can be the part."""
+        return shape == self.parts[part]
 
     def is_complete(self) -> bool:
         return self._loaded == set(self.parts)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, Rotation
+from tidemill.config import AttentionSpec, ModelConfig, Rotation
 from tidemill.errors import CheckpointError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
@@ -45,7 +45,7 @@ class CausalLM(nn.Module, ABC):
         """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.layers) if one is not None]
+        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
@@ -74,12 +74,12 @@ class CausalLM(nn.Module, ABC):
             self.blocks = whole
 
     def angles(self, num_positions: int, device: torch.device | None = None) -> list[Angles | None]:
-        """Each layer's cosines and sines."""
+        """Each layer's cosines and sines; None where nothing is rotated."""
         tables: dict[Rotation | None, Angles | None] = {None: None}
         for rotation, rope in zip(self._rotations, self.ropes, strict=True):
             assert isinstance(rope, Rope)
             tables[rotation] = rope.build(num_positions, device)
-        return [tables[spec.rotation] for spec in self.config.layers]
+        return [tables[spec.rotation] if isinstance(spec, AttentionSpec) else None for spec in self.config.layers]
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""

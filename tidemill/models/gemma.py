@@ -78,7 +78,7 @@ class Gemma2(Llama):
         softcap = optional(data, "attn_logit_softcapping", float, None, source) or 0.0
         return replace(
             config,
-            layers=tuple(replace(spec, scale=scalar**-0.5, softcap=softcap) for spec in config.layers),
+            layers=tuple(replace(spec, scale=scalar**-0.5, softcap=softcap) for spec in config.attention_layers),
             logits_softcap=optional(data, "final_logit_softcapping", float, None, source) or 0.0,
             tie_embeddings=bool(data.get("tie_word_embeddings", True)),
         )
@@ -92,7 +92,7 @@ class Gemma2(Llama):
         softcap = optional(data, f"{arch}.attn_logit_softcapping", float, 0.0, source)
         layers = [
             replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
-            for spec, window in zip(config.layers, windows, strict=True)
+            for spec, window in zip(config.attention_layers, windows, strict=True)
         ]
         return replace(
             config,
@@ -130,7 +130,7 @@ class Gemma3(Gemma2):
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        whole = config.layers[0].rotation
+        whole = config.attention_layers[0].rotation
         assert whole is not None
         key = f"{checkpoint.architecture}.rope.freq_base_swa"
         local = optional(checkpoint.metadata, key, float, _LOCAL_THETA, checkpoint.path)
@@ -142,5 +142,5 @@ class Gemma3(Gemma2):
     ) -> ModelConfig:
         dim = config.head_dim
         rotations = [Rotation(num_dims=dim, theta=theta, scaling=scaling) for theta, scaling in (local, whole)]
-        layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.layers)
+        layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.attention_layers)
         return replace(config, layers=tuple(layers), qk_norm=True)

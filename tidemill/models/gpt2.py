@@ -127,6 +127,6 @@ def _of_hf(config: ModelConfig, data: dict[str, Any], source: object) -> ModelCo
         raise CheckpointError(f"{source}: add_cross_attention is not supported.")
     scale = 1.0 if data.get("scale_attn_weights") is False else config.head_dim**-0.5
     by_layer = bool(data.get("scale_attn_by_inverse_layer_idx"))
-    layers = (replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.layers))
+    layers = (replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i, spec in enumerate(config.attention_layers))
     tied = data.get("tie_word_embeddings") is not False
     return replace(config, layers=tuple(layers), act=ACTS[act], tie_embeddings=tied)

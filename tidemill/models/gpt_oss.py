@@ -111,7 +111,7 @@ class GptOss(Llama):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
         config = cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
-        return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.layers))
+        return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.attention_layers))
 
     @classmethod
     def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -127,7 +127,7 @@ class GptOss(Llama):
         data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
         window = required(data, f"{arch}.attention.sliding_window", int, source)
         layers = []
-        for i, layer in enumerate(config.layers):
+        for i, layer in enumerate(config.attention_layers):
             rotation = layer.rotation
             if rotation is not None and rotation.scaling is not None:  # which the format has no word for
                 rotation = replace(rotation, scaling=replace(rotation.scaling, truncate=False))

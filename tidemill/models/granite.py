@@ -29,12 +29,12 @@ class Granite(Llama):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
         config = super().read_config(checkpoint)
         source = checkpoint.path if checkpoint.format == "gguf" else checkpoint.path / "config.json"
-        of_scores = config.layers[0].scale if checkpoint.format == "gguf" else 1.0  # where the file does not say
+        of_scores = config.attention_layers[0].scale if checkpoint.format == "gguf" else 1.0  # where the file does not say
         values = []
         for key, default in zip(_KEYS[checkpoint.format], (1.0, of_scores, 1.0, 1.0), strict=True):
             values.append(optional(checkpoint.metadata, key, float, default, source))
             if not 1e-6 < values[-1] < 1e6:
                 raise CheckpointError(f"{source}: {key} is {values[-1]}, which cannot be used.")
         embedding, attention, residual, logits = values
-        layers = tuple(replace(spec, scale=attention) for spec in config.layers)
+        layers = tuple(replace(spec, scale=attention) for spec in config.attention_layers)
         return replace(config, layers=layers, embedding_scale=embedding, residual_scale=residual, logits_scale=1 / logits)

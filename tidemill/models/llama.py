@@ -112,12 +112,14 @@ class SmolLM3(Llama):
         if data.get("no_rope_layers") is not None:
             return config
         every = optional(data, "no_rope_layer_interval", int, _SMOLLM3_EVERY, checkpoint.path) or _SMOLLM3_EVERY
-        layers = (replace(spec, rotation=None) if (i + 1) % every == 0 else spec for i, spec in enumerate(config.layers))
+        layers = (
+            replace(spec, rotation=None) if (i + 1) % every == 0 else spec for i, spec in enumerate(config.attention_layers)
+        )
         return replace(config, layers=tuple(layers))
 
 
 def _notes(config: ModelConfig) -> tuple[str, ...]:
-    scalings = {spec.rotation.scaling for spec in config.layers if spec.rotation is not None}
+    scalings = {spec.rotation.scaling for spec in config.attention_layers if spec.rotation is not None}
     for one in scalings:
         if one is not None and one.kind == "longrope" and one.original_context < config.max_context:
             return (f"--max-context decides the rope factors: above {one.original_context} the long ones, else the short ones.",)
@@ -126,13 +128,13 @@ def _notes(config: ModelConfig) -> tuple[str, ...]:
 
 def check_numbers(config: ModelConfig, source: object) -> None:
     """What would make rope tables or norms that are not numbers."""
-    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
+    rotations = {spec.rotation for spec in config.attention_layers if spec.rotation is not None}
     scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
         "number of rotated dimensions": any(not 0 < one.num_dims <= config.head_dim or one.num_dims % 2 for one in rotations),
-        "sliding window": any(spec.window < 0 for spec in config.layers),
+        "sliding window": any(spec.window < 0 for spec in config.attention_layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
         "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),

@@ -75,7 +75,7 @@ class Olmo2(Llama):
         if checkpoint.format != "gguf":
             return config
         layers = []
-        for spec, window in zip(config.layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True):
+        for spec, window in zip(config.attention_layers, gguf_windows(checkpoint, config.num_layers, _EVERY), strict=True):
             assert spec.rotation is not None
             rotation = replace(spec.rotation, scaling=None) if window else spec.rotation
             layers.append(replace(spec, window=window, rotation=rotation))
@@ -100,7 +100,8 @@ class Olmo3(Olmo2):
         sizes = windows(data | {"layer_types": data.get("layer_types") or kinds}, config.num_layers, source)
         local, whole = rotation("sliding_attention", {}), rotation("full_attention", scaled)
         layers = (
-            replace(spec, window=size, rotation=local if size else whole) for spec, size in zip(config.layers, sizes, strict=True)
+            replace(spec, window=size, rotation=local if size else whole)
+            for spec, size in zip(config.attention_layers, sizes, strict=True)
         )
         config = replace(config, layers=tuple(layers))
         check_numbers(config, source)

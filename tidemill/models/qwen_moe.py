@@ -16,7 +16,7 @@ from tidemill.weights.checkpoint import Checkpoint
 _NAMES = expert_names("model.layers.{}.mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
 
-def _are_sparse(checkpoint: Checkpoint, num_layers: int) -> list[bool]:
+def are_sparse(checkpoint: Checkpoint, num_layers: int) -> list[bool]:
     """Which layers have experts. GGUF files have no word for it: all have."""
     if checkpoint.format == "gguf":
         return [True] * num_layers
@@ -50,7 +50,7 @@ class Qwen2MoE(Qwen2):
             spec = hf_experts(
                 checkpoint, config, renormalise=bool(data.get("norm_topk_prob")), shared_size=required(data, key, int, source)
             )
-        sparse = _are_sparse(checkpoint, config.num_layers)
+        sparse = are_sparse(checkpoint, config.num_layers)
         return replace(config, experts=tuple(spec if is_sparse else None for is_sparse in sparse))
 
 
@@ -65,5 +65,5 @@ class Qwen3MoE(Qwen3):
             spec = gguf_experts(checkpoint, config, renormalise=True)
         else:
             spec = hf_experts(checkpoint, config, renormalise=bool(checkpoint.metadata.get("norm_topk_prob")))
-        sparse = _are_sparse(checkpoint, config.num_layers)
+        sparse = are_sparse(checkpoint, config.num_layers)
         return replace(config, experts=tuple(spec if is_sparse else None for is_sparse in sparse))

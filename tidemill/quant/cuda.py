@@ -121,9 +121,11 @@ class CudaDense(LinearMethod[torch.Tensor]):
 
     def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
         assert parts.stacks is not None
-        biases = [None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)]
+        gate_up_bias, down_bias = (
+            None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)
+        )
         shared = None
         if parts.shared is not None:
             gate, up = torch.cat(parts.shared[0]).chunk(2)
             shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
-        return CudaExperts(spec, parts.stacks, *biases, shared)
+        return CudaExperts(spec, parts.stacks, gate_up_bias, down_bias, shared)

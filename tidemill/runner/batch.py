@@ -30,7 +30,7 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
     row_of = np.repeat(rows, counts)
     positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
     pages, offsets = positions // state.page_size, positions % state.page_size
-    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.tables]
+    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
     return Batch(
         rows=rows,
         starts=starts,
@@ -38,5 +38,5 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
         last_token=ends - 1,
         ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(positions),
-        slots_GT=torch.from_numpy(np.stack(slots)),
+        slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
     )

@@ -94,8 +94,8 @@ class CudaRunner:
             dtype=torch.bfloat16, device=self._device,
         )  # fmt: skip
         angles = model.angles(config.max_context, self._device)
-        self._kv = PagedKV(self.cache, self.state.tables, shape.layers, angles, config.layout.places)
-        self._by_roles = by_roles(shape.layers)
+        self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places)
+        self._by_roles = by_roles(shape.attention_layers)
         group = shape.num_heads // shape.num_kv_heads
         self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
         num_slots = config.max_requests * -(-config.max_context // SPLIT)
@@ -120,7 +120,11 @@ class CudaRunner:
         }
         self.flash = FlashTrial(False, "batch-invariant")
         if config.fast_math:
-            self.flash = self._try_flash(pool) if flash.covers(shape.layers) else FlashTrial(False, "not for this model's layers")
+            self.flash = (
+                self._try_flash(pool)
+                if flash.covers(shape.attention_layers)
+                else FlashTrial(False, "not for this model's layers")
+            )
         if self.flash.is_taken:
             for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
                 for has_singles in (False, True):

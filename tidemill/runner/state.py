@@ -58,7 +58,8 @@ class RowState:
         """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given."""
         self.page_size = page_size
         longest = block_bounds(max_context)[-1][1]  # attention reads whole blocks
-        nums = [_aligned(group.num_pages_for(longest)) for group in groups or (Group(page_size),)]
+        groups = tuple(groups) or (Group(page_size),)
+        nums = [_aligned(group.num_pages_for(longest)) for group in groups]
         self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
         widths = (max_context + 1, self.columns[-1], 3)
         flat = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
@@ -72,6 +73,7 @@ class RowState:
         self.masks: dict[int, np.ndarray] = {}  # of rows with structured output in this step: a bit per token that may come
         self.num_prompt = [0] * num_rows
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
+        self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
         self._num_pages = [[0] * len(nums) for _ in range(num_rows)]
 
     def stage(self, plan: StepPlan) -> None:

@@ -154,6 +154,7 @@ class Scheduler:
         """Decide the next step, or None if nothing can run."""
         if not self.has_work:
             return None
+        self.kv.begin_step()
         plan = StepPlan(self._step)
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))

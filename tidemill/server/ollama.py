@@ -465,7 +465,7 @@ def _size(num: int) -> str:
 
 def _shown(service: Service) -> dict[str, Any]:
     tokenizer, model = service.tokenizer, service.ready.model
-    rotation = model.layers[-1].rotation
+    rotation = model.attention_layers[-1].rotation if model.attention_layers else None
     kind = _family(service)
     ends = [text for token in tokenizer.eos_token_ids if (text := tokenizer.token_text(token))]
     capabilities = ["completion"]

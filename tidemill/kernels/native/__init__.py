@@ -21,6 +21,7 @@ import torch
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
+from tidemill.kernels.state import ScanInputs, StateWeights
 
 # Best first: (file, CPU flags it needs).
 _VARIANTS: Final = {
@@ -52,7 +53,26 @@ class Step(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
-        *((name, _POINTER) for name in ("tables", "positions", "slots")),
+        *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
+    ]
+
+
+class StateLayer(ctypes.Structure):
+    """tm_state_layer of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_heads", "head_dim", "state_size", "num_groups", "kernel", "norm_size")),
+        *((name, _LONG) for name in ("num_channels", "num_projected")),
+        ("pieces", _POINTER),
+    ]
+
+
+class States(ctypes.Structure):
+    """tm_states of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_tokens", "num_chains", "page_bytes", "table_width", "table_stride")),
+        *((name, _POINTER) for name in ("pool", "tables", "segments", "chains")),
     ]
 
 
@@ -90,6 +110,12 @@ class _Field(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", _LONG)]
 
 
+_STRUCTS: Final = (
+    ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
+    ("tm_moe", MoE), ("tm_matrices", Matrices),
+)  # fmt: skip
+
+
 def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     """Raises OSError unless the library was built from these sources (empty: they are not there) and has these structs."""
     fix = "install again, or run: python setup.py build_ext --inplace"
@@ -103,9 +129,7 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
     ours = dict[str, int]()
-    for struct, mirror in (
-        ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_moe", MoE), ("tm_matrices", Matrices),
-    ):  # fmt: skip
+    for struct, mirror in _STRUCTS:
         ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
@@ -149,6 +173,14 @@ class Library:
         self._argmax.restype = None
         self._attention = lib.tm_attention
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
+        self._conv = lib.tm_conv
+        self._conv.argtypes = [_POINTER] * 6
+        self._conv.restype = None
+        self._scan = lib.tm_scan
+        self._scan.argtypes = [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 5
+        self._gate = lib.tm_gate
+        self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 2
+        self._gate.restype = None
         self._moe = lib.tm_run_moe
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._replay = lib.tm_replay
@@ -251,6 +283,40 @@ class Library:
             self._recording.note(
                 "attention", out, qkv_TC, a=keys, b=values, c=q_norm, d=k_norm, e=sinks, f=layer, eps=learned.eps
             )
+        return out
+
+    def conv(self, states: int, layer: int, projected_TC: torch.Tensor, learned: StateWeights, num_out: int) -> torch.Tensor:
+        """`states`, `layer`: addresses."""
+        weight, bias = learned.conv_KC, learned.conv_bias_C
+        _check(projected_TC, weight, *(() if bias is None else (bias,)))
+        places = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        out = projected_TC.new_empty(projected_TC.shape[0], num_out)
+        self._conv(states, layer, *places, projected_TC.data_ptr(), out.data_ptr())
+        if self._recording:
+            self._recording.note("conv", out, projected_TC, a=layer, b=places[0], c=places[1])
+        return out
+
+    def scan(self, states: int, layer: int, inputs: ScanInputs, learned: StateWeights, num_out: int) -> torch.Tensor:
+        """`states`, `layer`: addresses. The convolved channels are overwritten."""
+        weights = learned.decay, learned.skip_I, learned.step_bias, learned.norm_I
+        given = inputs.mixed_TC, inputs.projected_TC, inputs.steps_TI, inputs.bc_TS2
+        _check(*(tensor for tensor in (*weights, *given) if tensor is not None))
+        b, c, d, e = (None if tensor is None else tensor.data_ptr() for tensor in weights)
+        out = inputs.mixed_TC.new_empty(inputs.mixed_TC.shape[0], num_out)
+        places = (None if tensor is None else tensor.data_ptr() for tensor in given)
+        if self._scan(states, layer, b, c, d, e, learned.eps, *places, out.data_ptr()):
+            raise MemoryError("no memory for a state")
+        if self._recording:
+            self._recording.note("scan", out, *given, a=layer, b=b, c=c, d=d, e=e, eps=learned.eps)
+        return out
+
+    def gate(self, x_TH: torch.Tensor, gate_TH: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate); 8 divides the width."""
+        _check(x_TH, gate_TH)
+        out = x_TH.new_empty(x_TH.shape)
+        self._gate(x_TH.data_ptr(), gate_TH.data_ptr(), out.data_ptr(), *x_TH.shape)
+        if self._recording:
+            self._recording.note("gate", out, x_TH, in_2=gate_TH, width=x_TH.shape[1])
         return out
 
     def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:

@@ -276,6 +276,33 @@ TM_API void tm_act(int act, const float *x, float *out, long num_rows, long widt
     tm_unlock();
 }
 
+/* ---- x * sigmoid(gate) */
+
+typedef struct {
+    const float *x, *gate;
+    float *out;
+    long width;
+} gate_job;
+
+static void gate_row(void *arg, long row, int thread) {
+    (void)thread;
+    const gate_job *j = arg;
+    f32x8 one = f32x8_set(1), zero = f32x8_set(0);
+    for (long i = row * j->width; i < (row + 1) * j->width; i += 8) /* a multiple of 8 */
+        f32x8_store(j->out + i, f32x8_div(f32x8_load(j->x + i), f32x8_add(one, f32x8_exp(f32x8_sub(zero, f32x8_load(j->gate + i))))));
+}
+
+void gate_op(const float *x, const float *gate, float *out, long num_rows, long width) {
+    gate_job j = {x, gate, out, width};
+    for_rows(num_rows, width, gate_row, &j);
+}
+
+TM_API void tm_gate(const float *x, const float *gate, float *out, long num_rows, long width) {
+    tm_lock();
+    gate_op(x, gate, out, num_rows, width);
+    tm_unlock();
+}
+
 /* ---- a draw: the highest of logit + Gumbel noise of (key, token), see kernels/noise.py */
 
 typedef struct {

@@ -34,6 +34,20 @@ typedef struct {
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
+/* A layer with a state of constant size (scan.c). */
+typedef struct {
+    long kind, num_heads, head_dim, state_size, num_groups, kernel, norm_size;
+    long num_channels, num_projected;
+    const int32_t *pieces; /* [1 + num_heads][2]: the convolution's state and each head's: page within a block, bytes from its start */
+} tm_state_layer;
+
+/* A step's states. */
+typedef struct {
+    long num_tokens, num_chains, page_bytes, table_width, table_stride; /* entries from a row to the next; from a table to the next */
+    char *pool;
+    const int32_t *tables, *segments, *chains; /* tables: of each page of a block, [row][block]; segments: [n][5], see scan.c; chains: [num_chains + 1], the first segment of each */
+} tm_states;
+
 /* One step of all layers. */
 typedef struct {
     long num_tokens;
@@ -43,6 +57,7 @@ typedef struct {
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
+    const tm_states *states;          /* NULL: no layer has one */
 } tm_step;
 
 /* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
@@ -51,6 +66,11 @@ typedef struct {
     const float *sinks;           /* [num_heads]: a score that joins the softmax, without a value */
     float eps;
 } tm_learned;
+
+typedef struct {
+    const float *decay, *skip, *step_bias, *norm; /* NULL: none */
+    float eps;
+} tm_state_learned;
 
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {
@@ -74,6 +94,7 @@ typedef struct {
 typedef struct {
     long op;                    /* its number in the table of ops */
     long in, in_out, out;       /* columns; -1: none */
+    long in_2, in_3;            /* what else is read */
     long kind, width, num_out;  /* width: columns of the input */
     const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
     float eps, scale;
@@ -81,7 +102,7 @@ typedef struct {
 
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
-    float *in, *in_out, *out;
+    float *in, *in_out, *out, *in_2, *in_3;
     long num_rows;
     const tm_step *step;
 } tm_buffers;
@@ -96,6 +117,12 @@ void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *
                 long width);
 void layer_norm_op(const float *x, float *residual, const float *weight, const float *bias, float eps, float *out, long num_rows, long width);
 void act_op(int act, const float *x, float *out, long num_rows, long width);
+void conv_op(const tm_states *states, const tm_state_layer *layer, const float *weight, const float *bias, const float *projected, float *out);
+/* mixed is overwritten. */
+int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learned learned, float *mixed, const float *projected,
+            const float *steps, const float *bc, float *out);
+/* x * sigmoid(gate) */
+void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
 void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
 /* logits: [row][num_experts, and one for the shared expert]. */
 int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);

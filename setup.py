@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 
 FOLDER = "tidemill/kernels/native"
 HASH = runpy.run_path(f"{FOLDER}/sources.py")["source_hash"](Path(FOLDER))
-SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attention", "lora", "program")]
+SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attention", "moe", "scan", "lora", "program")]
 FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
 VARIANTS = {
@@ -25,7 +25,7 @@ setup(
         Extension(
             f"tidemill.kernels.native.{name}",
             SOURCES,
-            depends=[f"{FOLDER}/simd.h", f"{FOLDER}/tidemill.h"],
+            depends=[f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear")],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],

@@ -2,7 +2,7 @@
 
     python -m bench.gpu --json out.json [--search] [--modes invariant,fast]
 
---search tries all tiles of the matmul for the shapes of an 8B and a 0.6B model and prints the fastest beside cuBLAS.
+--search tries all tiles of the matmul for the shapes of these models and prints the fastest beside cuBLAS.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from tidemill.wire import Submit
 
 CHECKS = (
     "check_elementwise", "check_heads", "check_attention", "check_gemm", "check_tuning", "check_sampling", "check_engine",
-    "check_families", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles", "stress_engine",
+    "check_families", "check_moe", "check_flash", "check_fast_math", "check_odd_requests", "check_nothing_compiles",
+    "stress_engine",
 )  # fmt: skip
 SHAPES = {
     "llama8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
     "qwen06b": {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072), "head": (151936, 1024)},
+    "qwen30b": {"qkv": (5120, 2048), "o": (2048, 4096), "router": (128, 2048), "head": (151936, 2048)},
 }
 
 
@@ -56,7 +58,7 @@ def time_gemm(search: bool) -> list[dict[str, Any]]:
         for name, (num_out, num_in) in shapes.items():
             copies = max(2, -(-200 * 2**20 // (num_out * num_in * 2)))
             weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-            act, is_head = "silu" if name == "gate_up" else "", name == "head"
+            act, is_head = "silu" if name == "gate_up" else "", name in ("head", "router")
             for num_rows in CHOICES:
                 x = torch.randn(num_rows, num_in, device="cuda", dtype=torch.bfloat16)
                 out = torch.empty(num_rows, num_out, device="cuda") if is_head else None
@@ -204,7 +206,7 @@ def timeline(core: EngineCore, model: str, mode: str, batch: int, length: int) -
 def prompt_timeline(core: EngineCore, model: str, mode: str) -> dict[str, Any]:
     """Of one step of a prompt's tokens, as many as the budget allows: the average over prompts of 4096."""
     core.scheduler.kv.clear_prefixes()
-    for i in range(4):
+    for i in range(-(-7 * core.config.token_budget // 4096)):
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         core.submit(Submit(f"p{i}", [(7 * i + j) % 1000 + 10 for j in range(4096)], params))
     core.step()
@@ -226,14 +228,15 @@ def profile_steps(core: EngineCore, num_steps: int, label: str) -> dict[str, Any
         torch.cuda.synchronize()
         wall = (time.perf_counter() - begin) / num_steps * 1e6
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    linears, spent, num_matmuls = ("qkv", "out", "gate_up", "down"), defaultdict[str, float](float), 0
+    linears = ("qkv", "out", "router") if core.model_config.experts else ("qkv", "out", "gate_up", "down")
+    spent, num_matmuls = defaultdict[str, float](float), 0
     for event in sorted(events, key=lambda event: event.time_range.start):
         name = event.name
         if name == "_look_up":  # a step begins
             num_matmuls = 0
         if name.startswith("_gemm") or "nvjet" in name or "gemm" in name.lower():
-            is_head = num_matmuls == 4 * core.model_config.num_layers
-            name = "matmul: " + ("head" if is_head else linears[num_matmuls % 4])
+            is_head = num_matmuls == len(linears) * core.model_config.num_layers
+            name = "matmul: " + ("head" if is_head else linears[num_matmuls % len(linears)])
             num_matmuls += 1
         spent[name] += event.time_range.elapsed_us() / num_steps
     busy = sum(spent.values())
@@ -292,14 +295,19 @@ def time_starts(model: str) -> list[dict[str, Any]]:
     return lines
 
 
-def time_workloads(model: str, mode: str, only: str | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def time_workloads(
+    model: str, mode: str, only: str | None, token_budget: int | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Workloads and timelines. `mode`: invariant or fast."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     begin = time.perf_counter()
     core = EngineCore.load(
-        EngineOptions(model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, fast_math=mode == "fast")
-    )
+        EngineOptions(
+            model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, fast_math=mode == "fast",
+            token_budget=token_budget,
+        )
+    )  # fmt: skip
     started = time.perf_counter() - begin
     print(
         f"{model} {mode}: ready in {started:.1f} s; {core.config.num_kv_tokens:,} KV tokens; "
@@ -336,6 +344,8 @@ def main() -> None:
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--models", default="llama8b,qwen06b", help="whose workloads to run")
     parser.add_argument("--workloads", help="only these, separated by commas")
+    parser.add_argument("--token-budget", type=int, help="tokens of a step, instead of the engine's own choice")
+    parser.add_argument("--skip-starts", action="store_true", help="do not time how long engines take to start")
     parser.add_argument("--modes", default="invariant", help="invariant, fast, or both, separated by a comma")
     parser.add_argument("--checks", default=",".join(CHECKS), help="which to make, separated by commas; empty for none")
     parser.add_argument("--skip-kernels", action="store_true", help="do not time them one by one")
@@ -353,10 +363,10 @@ def main() -> None:
         result |= {"attention": time_attention(), "gemm": time_gemm(arguments.search)}
         result["tiles"] = to_table(result["gemm"])
     models = list(filter(None, arguments.models.split(",")))
-    result["starts"] = [line for model in models for line in time_starts(model)]
+    result["starts"] = [] if arguments.skip_starts else [line for model in models for line in time_starts(model)]
     for model in models:
         for mode in arguments.modes.split(","):
-            lines, timelines = time_workloads(model, mode, arguments.workloads)
+            lines, timelines = time_workloads(model, mode, arguments.workloads, arguments.token_budget)
             result["workloads"] += lines
             result["timelines"] += timelines
             torch.cuda.empty_cache()

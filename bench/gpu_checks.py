@@ -3,6 +3,7 @@ batches. Run by bench/gpu.py."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ import random
 import re
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +33,7 @@ from tidemill.kernels.cuda import attention, elementwise, flash, records, sampli
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
-from tidemill.kernels.norm import add_rms_norm_reference
+from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
@@ -64,11 +66,32 @@ def check_elementwise() -> None:
         assert (out - expected).float().abs().max() <= 2**-7 * expected.float().abs().max()
         alone = elementwise.add_rms_norm(x[7:8].clone(), residual[7:8].clone(), weight, 1e-5)
         assert torch.equal(alone, out[7:8])
+        check_norms(x, residual, weight)
     gate, up = torch.randn(2, 300, 3072, device="cuda", dtype=torch.bfloat16).unbind()
     paired, both = torch.stack([gate, up], 2).flatten(1), torch.cat([gate, up], 1).float()
     out, expected = elementwise.glu(paired, "silu"), glu_reference(both)
     assert (elementwise.glu(paired, "gelu_tanh").float() - glu_reference(both, "gelu_tanh")).abs().max() < 0.1
     assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
+    out, expected = elementwise.activate(gate, "gelu_tanh").float(), F.gelu(gate.float(), approximate="tanh")
+    assert (out - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def check_norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    """Those that few models have."""
+    bias = torch.randn_like(weight)
+    qkv = torch.cat([x, residual[:, :256], residual[:, :256]], 1)
+    for ours, reference, given in (
+        (elementwise.add_rms_norm, add_rms_norm_reference, (x, residual, weight, 1e-5, 0.22)),
+        (elementwise.add_layer_norm, add_layer_norm_reference, (x, residual, weight, bias, 1e-5)),
+        (elementwise.post_norm, post_norm_reference, (x, residual, weight, 1e-5)),
+        (elementwise.qk_norm, qk_norm_reference, (qkv, weight, bias[:256], 1e-5)),
+    ):
+        exact = [one.float() if isinstance(one, torch.Tensor) else one for one in given]
+        lone = [one[7:8].clone() if isinstance(one, torch.Tensor) and one.dim() == 2 else one for one in given]
+        alone, expected = ours(*lone).clone(), reference(*exact)
+        out = ours(*(one.clone() if isinstance(one, torch.Tensor) else one for one in given))
+        assert (out.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), ours.__name__
+        assert torch.equal(alone, out[7:8]), ours.__name__
 
 
 def check_gemm() -> None:
@@ -168,7 +191,7 @@ class Scene:
         roles = attention.by_roles((self.spec,))
         tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
-        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), self.pages, members, tile)
+        work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile)
         lens = (len(work.singles), len(work.shared), len(work.prompts))
         programs = tuple(-(-num // extra) if extra else num for num in lens)
         if by_flash:
@@ -437,7 +460,7 @@ def check_engine() -> None:
 
 
 def check_families() -> None:
-    """Layers with windows, softcaps, two rotations, biases and gelu: near Transformers, and the same bits in any company."""
+    """Layers that differ from Llama's: near Transformers, and the same bits in any company."""
     import transformers
 
     common = {
@@ -445,31 +468,88 @@ def check_families() -> None:
         "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05,
     }  # fmt: skip
     kinds = ["sliding_attention", "full_attention"] * 2
+    factors = [1 + i / 8 for i in range(48)]
+    longrope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 48,
+        "long_factor": factors, "original_max_position_embeddings": 512,
+    }  # fmt: skip
     draw = random.Random(1)
     for name, more in {
         "Qwen2": {},
         "Mistral": {"sliding_window": 300, "head_dim": 128},
         "Gemma2": {"sliding_window": 300, "head_dim": 128, "query_pre_attn_scalar": 100, "layer_types": kinds},
         "Gemma3": {"sliding_window": 300, "head_dim": 256, "layer_types": kinds},
+        "Qwen3": {"head_dim": 128},
+        "SmolLM3": {"no_rope_layers": [1, 1, 1, 0]},
+        "Phi3": {"rope_parameters": longrope, "original_max_position_embeddings": 512, "pad_token_id": 0},
+        "Olmo2": {"pad_token_id": 0},
+        "Granite": {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+        "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
     }.items():
-        folder = Path(tempfile.mkdtemp())
         torch.manual_seed(0)
-        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**common | more)
-        model = with_weights(getattr(transformers, f"{name}ForCausalLM")(config), torch.bfloat16)
-        model.save_pretrained(folder)
-        reference = with_weights(model.cuda().eval(), torch.float32)
-        prompt = [draw.randrange(2000) for _ in range(700)]
-        options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
-        core = EngineCore.load(options)
-        print(f"  {name}:", end="")
-        assert_near(reference, core, prompt)
-        x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+        sizes = more if name == "GPT2" else common | more
+        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
+        made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+
+
+def check_family(name: str, made: Any, prompt: list[int]) -> None:
+    folder = Path(tempfile.mkdtemp())
+    model = with_weights(made, torch.bfloat16)
+    model.save_pretrained(folder)
+    reference = with_weights(model.cuda().eval(), torch.float32)
+    options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
+    core = EngineCore.load(options)
+    print(f"  {name}:", end="")
+    assert_near(reference, core, prompt)
+    x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+    with nothing_compiles():
         lone = ask(core, x)["x"]
         assert ask(core, x)["x"] == lone, f"{name}: cached"
         others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
-        chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
-        assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+    chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
+    assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+
+
+def check_moe() -> None:
+    """Families with experts, whose routers have weights large enough to choose clearly: as check_families."""
+    import transformers
+
+    common = {
+        "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05, "head_dim": 128,
+        "experts_implementation": "eager",
+    }  # fmt: skip
+    yarn = {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0,
+        "original_max_position_embeddings": 256,
+    }  # fmt: skip
+    shared = {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 320, "mlp_only_layers": [1]}
+    draw = random.Random(2)
+    for name, more in {
+        "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "Qwen2Moe": {"num_experts": 12, "num_experts_per_tok": 3} | shared,
+        "Qwen3Moe": {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192, "norm_topk_prob": True},
+        "GptOss": {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_parameters": yarn,
+        },
+    }.items():
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**common | more))
+        for weight_name, weight in made.named_parameters():
+            if "bias" in weight_name or "sinks" in weight_name or ".gate.weight" in weight_name or "router" in weight_name:
+                weight.data.normal_(0.0, 0.3)
+        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
 
 
 def check_fast_math() -> None:
@@ -484,6 +564,20 @@ def check_fast_math() -> None:
             runner._take_flash()
     draw = random.Random(5)
     assert_near(reference, core, [draw.randrange(2000) for _ in range(1900)])
+
+
+@contextlib.contextmanager
+def nothing_compiles() -> Iterator[None]:
+    seen = []
+    compile_one = triton.runtime.jit.JITFunction._do_compile
+
+    def count(kernel: Any, *given: Any, **more: Any) -> Any:
+        seen.append(kernel.fn.__name__)
+        return compile_one(kernel, *given, **more)
+
+    with mock.patch.object(triton.runtime.jit.JITFunction, "_do_compile", count):
+        yield
+    assert not seen, seen
 
 
 def check_nothing_compiles() -> None:
@@ -504,16 +598,9 @@ def check_nothing_compiles() -> None:
         SamplingParams(max_tokens=5, allowed_token_ids=(5, 6, 7, 8), bad_word_ids=((5,), (6, 7))),
         SamplingParams(max_tokens=1, pooling="mean"),
     ]
-    seen = []
-    compile_one = triton.runtime.jit.JITFunction._do_compile
-
-    def count(kernel: Any, *given: Any, **more: Any) -> Any:
-        seen.append(kernel.fn.__name__)
-        return compile_one(kernel, *given, **more)
-
     core.compile_grammar(Grammar("regex", "[0-9]{9}"))
     draw = random.Random(0)
-    with mock.patch.object(triton.runtime.jit.JITFunction, "_do_compile", count):
+    with nothing_compiles():
         for num in (1, 2, 3, 5, 7, 17, 33, 64, 79):
             for i in range(num):
                 params = asked[i % len(asked)] if num > 5 else asked[0]
@@ -521,7 +608,6 @@ def check_nothing_compiles() -> None:
                 core.submit(Submit(f"{num}.{i}", prompt, params, eos_token_ids=[1]))
             while core.has_work:
                 assert not core.step()[1]
-    assert not seen, seen
 
 
 def check_odd_requests() -> None:

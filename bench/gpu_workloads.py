@@ -20,6 +20,13 @@ MODELS = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
     },
+    "qwen30b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
 }  # fmt: skip
 
 # vLLM 0.25.1 on an H200: seconds for the whole workload; for latency_b1 the time per output token in ms.
@@ -27,6 +34,7 @@ _NAMES = ("latency_b1", "mixed_256", "mixed_1000", "prefill_4k", "decode_b256", 
 VLLM = {
     "llama8b": dict(zip(_NAMES, (4.92, 14.49, 51.58, 6.49, 7.06, 2.75, 6.23), strict=True)),
     "qwen06b": dict(zip(_NAMES, (1.68, 6.26, 29.86, 0.79, 3.22, 1.92, 1.97), strict=True)),
+    "qwen30b": {"latency_b1": 4.13, "mixed_256": 24.78, "prefill_4k": 4.22, "decode_b256": 11.96},
 }
 
 

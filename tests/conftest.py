@@ -8,28 +8,36 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.helpers import byte_tokenizer, make_llama
+from tests.helpers import byte_tokenizer, make_llama, thinking_tokenizer
 from tidemill.kernels import machine, native
 from tidemill.weights.locate import locate
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # as in the engine; the other core is another worker's
 machine.settle_vector_math()  # references are made with torch, too
 if native.lib:
     native.lib.set_threads(2)
+# A client of httpx reads all certificates of the Web, 50 ms each time, and tests have thousands that talk plain HTTP.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
-    *(f"equal_transformers[{family}-torch" for family in ("Qwen2", "Qwen2 with windows", "Mistral", "SmolLM3", "Gemma2")),
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[sinks",
+    *(f"transformers[{name}-torch" for name in ("Mamba", "Mamba with biases", "Qwen3Next")),
+    "is_computed[Qwen3Next-torch",
+    "the_cache[Mamba with biases",
+    "was_kept[Mamba with biases",
+    "is_shifted[Mamba with biases",
     "server/test_agents.py",
     "server/test_chat_url.py",
     "server/test_deploy.py",
@@ -37,23 +45,35 @@ _ONLY_WHEN_SLOW = (
 )
 
 
-class InTwo(LoadScopeScheduling):
-    """For two workers (`make test`): files are kept whole, and all that start processes stay with one of them."""
+class FromBothEnds(LoadScopeScheduling):
+    """Files are kept whole. One worker takes them from the front, where those that start processes are, the other from the
+    back: both end at the same time, and servers that files share are seldom started twice."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        _, folder, *_ = file.split("/")
-        return "processes" if folder in ("server", "cli", "bench") or file.endswith("test_client.py") else file
+        return nodeid.split("::")[0]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if self.nodes.index(node) % 2:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTwo:
-    return InTwo(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FromBothEnds:
+    config.option.loadscopereorder = False  # the order is ours
+    return FromBothEnds(config, log)
+
+
+def _place(item: pytest.Item) -> int:
+    """First what starts processes: servers that files share, then others."""
+    _, folder, *_ = item.nodeid.split("/")
+    return 0 if folder == "server" else 1 if folder in ("cli", "bench") or item.path.name == "test_client.py" else 2
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Invariance without compiled kernels takes minutes: one way of sampling is always tested, all by `make test-slow`."""
+    items.sort(key=_place)
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
             item.add_marker(pytest.mark.slow)
@@ -101,4 +121,13 @@ def tiny_folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     make_llama(path, vocab_size=320, max_position_embeddings=512)
     byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def thinking_folder(tmp_path_factory) -> Path:
+    """The same with marks of reasoning, which its template opens, and more room."""
+    path = tmp_path_factory.mktemp("thinking")
+    make_llama(path, vocab_size=320, max_position_embeddings=4096)
+    thinking_tokenizer(path)
     return path

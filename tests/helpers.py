@@ -12,6 +12,7 @@ import torch
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.kernels import machine as here
+from tidemill.kernels import native
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.sampling import SamplingParams
@@ -83,13 +84,21 @@ def load_model(path: Path, dtype: str = "float32") -> CausalLM:
 
 
 def engine_config(model: CausalLM, **options: Any) -> EngineConfig:
-    options = {"kv_memory_bytes": 64 * 2**20, "threads": 2, "dtype": model.dtype} | options
+    threads = 2 if native.lib else 1  # those of torch wait for each other by spinning, and another worker has the other core
+    options = {"kv_memory_bytes": 64 * 2**20, "threads": threads, "dtype": model.dtype} | options
     machine = replace(here.detect(), num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
     return resolve(EngineOptions(**options), model.config, machine)
 
 
 def make_core(model: CausalLM, **options: Any) -> EngineCore:
     return EngineCore(model, engine_config(model, **options))
+
+
+def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:
+    """It knows the tokenizer of the folder, for grammars."""
+    core = make_core(model, structured_backend=backend, **options)
+    core.structured.tokenizer_path = folder
+    return core
 
 
 class Answer:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import load_model
-from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, alike, fmt_bytes, parse_bytes, resolve
+from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, MoESpec, alike, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.runner.cpu_runner import CpuRunner
@@ -75,6 +75,17 @@ class TestWithAGPU:
         long = replace(SMOLLM2, max_context=2**17)
         full = resolve(EngineOptions(), long, self.MACHINE)
         assert 70 * 2**30 < full.kv_bytes + full.weight_bytes < 78 * 2**30
+
+    def test_a_step_has_enough_tokens_for_every_expert(self):
+        for num_experts, top_k, tokens in ((128, 8, 8192), (32, 4, 4096), (8, 2, 2048), (512, 2, 8192)):
+            spec = MoESpec(num_experts=num_experts, top_k=top_k, expert_size=64, renormalise=True)
+            model = replace(SMOLLM2, experts=(None, *(spec,) * 29))
+            config = resolve(EngineOptions(), model, self.MACHINE)
+            assert config.token_budget == tokens
+            assert ("expert" in config.reasons["token_budget"]) == (tokens > 2048)
+            assert config.activation_bytes > model.activation_bytes(tokens, 256)
+            assert resolve(EngineOptions(token_budget=1024), model, self.MACHINE).token_budget == 1024
+            assert resolve(EngineOptions(device="cpu"), model, self.MACHINE).token_budget == 256
 
     def test_the_cpu_can_still_be_chosen(self):
         assert resolve(EngineOptions(device="cpu"), SMOLLM2, self.MACHINE).dtype == "float32"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
+from tidemill.cache_layout import CacheLayout, StateLayout, lay_out
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 
@@ -15,9 +17,12 @@ PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are
 # Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
 QUANTIZED_TYPES = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
+    "MXFP4": 18 / 32,
 }  # fmt: skip
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
+_ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
+STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
@@ -31,7 +36,7 @@ MIB = 2**20
 class RopeScaling:
     """How positions beyond the original context are squeezed. Field names follow the published configurations."""
 
-    kind: str  # linear, llama3, yarn
+    kind: str  # linear, llama3, yarn, longrope
     factor: float = 1.0
     original_context: int = 0
     low_freq_factor: float = 1.0
@@ -39,6 +44,9 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True  # yarn: the bounds between which frequencies are blended are whole numbers
+    short_factors: tuple[float, ...] = ()  # longrope's: contexts up to the original one
+    long_factors: tuple[float, ...] = ()  # and longer ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +58,12 @@ class Rotation:
     scaling: RopeScaling | None = None
 
 
+class LayerSpec:
+    """What a layer computes besides its feed-forward: an AttentionSpec or a StateSpec."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(LayerSpec):
     """What the attention of a layer computes."""
 
     num_heads: int
@@ -73,12 +85,121 @@ class AttentionSpec:
             )
 
 
+STATE_KINDS = ("mamba", "mamba2", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(LayerSpec):
+    """What a layer with a state of constant size computes: a short causal convolution, then a recurrence over a float32 matrix
+    [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+
+    kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
+    num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
+    head_dim: int  # of values
+    state_size: int  # of a delta rule: the size of a key
+    num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
+    kernel: int = 4  # tokens that the convolution sees
+    rank: int = 0  # of the time steps' projection (mamba)
+    norm_size: int = 0  # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+
+    def __post_init__(self) -> None:
+        if self.kind not in STATE_KINDS:
+            raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
+            _check_size(name, getattr(self, name))
+        if self.kind == "mamba":
+            _check_size("rank", self.rank)
+        if self.num_heads % self.num_groups or (self.norm_size and self.num_inner % self.norm_size):
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} heads of {self.head_dim} in {self.num_groups} groups, normed by "
+                f"{self.norm_size}.",
+                fix="Groups must divide the heads, and what is normed together all values.",
+            )
+
+    @property
+    def num_inner(self) -> int:
+        """Values of a token that come out."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of the projection that a token starts with: the channels, a gate and (one or two for a head) time steps."""
+        return self.num_channels + self.num_inner + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+
+    @property
+    def conv_floats(self) -> int:
+        """Of the convolution's state, [num_channels, kernel - 1]."""
+        return self.num_channels * (self.kernel - 1)
+
+    @property
+    def head_floats(self) -> int:
+        """Of each head's state."""
+        return self.state_size * self.head_dim
+
+    @property
+    def piece_bytes(self) -> list[int]:
+        """The convolution's state and each head's: what lies in one place each."""
+        return [4 * self.conv_floats, *[4 * self.head_floats] * self.num_heads]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        inner = self.num_inner
+        linears = hidden_size * (self.num_projected + inner)
+        if self.kind == "mamba":
+            linears += inner * (2 * self.rank + 2 * self.state_size + self.state_size)
+        return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
+
+
+SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
+_MAX_EXPERTS = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The experts of a layer's feed-forward, and how a token chooses among them."""
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    renormalise: bool  # the chosen experts' weights are divided by their sum
+    scoring: str = "softmax_then_topk"
+    act: str = "silu"  # a name in kernels/glu.py
+    has_bias: bool = False  # of the router and of every expert's matrices
+    shared_size: int = 0  # of an expert that every token goes through, by the weight sigmoid(its own row of the router)
+
+    def __post_init__(self) -> None:
+        _check_size("num_experts", self.num_experts, _MAX_EXPERTS)
+        _check_size("num_experts_per_tok", self.top_k, self.num_experts)
+        _check_size("expert size", self.expert_size)
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}.")
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router: one for each expert, and one for the shared one."""
+        return self.num_experts + (1 if self.shared_size else 0)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = 3 * hidden_size * (self.num_experts * self.expert_size + self.shared_size)
+        biases = self.num_experts * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
+        return matrices + self.num_logits * hidden_size + biases
+
+    def activations(self, hidden_size: int) -> int:
+        """Values that a token needs meanwhile: for each of its experts the input, gate and up, their product, the output."""
+        chosen = self.top_k * (2 * hidden_size + 3 * self.expert_size)
+        return chosen + 2 * self.num_logits + (hidden_size + 3 * self.shared_size if self.shared_size else 0)
+
+
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
     if not isinstance(value, int) or not 0 < value <= most:
         raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
 
 
-def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
     """The layers of a model whose layers do not differ."""
     _check_size("num_layers", num_layers, _MAX_LAYERS)
     return (spec,) * num_layers
@@ -91,50 +212,84 @@ class ModelConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: tuple[AttentionSpec, ...]  # one for each layer; KV heads and their size are the same in all
+    intermediate_size: int  # 0: no feed-forward
+    layers: tuple[LayerSpec, ...]  # one for each layer; KV heads and their size are the same in all
     max_context: int
     norm_eps: float
     tie_embeddings: bool = False
     attention_bias: bool = False  # of q, k and v
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    conv_bias: bool = True  # of state layers
+    gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
     qk_norm: bool = False  # of each query and key head, before rotation
-    act: str = "silu"  # of the gate, a name in kernels/glu.py
+    act: str = "silu"  # a name in kernels/glu.py
+    experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
+    is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
+    num_positions: int = 0  # rows of a learned position embedding; 0: there is none
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies what a layer adds
+    logits_scale: float = 1.0  # multiplies logits
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
-            _check_size(name, getattr(self, name))
-        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.layers}) > 1:
+            if getattr(self, name) or name != "intermediate_size" or self.attention_layers:
+                _check_size(name, getattr(self, name))
+        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
             raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
+        if self.experts and len(self.experts) != self.num_layers:
+            raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have a KV cache."""
+        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+
+    @property
+    def state_layers(self) -> tuple[StateSpec, ...]:
+        """Of the layers that have a state of constant size."""
+        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+
+    @property
     def num_heads(self) -> int:
-        return self.layers[0].num_heads
+        """Of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
+        return self.attention_layers[0].num_heads if self.attention_layers else 0
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].num_kv_heads
+        return self.attention_layers[0].num_kv_heads if self.attention_layers else 0
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].head_dim
+        return self.attention_layers[0].head_dim if self.attention_layers else 0
 
     @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
-        attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
-        layer = attention + 3 * h * self.intermediate_size + 2 * h
+        attention = h * d * ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads)
+        mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
+        dense = (3 if self.is_gated else 2) * h * self.intermediate_size
+        feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + h
+        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h * (self.num_positions + 1)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is multiplied by: of the experts, only the chosen ones."""
+        idle = (3 * self.hidden_size * moe.expert_size * (moe.num_experts - moe.top_k) for moe in self.experts if moe)
+        return self.num_parameters - sum(idle)
+
+    def moe(self, layer: int) -> MoESpec | None:
+        """The experts of a layer; None: it is dense."""
+        return self.experts[layer] if self.experts else None
 
     @property
     def lora_values_per_rank(self) -> int:
@@ -163,13 +318,20 @@ class ModelConfig:
         other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
         return sorted(other) if dtype == "quantized" else []
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence's state, whatever its length; each that is kept takes as much again."""
+        return sum(sum(spec.piece_bytes) for spec in self.state_layers)
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * len(self.attention_layers) * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
-        width = 4 * self.hidden_size + 3 * self.intermediate_size + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
+        width = 4 * self.hidden_size + feed_forward + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
         return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)
 
 
@@ -221,6 +383,7 @@ class EngineConfig:
     dtype: str
     kv_dtype: str
     page_size: int
+    layout: CacheLayout  # how layers share pages
     num_pages: int  # that can hold tokens; the null page comes on top
     max_context: int
     max_requests: int
@@ -249,7 +412,10 @@ class EngineConfig:
 
     @property
     def num_kv_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        """Tokens that fit, in requests that fill the whole context where layers have windows."""
+        if not any(group.window for group in self.layout.groups):
+            return self.num_pages // len(self.layout.groups) * self.page_size
+        return self.num_pages * self.max_context // self.layout.num_pages_for(self.max_context, self.token_budget)
 
     @property
     def full_context_requests(self) -> float:
@@ -272,12 +438,14 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         return value
 
     device = settle("device", decide_device(options, machine))
+    if device == "cuda" and model.state_layers:
+        raise ConfigError("Models with states of constant size do not run on a GPU yet.", fix="Use --device cpu.", param="device")
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device))
-    token_budget = settle("token_budget", _token_budget(options, device, max_requests))
+    token_budget = settle("token_budget", _token_budget(options, device, max_requests, model))
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget))
     background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
@@ -285,11 +453,12 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     max_loras = settle("max_loras", _max_loras(options))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
-    memory = _memory(options, device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
+    layout = settle("layout", _layout(model, kv_dtype, page_size, context))
+    memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_requests, token_budget, model, machine)
     memory = replace(memory, lora_bytes=lora_bytes)
-    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
+    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * memory.num_pages_for(context)))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
-    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
+    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
     reasons["prefix_caching"] = "prefix caching: identical prefixes are computed once"
     return EngineConfig(
@@ -297,6 +466,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         dtype=dtype,
         kv_dtype=kv_dtype,
         page_size=page_size,
+        layout=layout,
         num_pages=num_pages,
         max_context=context,
         max_requests=max_requests,
@@ -393,10 +563,12 @@ def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
     return 64, "slots; more would only make each request slower on a CPU"
 
 
-def _token_budget(options: EngineOptions, device: str, max_requests: int) -> Decision[int]:
+def _token_budget(options: EngineOptions, device: str, max_requests: int, model: ModelConfig) -> Decision[int]:
     if options.token_budget is None:
-        default = 2048 if device == "cuda" else 256
-        return max(default, max_requests), "tokens per step: keeps a step short beside a long prompt"
+        default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
+        if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
+            default, why = enough, "a step reads every expert: enough for each, and still short beside a long prompt"
+        return max(default, max_requests), f"tokens per step: {why}"
     if _at_least("token_budget", options.token_budget, 1) < max_requests:
         raise ConfigError(
             f"token_budget is {options.token_budget}, less than max_requests, {max_requests}: some requests would never decode.",
@@ -404,6 +576,15 @@ def _token_budget(options: EngineOptions, device: str, max_requests: int) -> Dec
             param="token_budget",
         )
     return options.token_budget, "given"
+
+
+def _tokens_for_experts(model: ModelConfig) -> int:
+    """So many that each expert multiplies _ROWS_OF_EXPERT on average: with fewer, its weights are read too often.
+
+    On an H200, experts of Qwen3-30B-A3B's shape take 0.22 us a token and layer with 2,048 tokens a step, 0.18 with 4,096 and 0.16
+    with 8,192; a step of 8,192 takes about 0.12 s, as long as one of 2,048 through a dense model of 18B."""
+    wanted = max((_ROWS_OF_EXPERT * moe.num_experts // moe.top_k for moe in model.experts if moe), default=0)
+    return min(wanted, _MOST_TOKENS)
 
 
 def _background_tokens(device: str, token_budget: int) -> Decision[float]:
@@ -450,6 +631,38 @@ def _max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
     return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"
 
 
+def _layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
+    layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
+    windowed = [group.window for group in layout.groups if group.window]
+    if model.state_layers:
+        page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
+        states = _states(model, page_bytes)
+        each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
+        return layout.with_states(states, STATE_INTERVAL), f"a state has {each}, and is kept every {STATE_INTERVAL} tokens"
+    if not windowed:
+        return layout, "one page table for all layers"
+    per_page = f"pages hold {layout.layers_per_page} layers"
+    return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
+def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
+    """In pages as large as those of keys and values, if there are any."""
+    sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in model.layers]
+    largest = max(size for layer in sizes for size in layer)
+    if page_bytes and (page_bytes < largest + 63 or page_bytes % 64):
+        raise ConfigError(
+            f"A page of {page_bytes} bytes does not hold the largest piece of a layer's state, {largest} bytes.",
+            fix="Use a larger --page-size.",
+            param="page_size",
+        )
+    return StateLayout.pack(sizes, page_bytes)
+
+
+def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    num = len(model.attention_layers)
+    return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
     """What the KV cache shares memory with, and the size of a page."""
@@ -459,10 +672,16 @@ class _Memory:
     activation_bytes: int
     page_bytes: int
     page_size: int
+    layout: CacheLayout
+    token_budget: int
     max_pages: int | None  # what the kernels can address, where there is a limit
     gpu: str  # its name and size for messages, or empty
     is_limited: bool  # a limit was given, below what is free
     lora_bytes: int = 0
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens holds at most."""
+        return self.layout.num_pages_for(num_tokens, self.token_budget)
 
     @property
     def spare_bytes(self) -> int:
@@ -485,16 +704,16 @@ class _Memory:
 
 
 def _memory(
-    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, context: int, max_requests: int,
-    token_budget: int, model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
+    max_requests: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_requests)
-    if on_gpu:
+    if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
-        max_pages = (_MAX_COPY_ROWS - 1) // (2 * model.num_layers * model.num_kv_heads * page_size) - 1
+        max_pages = (_MAX_COPY_ROWS - 1) // (2 * layout.layers_per_page * model.num_kv_heads * page_size) - 1
     free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
     limit = free if options.memory_bytes is None else options.memory_bytes
     return _Memory(
@@ -502,14 +721,16 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=model.kv_bytes_per_token(kv_dtype) * page_size,
+        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
+        layout=layout,
+        token_budget=token_budget,
         max_pages=max_pages,
         gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}" if on_gpu else "",
     )
 
 
-def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> Decision[int]:
+def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_pages: int) -> Decision[int]:
     """Memory for the KV cache, before it is rounded to pages."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes, "given"
@@ -521,7 +742,7 @@ def _kv_bytes(options: EngineOptions, memory: _Memory, wanted_tokens: int) -> De
             fix=f"Use a smaller model, lower --max-requests or --token-budget, or {more}.",
             param="memory_bytes" if memory.is_limited else None,
         )
-    limits = [(wanted_tokens * memory.page_bytes // memory.page_size, "every slot at full context")]
+    limits = [(wanted_pages * memory.page_bytes, "every slot at full context")]
     if memory.is_limited:
         limits.append((room, f"what weights and activations leave of {fmt_bytes(memory.available_bytes)}"))
     elif memory.gpu:
@@ -538,23 +759,24 @@ def _possible_context(
 ) -> Decision[int]:
     """The context, or less if the KV memory does not hold one request of it."""
     num_pages, page_size = kv_bytes // memory.page_bytes, memory.page_size
-    min_pages = -(-min(wanted, 2 * page_size) // page_size)
+    min_pages = memory.num_pages_for(min(wanted, 2 * page_size))
     if num_pages < min_pages:
         raise ConfigError(
             f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
             fix=f"Give at least {fmt_bytes(min_pages * memory.page_bytes)} with --kv-memory.",
             param="kv_memory_bytes",
         )
-    if num_pages * page_size >= wanted:
+    if memory.num_pages_for(wanted) <= num_pages:
         return wanted, why
+    possible = bisect_right(range(page_size, wanted, page_size), num_pages, key=memory.num_pages_for) * page_size
     if options.max_context is not None:
         raise ConfigError(
-            f"A context of {wanted} tokens needs {fmt_bytes(wanted * memory.page_bytes // page_size)} of KV memory; "
+            f"A context of {wanted} tokens needs {fmt_bytes(memory.num_pages_for(wanted) * memory.page_bytes)} of KV memory; "
             f"{fmt_bytes(kv_bytes)} are reserved.",
-            fix=f"Use --max-context {num_pages * page_size} or raise --kv-memory.",
+            fix=f"Use --max-context {possible} or raise --kv-memory.",
             param="max_context",
         )
-    return num_pages * page_size, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
+    return possible, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
 
 
 def _num_pages(kv_bytes: int, memory: _Memory, most: int) -> Decision[int]:

@@ -148,6 +148,13 @@ class StepDone(_Event, frozen=True):
     num_sampled: int
 
 
+class ExpertsUsed(_Event, frozen=True):
+    """Of a model with experts, now and then: how many tokens each expert of each such layer got since the last time."""
+
+    num_steps: int
+    tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
+
+
 class MasksMade(_Event, frozen=True):
     """Before a step: the token masks of structured outputs."""
 
@@ -189,6 +196,7 @@ Event: TypeAlias = (
     Submitted
     | Resumed
     | MasksMade
+    | ExpertsUsed
     | EngineRestarted
     | KernelsFellBack
     | ModelLoading

@@ -18,7 +18,13 @@ MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
+MAX_LOGPROB_IDS = 128
 GREEDY_BELOW = 1e-5
+# What says itself which other properties there are.
+_OPEN = frozenset({
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "if",
+    "$ref",
+})  # fmt: skip
 
 # Lowest and highest value. Checked below, and published in the server's OpenAPI description.
 INTEGERS = {
@@ -60,8 +66,27 @@ class UnsetInteger(int):
 class Grammar(msgspec.Struct, frozen=True):
     """What the output must match."""
 
-    kind: str  # json_schema, regex, grammar (Lark or GBNF) or choice (a JSON list of strings)
+    kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
+
+
+def closed(schema: Any) -> Any:
+    """A JSON schema whose objects have no properties but those it names, as OpenAI means by strict. Changed in place."""
+    left = [schema]
+    while left:
+        one = left.pop()
+        if not isinstance(one, dict):
+            continue
+        named, required = one.get("properties"), one.get("required", [])
+        is_whole = isinstance(named, dict) and isinstance(required, list) and all(str(name) in named for name in required)
+        if is_whole and not one.keys() & _OPEN:
+            one["additionalProperties"] = False
+        for name, value in one.items():
+            if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
+                left += value.values()
+            elif name in ("items", "prefixItems", "anyOf", "oneOf", "allOf"):
+                left += value if isinstance(value, list) else [value]
+    return schema
 
 
 class Reasoning(msgspec.Struct, frozen=True):
@@ -128,6 +153,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
+    logprob_token_ids: tuple[int, ...] = ()  # report these tokens instead of the likeliest
     prompt_logprobs: int | None = None
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
@@ -136,7 +162,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids"):
+        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids", "logprob_token_ids"):
             value: Any = getattr(self, field)
             if value is None or isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value or ())
@@ -167,10 +193,10 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
-        allowed = self.allowed_token_ids
-        if len(allowed) > MAX_ALLOWED_TOKENS or not all(_is_int(t) and 0 <= t < 2**31 for t in allowed):
-            what = f"allowed_token_ids must be at most {MAX_ALLOWED_TOKENS} non-negative token ids."
-            raise InvalidRequest(what, param="allowed_token_ids")
+        for field, most in (("allowed_token_ids", MAX_ALLOWED_TOKENS), ("logprob_token_ids", MAX_LOGPROB_IDS)):
+            ids = getattr(self, field)
+            if len(ids) > most or not all(_is_int(t) and 0 <= t < 2**31 for t in ids):
+                raise InvalidRequest(f"{field} must be at most {most} non-negative token ids.", param=field)
         _check_bad_words(self)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
@@ -218,6 +244,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": tuple(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids,
+            "logprob_token_ids": self.logprob_token_ids,
             "bad_word_ids": tuple(token for word in self.bad_word_ids for token in word),
         }
         for field, ids in named.items():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill.config import EngineConfig, EngineOptions, ModelConfig
+from tidemill.config import AttentionSpec, EngineConfig, EngineOptions, LayerSpec, ModelConfig, StateSpec
 from tidemill.errors import ContextTooLong, InvalidRequest
 from tidemill.events import Event
 from tidemill.machine import Machine
@@ -211,6 +211,14 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
 
 FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages
 
+
+def _layer_spec(kind: type, value: Any) -> Any:
+    """msgspec has no unions of dataclasses."""
+    if kind is not LayerSpec:
+        raise NotImplementedError(kind)
+    return msgspec.convert(value, StateSpec if "state_size" in value else AttentionSpec)
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_layer_spec).decode

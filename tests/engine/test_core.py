@@ -169,7 +169,7 @@ def test_pages_to_be_cleared_are_cleared_though_a_step_fails(core, monkeypatch, 
     core.submit(request)
     core.step()
     (live,) = core.scheduler.running
-    pages = list(core.scheduler.kv.table(live.seq))
+    pages = list(core.scheduler.kv.tables(live.seq)[0])
     core.scheduler.discard(live, "logits are not numbers")
     core._forget(live.seq)
     core.submit(Submit("two", [4, 5, 6], greedy(2)))

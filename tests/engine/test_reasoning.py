@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.helpers import byte_tokenizer, load_model, make_core, make_llama, run, thinking_tokenizer
+from tests.helpers import byte_tokenizer, load_model, run, structured_core
 from tidemill.engine.structured import AfterReasoning
 from tidemill.frontend.structured import BACKENDS, Grammars
 from tidemill.frontend.tokenizer import Tokenizer
@@ -19,32 +19,18 @@ ANSWERS = {json.dumps([a, b], separators=(", ", ": ")) for a in ("ebb", "flow") 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("thinking")
-    make_llama(path, vocab_size=320, max_position_embeddings=512)
-    thinking_tokenizer(path)
-    return path
+def tokenizer(thinking_folder):
+    return Tokenizer.load(thinking_folder)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer.load(folder)
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return load_model(folder)
+def model(thinking_folder):
+    return load_model(thinking_folder)
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-def core_of(model, folder, backend, **options):
-    core = make_core(model, structured_backend=backend, **options)
-    core.structured.tokenizer_path = folder
-    return core
 
 
 def ask(tokenizer, reasoning=OPEN, seed=3, bias=4.0, **more):
@@ -70,9 +56,9 @@ def parts(tokenizer, tokens):
     return thought, answer.removesuffix("</s>")
 
 
-def test_samples_chunks_cache_and_preemption_change_nothing(model, folder, tokenizer, backend):
+def test_samples_chunks_cache_and_preemption_change_nothing(model, thinking_folder, tokenizer, backend):
     def answers(asks, **options):
-        return run(core_of(model, folder, backend, **options), asks, eos=tokenizer.eos_token_ids)
+        return run(structured_core(model, thinking_folder, backend, **options), asks, eos=tokenizer.eos_token_ids)
 
     mine = ask(tokenizer, n=3)
     alone = answers({"x": mine})
@@ -90,13 +76,15 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, folder, token
 
 
 @pytest.mark.parametrize(("reasoning", "biases"), [(OPEN, {"</think>": 4.0}), (CLOSED, {"<think>": 20.0, "</think>": 50.0})])
-def test_another_engine_goes_on_anywhere(model, folder, tokenizer, backend, reasoning, biases):
-    """In the reasoning, at its end, in the answer."""
-    core = core_of(model, folder, backend)
+def test_another_engine_goes_on_anywhere(model, thinking_folder, tokenizer, backend, reasoning, biases):
+    """Here and there in the reasoning, everywhere at its end and in the answer."""
+    core = structured_core(model, thinking_folder, backend)
     how = ask(tokenizer, reasoning, logit_bias=bias_of(tokenizer, biases))
     whole = run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens
     assert parts(tokenizer, whole)[1]
-    for num in range(1, len(whole)):
+    (mark,) = tokenizer.encode("</think>", add_special=False)
+    end = whole.index(mark)
+    for num in sorted({*range(1, end, 6), *range(max(end - 1, 1), len(whole))}):
         core.submit(Submit("y", *how, list(tokenizer.eos_token_ids), resumed=[Resumed(0, whole[:num])]))
         rest = []
         while core.has_work:
@@ -106,17 +94,26 @@ def test_another_engine_goes_on_anywhere(model, folder, tokenizer, backend, reas
         assert whole[:num] + rest == whole
 
 
-def test_reasoning_that_fills_max_tokens(model, folder, tokenizer, backend):
-    core = core_of(model, folder, backend)
+def test_reasoning_that_fills_max_tokens(model, thinking_folder, tokenizer, backend):
+    core = structured_core(model, thinking_folder, backend)
     answer = run(core, {"x": ask(tokenizer, bias=-100.0, max_tokens=40)}, eos=tokenizer.eos_token_ids)["x"]
     assert (len(answer.tokens), answer.finish_reason) == (40, "length")
     assert "ebb" not in tokenizer.decode(answer.tokens)
     assert not core.structured
 
 
-def test_the_output_may_open_the_reasoning_or_not(model, folder, tokenizer, backend):
+def test_reasoning_is_not_ended_by_the_end_of_the_text(model, thinking_folder, tokenizer, backend):
+    """The model wants to stop within its reasoning: the answer would be empty."""
+    (end,), (mark,) = tokenizer.eos_token_ids, tokenizer.encode("</think>", add_special=False)
+    how = ask(tokenizer, logit_bias={end: 100.0, mark: 90.0}, ignore_eos=False)
+    core = structured_core(model, thinking_folder, backend)
+    text = tokenizer.decode(run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens)
+    assert re.sub(", *", ", ", text.partition("</think>")[2]) in ANSWERS
+
+
+def test_the_output_may_open_the_reasoning_or_not(model, thinking_folder, tokenizer, backend):
     """A template that leaves it to the model: the first token is <think>, or what the grammar allows."""
-    core = core_of(model, folder, backend)
+    core = structured_core(model, thinking_folder, backend)
     for biases, thought in (({"[": 100.0}, ""), ({"<think>": 20.0, "</think>": 50.0}, "<think></think>")):
         how = ask(tokenizer, CLOSED, logit_bias=bias_of(tokenizer, biases))
         text = tokenizer.decode(run(core, {"x": how}, eos=tokenizer.eos_token_ids)["x"].tokens)
@@ -127,7 +124,7 @@ def test_the_output_may_open_the_reasoning_or_not(model, folder, tokenizer, back
 def follow(matcher, tokenizer, text):
     for token in tokenizer.encode(text, add_special=False):
         mask = matcher.mask()
-        assert mask is None or mask[token // 32] >> (token % 32) & 1, text
+        assert mask[token // 32] >> (token % 32) & 1, text
         matcher.take([token])
 
 
@@ -164,7 +161,8 @@ def test_marks_of_several_tokens(byte_folder, backend):
     follow(made, tokenizer, "<th")
     assert allowed(made, tokenizer) == {"i"}
     follow(made, tokenizer, "ink>hm</thi</think")
-    assert made.mask() is None
+    (end,) = tokenizer.eos_token_ids
+    assert np.unpackbits(made.mask().view(np.uint8), bitorder="little")[:320].tolist() == [token != end for token in range(320)]
     assert not made.is_over
     follow(made, tokenizer, ">")
     assert allowed(made, tokenizer) == {"y", "<"}

@@ -7,7 +7,7 @@ import re
 import jsonschema
 import pytest
 
-from tests.helpers import load_model, make_core, run
+from tests.helpers import load_model, run, structured_core
 from tidemill.errors import InvalidRequest
 from tidemill.events import MasksMade
 from tidemill.frontend.structured import BACKENDS, MAX_CHARS, Grammars
@@ -33,9 +33,7 @@ def backend(request):
 
 @pytest.fixture
 def core(model, tiny_folder, backend):
-    core = make_core(model, structured_backend=backend)
-    core.structured.tokenizer_path = tiny_folder
-    return core
+    return structured_core(model, tiny_folder, backend)
 
 
 def schema(**fields):
@@ -75,6 +73,60 @@ def test_every_kind_of_grammar(core, tokenizer, temperature):
     assert alone.tokens == answers["free"].tokens  # grammars of others do not touch it
 
 
+TAG = {"begin": "<f=g>", "content": {"type": "json_schema", "json_schema": {"enum": [7, 8]}}, "end": "</f>"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "texts", "wrong"),
+    [
+        ({"format": {"type": "const_string", "value": "ebb"}}, ["ebb"], ["ebc"]),
+        ({"format": TAG | {"type": "tag"}}, ["<f=g>7</f>"], ["x", "<f=g>9"]),
+        (
+            {"structures": [{"begin": "<f=g>", "schema": {"enum": [7, 8]}, "end": "</f>"}], "triggers": ["<f="]},
+            ["a <f=g>7</f> b <f=g>8</f>", "free"],
+            ["a <f=h", "<f=g>9", "a <f=g>7</f> b <f=g>x"],
+        ),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-c]/"}, TAG | {"type": "tag"}]}},
+            ["b/<f=g>8</f>"],
+            ["d", "b<"],
+        ),
+        (
+            {"format": {"type": "tags_with_separator", "tags": [TAG], "separator": ", ", "at_least_one": True}},
+            ["<f=g>7</f>, <f=g>8</f>"],
+            ["<f=g>7</f>,<"],
+        ),
+        (
+            {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+            ["<t>a<b</t>"],
+            ["<t>a</t>b"],
+        ),
+    ],
+)
+def test_structural_tags(tokenizer, tag, texts, wrong):
+    grammars = Grammars.of("llguidance", tokenizer, 320)
+    for text in [*texts, *wrong]:
+        matcher = grammars.matcher(Grammar("structural_tag", json.dumps({"type": "structural_tag"} | tag)))
+        *ids, last = tokenizer.encode(text, add_special=False)
+        for token in ids:
+            assert matcher.mask()[token // 32] >> (token % 32) & 1, text
+            matcher.take([token])
+        assert bool(matcher.mask()[last // 32] >> (last % 32) & 1) is (text in texts), text
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        1, {}, {"format": 1}, {"format": {"type": "picture"}}, {"structures": [], "triggers": ["<"]},
+        {"structures": [{"begin": "<f>", "end": ""}], "triggers": ["x"]},
+        {"format": {"type": "tag", "begin": "<t>", "end": "</t>"}},
+    ],
+)  # fmt: skip
+def test_structural_tags_that_are_wrong(tokenizer, tag, backend):
+    with pytest.raises(InvalidRequest):
+        Grammars.of(backend, tokenizer, 320).compile(Grammar("structural_tag", json.dumps(tag)))
+
+
 def test_choices_of_any_characters_and_more_tokens_than_words(tokenizer, backend):
     """The model may have more tokens than the tokenizer has words, and not a multiple of 32."""
     for text in ("Flüt", "😀", 'a\n"b\\c', "\t"):
@@ -91,8 +143,7 @@ def test_samples_chunks_cache_and_preemption_change_nothing(model, tiny_folder, 
     grammar = schema(type="array", items={"enum": ["ebb", "flow"]}, minItems=3, maxItems=3)
 
     def answers(asks, **options):
-        core = make_core(model, structured_backend=backend, **options)
-        core.structured.tokenizer_path = tiny_folder
+        core = structured_core(model, tiny_folder, backend, **options)
         return {name: answer.tokens for name, answer in run(core, asks, eos=tokenizer.eos_token_ids).items()}
 
     mine = ask(grammar, 5, n=3, logprobs=1, max_tokens=60)
@@ -216,8 +267,9 @@ def check_random_schemas(core, tokenizer, num, first=0):
         jsonschema.validate(json.loads(text), one)
 
 
-def test_a_thousand_random_schemas(core, tokenizer):
-    for first in range(0, 1000, 100):
+@pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_random_schemas(core, tokenizer, num):
+    for first in range(0, num, 100):
         check_random_schemas(core, tokenizer, 100, first)
 
 

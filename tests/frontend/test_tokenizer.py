@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from tests.helpers import byte_tokenizer
-from tidemill.errors import CheckpointError, InvalidRequest
+from tidemill.errors import CheckpointError, ConfigError, InvalidRequest
 from tidemill.frontend import chat
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
@@ -276,3 +276,24 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     template = chat.ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}")
     with pytest.raises(InvalidRequest, match="does not come to an end"):
         template.render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("chatml", "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ("llama2", "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]"),
+        ("gemma", "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"),
+        ("mistral-v7", "[SYSTEM_PROMPT] Be brief.[/SYSTEM_PROMPT][INST] Hi[/INST]"),
+    ],
+)
+def test_a_chat_template_by_its_name(tiny_folder, name, prompt):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = Tokenizer.load(tiny_folder, name).render_chat(messages)
+    assert text.endswith(prompt)
+    assert len(text) - len(prompt) < 10  # nothing before it but the token that begins a text
+
+
+def test_an_unknown_name_of_a_chat_template(tiny_folder):
+    with pytest.raises(ConfigError, match="llama3"):
+        Tokenizer.load(tiny_folder, "lama3")

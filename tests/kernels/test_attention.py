@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tidemill.cache_layout import Place, one_group
 from tidemill.config import AttentionSpec
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
@@ -41,7 +42,7 @@ class Scene:
         table = torch.zeros(len(requests), block_bounds(MAX_CONTEXT)[-1][1] // page_size, dtype=torch.int32)
         angles = Angles(*rope_tables(*rope_frequencies(rotated or dim, 10000.0, None), MAX_CONTEXT))
         spec = spec_of(heads, kv_heads, dim, **spec)
-        self.kv = PagedKV(cache, table, (spec,) * NUM_LAYERS, [angles] * NUM_LAYERS)
+        self.kv = PagedKV(cache, [table], (spec,) * NUM_LAYERS, [angles] * NUM_LAYERS, one_group(NUM_LAYERS, page_size).places)
         self.learned = HeadWeights(sinks=torch.randn(heads) if spec.has_sinks else None)
         self.qkv, self.expected, used = [], [], 0
         for row, (before, new) in enumerate(requests):
@@ -62,14 +63,14 @@ class Scene:
 
     def slots(self, row, positions):
         size = self.kv.page_size
-        return self.kv.table[row, positions // size].to(torch.int64) * size + positions % size
+        return self.kv.tables[0][row, positions // size].to(torch.int64) * size + positions % size
 
     def run(self, rows=None):
         rows = list(range(len(self.requests))) if rows is None else rows
         starts, counts = (np.array(values) for values in zip(*(self.requests[row] for row in rows), strict=True))
         positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         slots = torch.cat([self.slots(row, at) for row, at in zip(rows, positions, strict=True)])
-        step = self.backend.plan(np.array(rows), starts, counts, torch.cat(positions), slots)
+        step = self.backend.plan(np.array(rows), starts, counts, torch.cat(positions), slots[None])
         return step.attend(LAYER, torch.cat([self.qkv[row] for row in rows]).flatten(1), self.learned)
 
 
@@ -167,15 +168,17 @@ def test_blocks_depend_on_position_alone():
 def test_work_follows_live_tokens():
     """One long request does not make the short ones pay for its length."""
     starts, counts = np.array([4000] + [10] * 20), np.ones(21, np.int64)
-    kv = PagedKV(new_cache(100, 1, 2, 16, 64), torch.zeros(21, 512, dtype=torch.int32), (spec_of(6, 2, 64),), [None])
-    plan = plan_attention(starts, counts, kv.table.numpy(), kv)
+    kv = PagedKV(
+        new_cache(100, 1, 2, 16, 64), [torch.zeros(21, 512, dtype=torch.int32)], (spec_of(6, 2, 64),), [None], (Place(0, 0),)
+    )
+    plan = plan_attention(starts, counts, kv.tables[0].numpy(), kv)
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
 
 
 def test_what_the_compiled_kernel_cannot_do_goes_to_torch():
     def kv(heads, kv_heads, dim):
-        return PagedKV(new_cache(2, 1, kv_heads, 4, dim), torch.empty(0), (spec_of(heads, kv_heads, dim),), [None])
+        return PagedKV(new_cache(2, 1, kv_heads, 4, dim), [], (spec_of(heads, kv_heads, dim),), [None], (Place(0, 0),))
 
     assert NativeAttention.can_run(kv(9, 3, 64)) == (native.lib is not None)
     assert not NativeAttention.can_run(kv(4, 2, 12))

@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
-from tidemill.kernels.glu import ACTIVATIONS, glu_reference
+from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
-from tidemill.kernels.norm import add_rms_norm_reference
+from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
@@ -33,9 +33,27 @@ def test_norm(width, with_x):
     x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
     mine, other = residual.clone(), residual.clone()
     given = x if with_x else None
-    out, expected = elementwise.add_rms_norm(given, mine, weight, 1e-5), add_rms_norm_reference(given, other, weight, 1e-5)
+    norms = elementwise.add_rms_norm, add_rms_norm_reference
+    out, expected = (norm(given, one, weight, 1e-5) for norm, one in zip(norms, (mine, other), strict=True))
     assert torch.equal(mine, other)
     assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    mine, other = residual.clone(), residual.clone()
+    out, expected = (norm(given, one, weight, 1e-5, 0.3) for norm, one in zip(norms, (mine, other), strict=True))
+    assert_close(mine, other, atol=1e-6, rtol=1e-6)
+    assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    mine, other, bias = residual.clone(), residual.clone(), torch.randn(width)
+    out = elementwise.add_layer_norm(given, mine, weight, bias, 1e-5)
+    assert_close(out, add_layer_norm_reference(given, other, weight, bias, 1e-5), atol=1e-5, rtol=1e-5)
+    assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_norms_after(width):
+    x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+    assert_close(elementwise.post_norm(x, residual, weight, 1e-5), post_norm_reference(x, residual, weight, 1e-5))
+    qkv, k_weight = torch.randn(5, width + 2 * 24), torch.randn(24)
+    expected = qk_norm_reference(qkv, weight, k_weight, 1e-5)
+    assert_close(elementwise.qk_norm(qkv, weight, k_weight, 1e-5), expected)
 
 
 def paired(gate_up):
@@ -48,14 +66,16 @@ def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
     out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+    assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
-    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 13), dtype=torch.int32)
+    tokens, pages = torch.randint(0, 99, (4, 50), dtype=torch.int32), torch.randint(0, 99, (4, 26), dtype=torch.int32)
     rows, positions = torch.randint(0, 4, (300,), dtype=torch.int32), torch.randint(0, 50, (300,), dtype=torch.int32)
-    ids, slots = elementwise.look_up(rows, positions, tokens, pages, 4)
+    ids, slots = elementwise.look_up(rows, positions, tokens, list(pages.split(13, 1)), 4)
     assert torch.equal(ids, tokens[rows, positions])
-    assert torch.equal(slots, pages[rows, positions // 4].long() * 4 + positions % 4)
+    for group in range(2):
+        assert torch.equal(slots[group], pages[rows, 13 * group + positions // 4].long() * 4 + positions % 4)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -203,7 +223,7 @@ class Scene:
         samples = np.ones(len(self.requests), bool)
         group = self.heads // self.cache.shape[3]
         tile = tile or attention.prompt_rows(group, by_roles=False) // group
-        return cuda_work.make_work(items, samples, self.table.numpy(), members_per_tile, tile)
+        return cuda_work.make_work(items, samples, [self.table.numpy()], members_per_tile, tile)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])
@@ -240,7 +260,7 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in (1, 3):
         item = np.array([(i, *requests[i])], np.int32)
-        alone = cuda_work.make_work(item, np.ones(1, bool), scene.table.numpy(), 16, 32)
+        alone = cuda_work.make_work(item, np.ones(1, bool), [scene.table.numpy()], 16, 32)
         alone.singles[:, 0] = i
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
@@ -283,7 +303,7 @@ def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
     assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
     for i in range(4):
         alone = cuda_work.make_work(
-            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), scene.table.numpy(), members_per_tile, 32
+            np.array([(i, scene.requests[i][0], 1)], np.int32), np.ones(1, bool), [scene.table.numpy()], members_per_tile, 32
         )
         assert not alone.shared.size
         alone.singles[:, 0] = i
@@ -326,7 +346,7 @@ def test_a_few_sizes_use_every_kernel():
     """Tiles are chosen by the next larger number of rows in the table, or by the rule; both change at the same numbers."""
     every = range(1, 3000)
     few = one_of_each_kind(every)
-    assert len(few) <= 12
+    assert len(few) <= 13
     for shape in [(7, 9), (6144, 4096), (128256, 4096)]:  # by the rule
         assert {gemm.own_tile(rows, shape[0]) for rows in few} == {gemm.own_tile(rows, shape[0]) for rows in every}
     known = json.loads(Path(gemm.__file__).with_name("tiles.json").read_text())
@@ -334,10 +354,11 @@ def test_a_few_sizes_use_every_kernel():
 
 
 COMPILE = """
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, lora, sampling
+from tidemill.kernels.cuda import attention, elementwise, gemm, lora, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -350,7 +371,12 @@ def build(kernel, types, warps=4, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-build(elementwise._add_rms_norm, dict(x_ptr=B, residual_ptr=B, weight_ptr=F, out_ptr=B, eps="fp32"), HAS_X=True, BLOCK=4096)
+types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32")
+build(elementwise._add_rms_norm, types, HAS_X=True, BLOCK=4096)
+build(elementwise._post_norm, types, BLOCK=4096)
+build(elementwise._qk_norm, types, BLOCK=4096)
+build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
+build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
@@ -371,11 +397,21 @@ build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
              lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
-for some in (False, True):
+for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some)
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, WORD=2, ROWS=64)
+types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
+             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, segments_ptr=I, chains_ptr=I,
+             chain_of_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
+build(scan._convolve, types, KERNEL=4, HAS_BIAS=True, BLOCK=256)
+build(scan._keep, types, KERNEL=4, KEPT=4, BLOCK=256)
+for kind in (0, 1, 2):
+    shape = dict(DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=32)
+    build(scan._scan, types | dict(out_ptr=F), KIND=kind, HAS_SKIP=kind < 2, **shape)
+build(scan._finish_scan, types, GATE_FIRST=True, HAS_NORM=True, BLOCK=128)
+build(scan._gate, types, BLOCK=1024)
 types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
              out_ptr=I, adjusted_ptr=F, records_ptr=I, limits_ptr=F, stats_ptr=F, above_ptr=F,
              brackets_ptr=F, kept_ptr=F, sizes_ptr=I)
@@ -406,13 +442,15 @@ print(kernel.__name__)
 """
 
 
-def test_every_kernel_compiles_for_hopper(tmp_path):
+@pytest.mark.parametrize("kinds", [["some"], pytest.param(["some", ""], marks=pytest.mark.slow)], ids=["", "plain, too"])
+def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run([sys.executable, "-c", COMPILE, *kinds], capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {
-        "_add_rms_norm", "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
+        "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
+        "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_shrink", "_expand", "_expand_gated",
+        "_summarize", "_normalize", "_convolve", "_keep", "_scan", "_finish_scan", "_gate", "_shrink", "_expand", "_expand_gated",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from tidemill.kernels import native
 from tidemill.kernels.argmax import argmax
-from tidemill.kernels.glu import glu
+from tidemill.kernels.glu import activate, glu
 from tidemill.kernels.noise import exponential_noise, gumbel_argmax, gumbel_argmax_reference, noise_keys
-from tidemill.kernels.norm import add_rms_norm
+from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm, qk_norm
 
 SIZES = [50, 64, 577, 1536]
 
@@ -28,6 +28,8 @@ def test_glu(size, backend, act, of_torch):
     x = torch.randn(200, 2 * size) * 4
     gate, up = x.chunk(2, -1)
     assert torch.allclose(glu(x, act), of_torch(gate) * up, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(activate(x, act), of_torch(x), atol=1e-5, rtol=1e-5)
+    rows_keep_their_bits(lambda some: activate(some, act), x)
     rows_keep_their_bits(lambda some: glu(some, act), x)
     extreme = glu(torch.tensor([[-200.0, 200.0, -80.0, 1.0, 1.0, 1.0]]), act)
     assert torch.allclose(extreme, torch.tensor([[0.0, 200.0, 0.0]]), atol=1e-30)
@@ -43,6 +45,31 @@ def test_rms_norm(size, backend):
     total = residual + x
     assert torch.equal(add_rms_norm(x, residual, weight, 1e-5), add_rms_norm(None, total.clone(), weight, 1e-5))
     assert torch.equal(residual, total)
+    scaled = residual + x * 0.3
+    assert torch.allclose(add_rms_norm(x, residual, weight, 1e-5, 0.3), add_rms_norm(None, scaled, weight, 1e-5), atol=1e-5)
+    assert torch.allclose(residual, scaled, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norms_of_other_kinds(size, backend):
+    x, weight, bias = torch.randn(200, size) * 3 + 5, torch.randn(size), torch.randn(size)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5).float()
+    assert torch.allclose(add_layer_norm(None, x, weight, bias, 1e-5), expected, atol=1e-4)
+    rows_keep_their_bits(lambda rows: add_layer_norm(None, rows, weight, bias, 1e-5), x)
+    residual = torch.randn(200, size)
+    total = residual + x
+    assert torch.equal(add_layer_norm(x, residual, weight, bias, 1e-5), add_layer_norm(None, total.clone(), weight, bias, 1e-5))
+    assert torch.equal(residual, total)
+
+    normed = add_rms_norm(None, x.clone(), weight, 1e-5)
+    assert torch.allclose(post_norm(x, total, weight, 1e-5), total + normed, atol=1e-5)
+    assert torch.equal(residual, total)
+    rows_keep_their_bits(lambda rows: post_norm(rows, rows, weight, 1e-5), x)
+
+    qkv, k_weight = torch.randn(200, size + 2 * 24), torch.randn(24)
+    parts = add_rms_norm(None, qkv[:, :size].clone(), weight, 1e-5), add_rms_norm(None, qkv[:, size:-24].clone(), k_weight, 1e-5)
+    assert torch.allclose(qk_norm(qkv.clone(), weight, k_weight, 1e-5), torch.cat([*parts, qkv[:, -24:]], 1), atol=1e-5)
+    rows_keep_their_bits(lambda rows: qk_norm(rows, weight, k_weight, 1e-5), qkv)
 
 
 def test_noise_is_exponential_and_a_function_of_seed_and_position():

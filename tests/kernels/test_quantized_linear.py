@@ -7,20 +7,30 @@ import torch
 
 from tidemill.config import QUANTIZED_TYPES
 from tidemill.kernels import native
-from tidemill.kernels.quantized_linear import GROUP, Codes, QuantizedPanels, concat, quantize, quantized_linear_reference
+from tidemill.kernels.quantized_linear import (
+    GROUP,
+    MX4_CODES,
+    Codes,
+    QuantizedPanels,
+    concat,
+    quantize,
+    quantized_linear_reference,
+)
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
-KINDS = ["Q4", "Q8", "Q8M"]
+KINDS = ["Q4", "Q8", "Q8M", "MX4"]
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
 
 def random_codes(kind: str, num_out: int, num_in: int) -> Codes:
     low, high = (0, 16) if kind == "Q4" else (-128, 128)
     scales = (torch.rand(num_out, num_in // GROUP) * 0.01).to(torch.float16)
-    offsets = None if kind == "Q8" else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
+    offsets = None if kind in ("Q8", "MX4") else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
     codes = torch.randint(low, high, (num_out, num_in), dtype=torch.int8)
-    return Codes(4 if kind == "Q4" else 8, codes, scales, offsets)
+    if kind == "MX4":
+        codes = torch.from_numpy(MX4_CODES)[codes.to(torch.int64) & 15]
+    return Codes(4 if "4" in kind else 8, codes, scales, offsets)
 
 
 @needs_library
@@ -84,13 +94,17 @@ def test_codes_are_what_the_package_dequantizes(name):
     rng = np.random.default_rng(int(kind))
     raw = rng.integers(0, 256, (6, 3 * block_bytes), dtype=np.uint8)
     blocks = raw.reshape(-1, block_bytes)
-    for at in (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):  # scales of a sensible size
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 140, len(blocks))
+    for at in (
+        () if name == "MXFP4" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    ):  # scales of a sensible size
         blocks[:, at : at + 2] = rng.uniform(0.01, 0.1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     expected = gguf.quants.dequantize(raw, kind)
     codes = read_codes(name, raw)
-    tolerance = 0 if name[-1] in "01" else 2e-3  # K types: two scales multiplied and rounded to float16
+    tolerance = 0 if name[-1] in "014" else 2e-3  # K types: two scales multiplied and rounded to float16
     assert np.allclose(codes.dequantize().numpy(), expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
-    if codes.bits == 4:
+    if codes.bits == 4 and codes.offsets_NG is not None:
         assert codes.codes_NK.min() >= 0
         assert codes.codes_NK.max() <= 15
 

@@ -1,5 +1,6 @@
 import pytest
 
+from tidemill.cache_layout import Group, state_group
 from tidemill.kv.manager import KVManager
 
 PROMPT = list(range(100, 140))  # 40 tokens: two full pages of 16 and 8 more
@@ -9,8 +10,9 @@ def admit(kv: KVManager, seq: int, tokens: list[int], salt: str = "", **more) ->
     return kv.admit(seq, len(tokens), kv.page_keys(tokens, salt), salt, **more)
 
 
-def find(kv: KVManager, tokens: list[int]) -> list[int]:
-    return kv.find(kv.page_keys(tokens))
+def num_found(kv: KVManager, tokens: list[int]) -> int:
+    """Pages."""
+    return kv.num_cached(kv.page_keys(tokens)) // kv.page_size
 
 
 def admitted(kv: KVManager, seq: int, tokens: list[int], salt: str = "") -> int:
@@ -25,8 +27,8 @@ def test_a_prefix_is_found_by_whole_pages_and_shared():
     kv = KVManager(20, 16)
     assert admitted(kv, 1, PROMPT) == 0
     assert admitted(kv, 2, PROMPT) == 32
-    assert list(kv.table(1))[:2] == list(kv.table(2))[:2]
-    assert kv.table(1)[2] != kv.table(2)[2]
+    assert list(kv.tables(1)[0])[:2] == list(kv.tables(2)[0])[:2]
+    assert kv.tables(1)[0][2] != kv.tables(2)[0][2]
 
 
 def test_at_least_one_token_is_left_to_compute():
@@ -52,10 +54,10 @@ def test_found_after_release_and_evicted_from_the_tail():
     kv = KVManager(4, 16)  # three pages
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
-    assert len(find(kv, PROMPT[:33])) == 2
+    assert num_found(kv, PROMPT[:33]) == 2
     admit(kv, 2, [1, 2, 3])  # takes the empty page
     admit(kv, 3, [4, 5, 6])  # takes the second page of the prefix, not the first
-    assert len(find(kv, PROMPT[:33])) == 1
+    assert num_found(kv, PROMPT[:33]) == 1
     assert kv.num_evicted == 1
     kv.check_integrity()
 
@@ -82,10 +84,10 @@ def test_fork_copies_on_write():
     kv = KVManager(20, 16)
     admitted(kv, 1, PROMPT)
     assert kv.fork(1, 2, 40) == 3
-    assert list(kv.table(1)) == list(kv.table(2))
-    shared = kv.table(1)[2]
-    assert kv.copies_to_write(2, 39, 40) == [(2, shared)]
-    assert kv.table(2)[2] != shared
+    assert list(kv.tables(1)[0]) == list(kv.tables(2)[0])
+    shared = kv.tables(1)[0][2]
+    assert kv.copies_to_write(2, 39, 40) == [(0, 2, shared)]
+    assert kv.tables(2)[0][2] != shared
     assert kv.copies_to_write(1, 40, 41) == []  # its last owner may write
     kv.check_integrity()
     kv.release(1)
@@ -99,18 +101,18 @@ def test_a_findable_page_is_never_written_in_place():
     admitted(kv, 1, PROMPT[:32])
     kv.fork(1, 2, 32)
     kv.release(1)
-    findable = kv.table(2)[1]
-    assert kv.copies_to_write(2, 31, 32) == [(1, findable)]
-    assert find(kv, PROMPT) == [kv.table(2)[0], findable]
+    findable = kv.tables(2)[0][1]
+    assert kv.copies_to_write(2, 31, 32) == [(0, 1, findable)]
+    assert [kv._find(0, kv.page_keys(PROMPT), i) for i in range(2)] == [kv.tables(2)[0][0], findable]
 
 
 def test_copy_without_a_free_page_changes_nothing():
     kv = KVManager(4, 16)
     admitted(kv, 1, PROMPT)
     kv.fork(1, 2, 40)
-    before = list(kv.table(2))
+    before = list(kv.tables(2)[0])
     assert kv.copies_to_write(2, 39, 40) is None
-    assert list(kv.table(2)) == before
+    assert list(kv.tables(2)[0]) == before
 
 
 def test_integrity_notices_a_leak():
@@ -125,9 +127,9 @@ def test_clearing_forgets_but_keeps_living_sequences():
     kv = KVManager(20, 16)
     admitted(kv, 1, PROMPT)
     assert kv.clear_prefixes() == 2
-    assert find(kv, PROMPT) == []
+    assert num_found(kv, PROMPT) == 0
     kv.record(1, PROMPT, 40)
-    assert len(find(kv, PROMPT)) == 2
+    assert num_found(kv, PROMPT) == 2
     kv.check_integrity()
 
 
@@ -136,4 +138,109 @@ def test_waste_is_under_one_page(page_size):
     kv = KVManager(200, page_size)
     for num_tokens in (1, 15, 16, 17, 33):
         admit(kv, num_tokens, list(range(num_tokens)))
-        assert 0 <= len(kv.table(num_tokens)) * page_size - num_tokens < page_size
+        assert 0 <= len(kv.tables(num_tokens)[0]) * page_size - num_tokens < page_size
+
+
+def windowed(num_pages=40, most_at_once=16):
+    return KVManager(num_pages + 1, 4, groups=(Group(4), Group(4, window=10)), most_at_once=most_at_once)
+
+
+def compute(kv, seq, tokens, start, end):
+    """A step of this sequence's tokens start .. end - 1."""
+    kv.trim(seq, start)
+    assert kv.extend(seq, end) is not None
+    kv.record(seq, tokens, end)
+    kv.begin_step()
+    kv.check_integrity()
+
+
+def test_a_window_gives_back_what_no_query_sees():
+    kv, tokens = windowed(), list(range(64))
+    assert kv.admit(1, 64, kv.page_keys(tokens)) == 0
+    for start in range(0, 64, 16):
+        compute(kv, 1, tokens, start, start + 16)
+        every, recent = kv.tables(1)
+        assert all(every)
+        assert len(every) == 16
+        assert [page > 0 for page in recent] == [4 * i + 3 > start - 10 for i in range(len(recent))]
+        assert sum(page > 0 for page in recent) <= kv.groups[1].most_pages(64, 16)
+    kv.release(1)
+    assert kv.num_free_pages == kv.num_pages
+
+
+def test_a_prefix_needs_only_what_its_window_still_sees():
+    kv, tokens = windowed(), list(range(64))
+    kv.admit(1, 64, kv.page_keys(tokens))
+    for start in range(0, 64, 16):
+        compute(kv, 1, tokens, start, start + 16)
+    for page in [page for page in kv.tables(1)[1] if page]:  # all the window's pages that are left cover tokens 36 .. 63
+        assert page in kv._index
+    kv.release(1)
+    taken = [kv._take() for _ in range(kv._pool.num_free - 16 - 7)]  # evicts what the window gave back first
+    assert kv.num_cached(kv.page_keys(tokens)) == 60  # the last page's tokens are not all cached: the last one must be computed
+    assert kv.num_cached(kv.page_keys(tokens[:50])) == 48
+    assert kv.num_cached(kv.page_keys(tokens[:40])) == 0  # its window would see tokens 27 .. 35
+    assert kv.admit(2, 62, kv.page_keys(tokens[:62])) == 60
+    every, recent = kv.tables(2)
+    assert all(every)
+    assert [i for i, page in enumerate(recent) if page] == [12, 13, 14]  # tokens 51 .. 59 are seen by the next
+    for page in taken:
+        kv._pool.drop(page)
+    kv.release(2)
+    kv.check_integrity()
+
+
+def test_a_state_is_a_page_of_many_tokens_of_which_the_last_is_seen():
+    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=8), list(range(70))
+    kv.admit(1, 70, kv.page_keys(tokens))
+    for start in range(0, 70, 8):
+        compute(kv, 1, tokens, start, min(start + 8, 70))
+        assert sum(page > 0 for page in kv.tables(1)[1]) <= 2
+    kv.release(1)
+    assert kv.num_cached(kv.page_keys(tokens[:57])) == 48  # where a state was kept, whatever comes after it
+    assert kv.num_cached(kv.page_keys([*tokens[:40], 99, *tokens[40:]])) == 32
+    assert kv.admit(2, 57, kv.page_keys(tokens[:57])) == 48
+    assert [page > 0 for page in kv.tables(2)[1]] == [False, False, True]
+
+
+def test_a_fork_shares_what_its_parent_holds():
+    kv, tokens = windowed(), list(range(30))
+    kv.admit(1, 30, kv.page_keys(tokens))
+    for start in (0, 16, 29):
+        compute(kv, 1, tokens, start, min(start + 16, 30))
+    assert kv.fork(1, 2, 30) == 8 + 3
+    assert kv.tables(1) == kv.tables(2)
+    copies = kv.copies_to_write(2, 29, 30)
+    assert [(group, index) for group, index, _ in copies] == [(0, 7), (1, 7)]
+    kv.check_integrity()
+    kv.release(1)
+    kv.release(2)
+    kv.check_integrity()
+    assert kv.num_free_pages == kv.num_pages
+
+
+def test_a_state_is_found_once_the_step_that_writes_it_is_planned():
+    """Keys and values can be shared in that step; a state is read by what runs beside the one that writes it."""
+    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40), list(range(40))
+    kv.admit(1, 40, kv.page_keys(tokens))
+    kv.extend(1, 40)
+    kv.record(1, tokens, 40)
+    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    kv.begin_step()
+    assert kv.num_cached(kv.page_keys(tokens)) == 32
+    kv.release(1)
+    kv.check_integrity()
+
+
+def test_a_state_whose_page_was_taken_again_is_not_found():
+    kv, tokens = KVManager(9, 4, groups=(state_group(4),), most_at_once=16), list(range(16))
+    kv.admit(1, 16, kv.page_keys(tokens))
+    kv.extend(1, 16)
+    kv.record(1, tokens, 16)
+    kv.release(1)
+    taken = [kv._take() for _ in range(kv.num_free_pages)]
+    kv.begin_step()
+    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    for page in taken:
+        kv._pool.drop(page)
+    kv.check_integrity()

@@ -12,12 +12,12 @@ def test_every_page_is_what_it_is():
     kinds = kv.map([7, 8, 9])
     assert len(kinds) == kv.num_pages == 16
     for owner, seq in enumerate((7, 8, 9), FIRST_OWNER):
-        for page in kv.table(seq):
-            holders = [other for other in (7, 8, 9) if page in kv.table(other)]
+        for page in kv.tables(seq)[0]:
+            holders = [other for other in (7, 8, 9) if page in kv.tables(other)[0]]
             assert kinds[page - 1] == (owner if len(holders) == 1 else SHARED)
     assert kinds.count(SHARED) == 3  # the whole of the first prompt
     assert kinds.count(FREE) == kv.num_free_pages
-    last = kv.table(9)
+    last = kv.tables(9)[0]
     kv.release(9)
     kinds = kv.map([7, 8])
     assert [kinds[page - 1] for page in last] == [CACHED, FREE]  # its full page can be found, the other holds nothing

@@ -1,5 +1,6 @@
 """Against Transformers in float32, on random models of every shape the family has."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,8 @@ def prompt_logits(model, prompt: list[int], **options) -> torch.Tensor:
     """Logits of every position, through the runner and its paged cache."""
     runner = CpuRunner(model, engine_config(model, **options))
     num_pages = -(-len(prompt) // runner.state.page_size)
-    row = NewRow(0, prompt, len(prompt), list(range(1, num_pages + 1)), greedy(1), frozenset())
+    pages = np.arange(1, len(runner.state.tables) * num_pages + 1).reshape(-1, num_pages).tolist()
+    row = NewRow(0, prompt, len(prompt), pages, greedy(1), frozenset())
     plan = StepPlan(0, [StepItem(0, 0, 0, len(prompt), True, 0)], [row])
     runner.state.stage(plan)
     runner.state.apply()

@@ -12,13 +12,17 @@ from torch.overrides import TorchFunctionMode
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tests.kernels.test_cuda import flash_reference
+from tests.models.test_families import make as make_family
+from tests.models.test_moe import make as make_experts
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
 from tidemill.errors import ConfigError
 from tidemill.events import Preempted
 from tidemill.kernels import machine
-from tidemill.kernels.cuda import attention, flash, gemm, tuning
+from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
+from tidemill.layers import mlp, norm
+from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
 from tidemill.sampling import SamplingParams
@@ -108,12 +112,13 @@ def on_gpu(folder, monkeypatch):
         (cuda_runner, "_num_singles", lambda num_requests: 3),
         (cuda_runner, "num_prompt_programs", lambda num_tiles, num_kv_heads, by_roles: 2),
         (gemm, "choose_tile", lambda num_rows, num_out, num_in: gemm.Tile(32, 256, 64, 1, 4)),
+        (moe, "choose_tile", lambda *shape: gemm.Tile(32, 64, 64, 1, 4)),
     ):
         monkeypatch.setattr(module, name, value)
     with OnCpu():
 
-        def make(**options):
-            checkpoint = open_checkpoint(folder)
+        def make(path=folder, **options):
+            checkpoint = open_checkpoint(path)
             cls = model_class(checkpoint)
             shape = cls.read_config(checkpoint)
             options = {
@@ -137,6 +142,7 @@ COMPILE = cuda_runner.CudaRunner._compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
+    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30))),
     "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
     "asks": (
         ids(33, 3),  # in two steps
@@ -168,13 +174,46 @@ def assert_same(answers, expected):
             [entry.logprob for entry in (*one.logprobs, *(one.prompt_logprobs or [])) if entry] for one in (answers[name], answer)
         )
         assert mine == pytest.approx(theirs, abs=1e-3)
+        if name == "names":
+            for one, other in zip(answers[name].logprobs, answer.logprobs, strict=True):
+                assert dict(one.top) == pytest.approx(dict(other.top), abs=1e-3)
 
 
 def test_it_says_what_the_cpu_says(expected, on_gpu):
     core = on_gpu()
     assert_same(run(core, REQUESTS), expected)
-    again = {name: REQUESTS[name] for name in ("one", "asks")}
-    assert_same(run(core, again), {name: expected[name] for name in again})  # from the prefix cache
+    assert_same(run(core, {"one": REQUESTS["one"]}), {"one": expected["one"]})  # from the prefix cache
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL_GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+IN_TRITON = [
+    (norm, "add_rms_norm"), (norm, "post_norm"), (norm, "add_layer_norm"), (mlp, "activate"), (olmo2, "qk_norm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", ["GPT2", "Olmo2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Phi3 with longrope", "Granite"))]
+)
+def test_families_whose_layers_differ(family, on_gpu, monkeypatch, tmp_path):
+    """With the norms and activations in Triton, too."""
+    make_family(family, **(SMALL_GPT2 if family == "GPT2" else SMALL)).save_pretrained(tmp_path)
+    requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    for module, name in IN_TRITON:
+        monkeypatch.setattr(module, name, getattr(elementwise, name))
+    assert_same(run(on_gpu(tmp_path), requests), expected)
+
+
+@pytest.mark.parametrize(
+    "family", ["Qwen3Moe", "GptOss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mixtral", "Qwen2Moe", "Olmoe"))]
+)
+def test_families_with_experts(family, on_gpu, tmp_path):
+    """Few tokens, which take a way of their own through the experts, and more."""
+    make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
+    requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    assert_same(run(on_gpu(tmp_path), requests), expected)
 
 
 def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):

@@ -154,6 +154,15 @@ def test_logit_bias_and_untouched_logprobs():
     assert [token for token, _ in entry.top] == [0, 1]
 
 
+def test_logprobs_of_named_tokens():
+    params = SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(7, 2))
+    entry = make_sampler(params).sample(LOGITS.clone()[None], [1], [2]).logprobs[1]
+    assert entry.token_id == 0
+    assert sorted(token for token, _ in entry.top) == [0, 2, 7]
+    for token, value in entry.top:
+        assert value == pytest.approx(math.log(exact()[token].item()), abs=1e-5)
+
+
 def test_min_tokens_holds_back_every_ender():
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(0,))
     sampler = make_sampler(params, eos=frozenset({1}))

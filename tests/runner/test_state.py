@@ -2,13 +2,14 @@
 
 import numpy as np
 
+from tidemill.cache_layout import Group
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import NewRow, RowPages, StepPlan
 
 
 def new_row(row, page_ids):
-    return NewRow(row, [1, 2, 3], 3, page_ids, SamplingParams(seed=1), frozenset())
+    return NewRow(row, [1, 2, 3], 3, [page_ids], SamplingParams(seed=1), frozenset())
 
 
 def stage(state, **changes):
@@ -20,11 +21,22 @@ def test_entries_past_the_end_of_a_page_table_are_the_null_page():
     """Also where an entry in the middle was replaced before another request took the row."""
     state = RowState(2, 128, 16)
     stage(state, new_rows=[new_row(1, [4, 5, 6, 7])])
-    stage(state, page_updates=[RowPages(1, 4, [8]), RowPages(1, 1, [9])])
+    stage(state, page_updates=[RowPages(1, 0, 4, [8]), RowPages(1, 0, 1, [9])])
     assert state.pages[1].tolist()[:6] == [4, 9, 6, 7, 8, 0]
     stage(state, new_rows=[new_row(1, [3, 2])])
     assert state.pages[1].tolist()[:6] == [3, 2, 0, 0, 0, 0]
     assert not state.pages[0].any()
+
+
+def test_groups_have_their_tables_side_by_side():
+    state = RowState(2, 100, 16, groups=(Group(16), Group(16, 20), Group(64, 2)))
+    assert [table.shape[1] % 4 for table in state.tables] == [0, 0, 0]
+    row = NewRow(1, [1, 2, 3], 3, [[4, 5], [6, 7], [8]], SamplingParams(seed=1), frozenset())
+    stage(state, new_rows=[row], page_updates=[RowPages(0, 1, 2, [9]), RowPages(0, 2, 1, [3])])
+    assert [table[1].tolist()[:3] for table in state.tables] == [[4, 5, 0], [6, 7, 0], [8, 0, 0]]
+    assert [table[0].tolist()[:3] for table in state.tables] == [[0, 0, 0], [0, 0, 9], [0, 3, 0]]
+    stage(state, new_rows=[NewRow(0, [1], 1, [[1], [], []], SamplingParams(seed=1), frozenset())])
+    assert state.tables[1][0].sum() == 0
 
 
 def test_masks_are_those_of_the_plan_at_hand():

@@ -1,9 +1,11 @@
 """Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
@@ -30,12 +32,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 5),
         caching=st.booleans(),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
+        kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
     )
-    def start(self, policy, page_size, rows, caching, background_tokens):
+    def start(self, policy, page_size, rows, caching, background_tokens, kinds):
+        groups, budget = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds], max(rows, 6)
+        num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
-            KVManager(24 // page_size + 1, page_size, caching),
+            KVManager(num_pages + 1, page_size, caching, groups, budget),
             num_rows=rows,
-            token_budget=max(rows, 6),
+            token_budget=budget,
             max_context=24,
             policy=make_policy(policy),
             clock=(clock := VirtualClock()),
@@ -99,17 +104,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
         assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
         for new in plan.new_rows:
-            self.tables[new.row] = dict(enumerate(new.page_ids))
+            self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
         for update in plan.page_updates:
-            self.tables[update.row] |= dict(enumerate(update.page_ids, update.first_index))
+            self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
         written = []
         for item in plan.items:
-            table = kv.table(item.seq)
-            assert dict(enumerate(table)) == self.tables[item.row]
             assert item.row == by_seq[item.seq].row
-            first, last = item.start // kv.page_size, (item.start + item.count - 1) // kv.page_size
-            written += table[first : last + 1]
+            for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
+                assert dict(enumerate(table)) == known
+                first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
+                assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
+                written += table[first:end]
         assert len(written) == len(set(written)), "two sequences write one page"
         assert all(kv._pool.references(page) >= 1 for page in written)
         targets = [target for _, target in plan.page_copies]
@@ -137,10 +143,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages
 
 
-def test_ten_thousand_random_steps():
+@pytest.mark.parametrize("num_sequences", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_thousands_of_random_steps(num_sequences):
+    SchedulerMachine.steps_taken = 0
     machine = SchedulerMachine.TestCase()
     machine.settings = settings(
-        max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=num_sequences,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
     )
     machine.runTest()
-    assert SchedulerMachine.steps_taken >= 10_000, SchedulerMachine.steps_taken
+    assert SchedulerMachine.steps_taken >= 33 * num_sequences, SchedulerMachine.steps_taken

@@ -66,7 +66,7 @@ def test_a_new_row_is_described_once_and_pages_only_when_added():
     scheduler, _ = make(page_size=4)
     add(scheduler, "a", 4)
     plan, _ = step(scheduler)
-    assert [len(new.page_ids) for new in plan.new_rows] == [1]
+    assert [len(new.page_ids[0]) for new in plan.new_rows] == [1]
     plan, _ = step(scheduler)
     assert not plan.new_rows
     assert [(u.first_index, len(u.page_ids)) for u in plan.page_updates] == [(1, 1)]
@@ -226,7 +226,7 @@ def test_samples_share_the_prompt_and_copy_the_page_they_write():
     assert counts(plan) == [(0, 10, True)]
     plan, _ = step(scheduler)
     assert counts(plan) == [(10, 1, True), (9, 1, True), (9, 1, True)]
-    first, second, third = plan.new_rows and [list(scheduler.kv.table(r.seq)) for r in scheduler.running]
+    first, second, third = plan.new_rows and [list(scheduler.kv.tables(r.seq)[0]) for r in scheduler.running]
     assert first[:2] == second[:2] == third[:2]
     assert len({first[2], second[2], third[2]}) == 3
     assert len(plan.page_copies) == 2  # the last owner keeps the original
@@ -420,7 +420,7 @@ def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan
     first, second, _third = add(scheduler, "r", 10, n=3, max_tokens=2)
     scheduler.policy.holds = False
     step(scheduler)
-    shared = scheduler.kv.table(first.seq)[2]
+    shared = scheduler.kv.tables(first.seq)[0][2]
     scheduler._free_rows, kept = [], scheduler._free_rows  # the other samples cannot start yet
     ahead = scheduler.plan()
     scheduler._free_rows = kept
@@ -430,7 +430,7 @@ def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan
     scheduler.commit(ahead, {first.row: 1})
     scheduler.policy.holds = False
     plan, _ = step(scheduler)
-    assert plan.page_copies == [(shared, plan.new_rows[0].page_ids[2])]
+    assert plan.page_copies == [(shared, plan.new_rows[0].page_ids[0][2])]
     assert [new.row for new in plan.new_rows] == [item.row for item in plan.items]
 
 
@@ -443,4 +443,4 @@ def test_a_row_that_is_new_in_a_plan_has_its_pages_there_and_nowhere_else():
     assert len(plan.new_rows) == 2
     assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
     for new in plan.new_rows:
-        assert new.page_ids == list(scheduler.kv.table(next(r.seq for r in scheduler.running if r.row == new.row)))
+        assert new.page_ids == scheduler.kv.tables(next(r.seq for r in scheduler.running if r.row == new.row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
@@ -48,11 +49,10 @@ class Server:
     def wait(self) -> Server:
         for _ in range(2400):
             assert self.process.poll() is None, self.process.stdout.read()
-            try:
+            with contextlib.suppress(OSError, httpx.HTTPError):
+                socket.create_connection(("127.0.0.1", self.port)).close()  # much cheaper while nobody listens
                 if httpx.get(f"{self.url}/health").status_code == 200:
                     return self
-            except httpx.HTTPError:
-                pass
             time.sleep(0.1)
         raise AssertionError("the server did not start")
 
@@ -131,8 +131,26 @@ def scripted(tmp_path_factory):
     assert running.stop() == 0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tiny_folder):
     running = Server(tiny_folder).wait()
+    yield running
+    assert running.stop() == 0
+
+
+KEYS = ("key-of-the-first-user", "key-of-the-other-user")
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory) -> Path:
+    """Of `tenants`: made when it is needed."""
+    return tmp_path_factory.mktemp("files") / "deep" / "data"
+
+
+@pytest.fixture(scope="session")
+def tenants(tiny_folder, data_folder):
+    """Two keys, no admin key, and room for few files."""
+    options = [word for key in KEYS for word in ("--api-key", key)]
+    running = Server(tiny_folder, *options, "--data-dir", str(data_folder), "--data-quota", "1MB").wait()
     yield running
     assert running.stop() == 0

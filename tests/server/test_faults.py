@@ -79,6 +79,7 @@ def server(shared, fragile):
 # ---- requests that kill engines, engines that do not come back
 
 
+@pytest.mark.slow  # tests/engine/test_client.py has this without a server, and so the next one and a folder that is gone
 def test_two_requests_that_kill_the_engine_do_not_end_the_service(server):
     """Nothing else is under way, so no step completes between the deaths."""
     ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=LONG_S)
@@ -92,6 +93,7 @@ def test_two_requests_that_kill_the_engine_do_not_end_the_service(server):
     assert ask(json=PLAIN).json()["choices"] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_cannot_be_started_again_ends_with_an_error(tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, tmp_path / "m")
     server = Server(tmp_path / "m").wait()
@@ -106,14 +108,20 @@ def test_a_server_whose_engine_cannot_be_started_again_ends_with_an_error(tiny_f
 # ---- what the machine lacks
 
 
-@pytest.fixture
-def poor(tiny_folder, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory):
+    return tmp_path_factory.mktemp("temporary") / "tmp"
+
+
+@pytest.fixture(scope="module")
+def poor(tiny_folder, temporary):
     """A server with few file descriptors and a temporary folder of its own, and a connection to it."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    temporary.mkdir()
     limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (200, 256))
-    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit))
-    running = Server(tiny_folder).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(subprocess, "Popen", partial(subprocess.Popen, preexec_fn=limit))
+        running = Server(tiny_folder).wait()
     with httpx.Client(base_url=running.url, timeout=LONG_S) as http:
         assert http.get("/health").status_code == 200
         yield running, http
@@ -137,16 +145,17 @@ def test_idle_connections_leave_enough_for_an_engine_to_be_started_again(poor):
     assert server.engine_pid() != engine
 
 
-def test_a_temporary_folder_that_is_gone_for_a_while_is_waited_for(poor, tmp_path):
+@pytest.mark.slow
+def test_a_temporary_folder_that_is_gone_for_a_while_is_waited_for(poor, temporary):
     server, http = poor
-    shutil.rmtree(tmp_path / "tmp")
+    shutil.rmtree(temporary)
     os.kill(server.engine_pid(), signal.SIGKILL)
     failed = 0
     while failed < 4:  # more often than an engine may fail to start
         failed += "could not be started again" in server.process.stdout.readline()
     assert http.get("/health").status_code == 200
     assert http.get("/ready").status_code == 503
-    (tmp_path / "tmp").mkdir()
+    temporary.mkdir()
     assert http.post("/v1/completions", json=PLAIN).status_code == 200
 
 
@@ -225,12 +234,13 @@ def test_a_request_is_aborted_at_once_though_its_client_does_not_read(server, fr
 # ---- connections that are used again
 
 
-def test_idle_connections_stay_open_and_say_for_how_long(server):
+@pytest.mark.parametrize("idle_s", [0, pytest.param(6, marks=pytest.mark.slow)])
+def test_idle_connections_stay_open_and_say_for_how_long(server, idle_s):
     with httpx.Client(base_url=server.url, limits=httpx.Limits(keepalive_expiry=60)) as http:
         first = http.get("/health")
         assert first.headers["keep-alive"] == "timeout=75"
         stream = first.extensions["network_stream"]
-        time.sleep(6)  # more than the 5 s after which uvicorn would close it
+        time.sleep(idle_s)  # 6: more than the 5 s after which uvicorn would close it
         second = http.get("/health")
         assert second.extensions["network_stream"] is stream
 

@@ -9,27 +9,12 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server
-
-KEYS = ("key-of-the-first-user", "key-of-the-other-user")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("files") / "deep" / "data"
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_folder, folder):
-    options = [word for key in KEYS for word in ("--api-key", key)]
-    running = Server(tiny_folder, *options, "--data-dir", str(folder), "--data-quota", "1MB").wait()
-    yield running
-    assert running.stop() == 0
+from tests.server.conftest import KEYS
 
 
 @pytest.fixture
-def clients(shared):
-    made = [openai.OpenAI(base_url=f"{shared.url}/v1", api_key=key, max_retries=0) for key in KEYS]
+def clients(tenants):
+    made = [openai.OpenAI(base_url=f"{tenants.url}/v1", api_key=key, max_retries=0) for key in KEYS]
     yield made
     for client in made:
         for file in client.files.list():
@@ -40,12 +25,12 @@ def upload(client, content=b'{"a": 1}\n', name="requests.jsonl", **more):
     return client.files.create(file=(name, content), purpose="batch", **more)
 
 
-def test_nothing_is_on_the_disk_before_it_is_needed(shared, folder):
+def test_nothing_is_on_the_disk_before_it_is_needed(tenants, data_folder):
     """The first test here, and so before any upload."""
-    assert not folder.parent.exists()
+    assert not data_folder.parent.exists()
 
 
-def test_a_file_comes_and_goes(clients, folder):
+def test_a_file_comes_and_goes(clients, data_folder):
     client = clients[0]
     content = bytes(range(256)) * 700
     made = upload(client, content)
@@ -54,11 +39,11 @@ def test_a_file_comes_and_goes(clients, folder):
     assert client.files.content(made.id).read() == content
     assert [one.id for one in client.files.list(purpose="batch")] == [made.id]
     assert not list(client.files.list(purpose="assistants"))
-    (path,) = (folder / "files").iterdir()
+    (path,) = (data_folder / "files").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(data_folder.stat().st_mode) == 0o700
     assert client.files.delete(made.id).deleted
-    assert not list((folder / "files").iterdir())
+    assert not list((data_folder / "files").iterdir())
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(made.id)
 
@@ -99,26 +84,26 @@ def test_another_key_sees_nothing(clients):
         ("x" * 600, "x" * 255),
     ],
 )
-def test_names_are_only_shown(clients, folder, given, shown):
+def test_names_are_only_shown(clients, data_folder, given, shown):
     made = upload(clients[0], name=given)
     assert made.filename in (shown, shown.replace("a[31mb", "a%1B[31mb"))
-    assert [path.name for path in (folder / "files").iterdir()] == [made.id]
+    assert [path.name for path in (data_folder / "files").iterdir()] == [made.id]
 
 
 @pytest.mark.parametrize(
     "name", ["../lock", "..%2flock", "%2e%2e%2fstate.sqlite3", "file-x", "%00", "'; DROP TABLE files; --", "x" * 3000]
 )
-def test_ids_lead_nowhere_else(shared, name):
+def test_ids_lead_nowhere_else(tenants, name):
     for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
-        reply = httpx.get(shared.url + path, headers={"Authorization": f"Bearer {KEYS[0]}"})
+        reply = httpx.get(tenants.url + path, headers={"Authorization": f"Bearer {KEYS[0]}"})
         assert reply.status_code == 404, path
         assert "error" in reply.json()
 
 
-def test_what_is_not_a_proper_form(shared):
+def test_what_is_not_a_proper_form(tenants):
     def post(**how):
         headers = {"Authorization": f"Bearer {KEYS[0]}"} | how.pop("headers", {})
-        reply = httpx.post(f"{shared.url}/v1/files", headers=headers, **how)
+        reply = httpx.post(f"{tenants.url}/v1/files", headers=headers, **how)
         return reply.status_code, reply.json()["error"]["message"]
 
     file = {"file": ("a", b"x")}
@@ -146,7 +131,7 @@ def test_expiry_is_told(clients):
     assert made.expires_at == made.created_at + 3600
 
 
-def test_the_quota_and_the_size_of_a_file(clients, shared, folder):
+def test_the_quota_and_the_size_of_a_file(clients, tenants, data_folder):
     client = clients[0]
     upload(client, b"x" * 600_000)
     with pytest.raises(openai.APIStatusError) as refused:
@@ -160,9 +145,9 @@ def test_the_quota_and_the_size_of_a_file(clients, shared, folder):
 
     headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "multipart/form-data; boundary=b"}
     with contextlib.suppress(httpx.HTTPError):  # it may be closed while we write
-        assert httpx.post(f"{shared.url}/v1/files", content=endless(), headers=headers).status_code == 413
-    assert len(list((folder / "files").iterdir())) == 1
-    with socket.create_connection(("127.0.0.1", shared.port)) as raw:  # a gigabyte is refused before a byte of it comes
+        assert httpx.post(f"{tenants.url}/v1/files", content=endless(), headers=headers).status_code == 413
+    assert len(list((data_folder / "files").iterdir())) == 1
+    with socket.create_connection(("127.0.0.1", tenants.port)) as raw:  # a gigabyte is refused before a byte of it comes
         raw.sendall(
             b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
             b"Content-Length: 1073741824\r\n\r\n"
@@ -170,13 +155,13 @@ def test_the_quota_and_the_size_of_a_file(clients, shared, folder):
         assert b" 413 " in raw.recv(100)
 
 
-def test_who_leaves_in_the_middle_leaves_nothing(shared, folder):
-    with socket.create_connection(("127.0.0.1", shared.port)) as raw:
+def test_who_leaves_in_the_middle_leaves_nothing(tenants, data_folder):
+    with socket.create_connection(("127.0.0.1", tenants.port)) as raw:
         raw.sendall(
             b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
             + f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: 900000\r\n\r\n".encode()
             + b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
             + b"x" * 300_000
         )
-    while list((folder / "files").iterdir()):
+    while list((data_folder / "files").iterdir()):
         time.sleep(0.05)

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Server, behind_our_protocol
+from tests.server.conftest import KEYS, Server, behind_our_protocol
 from tidemill.errors import ConfigError
 from tidemill.sched.request import BACKGROUND
 from tidemill.server import page, protocol
@@ -212,31 +212,26 @@ async def test_who_reads_slowly_is_not_who_does_not_read(monkeypatch):
             await is_cut_off.wait()
 
 
-def test_tenants_are_kept_apart_without_an_admin_key(tiny_folder):
-    """Two keys, no admin key: the same id stands for two requests, and neither tenant sees what shows both."""
-    keys = (KEY, OTHER)
-    running = Server(tiny_folder, *(word for key in keys for word in ("--api-key", key))).wait()
-    try:
-        for path in ("/metrics", "/v1/engine/live"):
-            for key in keys:
-                refused = ask(running, key, path)
-                assert refused.status_code == 403
-                assert "--admin-key" in refused.json()["error"]["message"]
-        headers = [{"Authorization": f"Bearer {key}", "X-Request-Id": "same"} for key in keys]
-        body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True}
-        bodies = [body | {"n": 64}, body]  # the first is still running when it is cancelled
-        with ThreadPoolExecutor() as threads:
-            asked = [
-                threads.submit(httpx.post, f"{running.url}/v1/completions", json=given, headers=one, timeout=None)
-                for given, one in zip(bodies, headers, strict=True)
-            ]
-            while httpx.delete(f"{running.url}/v1/requests/same", headers=headers[0]).status_code != 200:
-                assert not asked[0].done()
-            assert [one.result().status_code for one in asked] == [499, 200]
-        stories = httpx.get(f"{running.url}/v1/requests/same/explain", headers=headers[1]).json()["data"]
-        assert [story["status"] for story in stories] == ["length"]
-    finally:
-        assert running.stop() == 0
+def test_tenants_are_kept_apart_without_an_admin_key(tenants):
+    """The same id stands for two requests, and neither tenant sees what shows both."""
+    for path in ("/metrics", "/v1/engine/live"):
+        for key in KEYS:
+            refused = ask(tenants, key, path)
+            assert refused.status_code == 403
+            assert "--admin-key" in refused.json()["error"]["message"]
+    headers = [{"Authorization": f"Bearer {key}", "X-Request-Id": "same"} for key in KEYS]
+    body = {"prompt": [5] * 8, "max_tokens": 400, "ignore_eos": True}
+    bodies = [body | {"n": 64}, body]  # the first is still running when it is cancelled
+    with ThreadPoolExecutor() as threads:
+        asked = [
+            threads.submit(httpx.post, f"{tenants.url}/v1/completions", json=given, headers=one, timeout=None)
+            for given, one in zip(bodies, headers, strict=True)
+        ]
+        while httpx.delete(f"{tenants.url}/v1/requests/same", headers=headers[0]).status_code != 200:
+            assert not asked[0].done()
+        assert [one.result().status_code for one in asked] == [499, 200]
+    stories = httpx.get(f"{tenants.url}/v1/requests/same/explain", headers=headers[1]).json()["data"]
+    assert [story["status"] for story in stories] == ["length"]
 
 
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch):

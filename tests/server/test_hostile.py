@@ -131,7 +131,7 @@ def put(body, path, value):
     return made | {name: put(made.get(name), rest, value)}
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)])  # of some ten thousand
 async def test_every_field_takes_any_value_or_refuses_it(server, every):
     spec = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     schemas = {
@@ -162,7 +162,7 @@ async def test_every_field_takes_any_value_or_refuses_it(server, every):
                     assert "internal" not in told["type"], (path, body, told)
 
         await asyncio.gather(*(work() for _ in range(8)))
-    assert seen[200] > 100
+    assert seen[200] > 1000 / every
 
 
 # ---- structured output

@@ -7,7 +7,7 @@ import httpx
 import ollama
 import pytest
 
-from tests.server.conftest import Server
+from tests.server.conftest import KEYS
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"temperature": 0, "num_predict": 12}
@@ -334,18 +334,14 @@ def test_a_body_without_a_type_is_read_unless_a_page_sends_it(roomy):
         assert "application/json" in refused.json()["error"]
 
 
-def test_refusals_of_the_guard_have_the_same_shape(tiny_folder):
-    running = Server(tiny_folder, "--api-key", "a-key-of-the-tests").wait()
-    try:
-        body = {"model": "tiny", "prompt": "x", "options": {"num_predict": 1}}
-        refused = httpx.post(f"{running.url}/api/generate", json=body)
-        assert refused.status_code == 401
-        assert "API key is missing" in refused.json()["error"]
-        assert httpx.get(f"{running.url}/api/tags", headers={"host": "evil.example"}).json()["error"]
-        known = ollama.Client(running.url, headers={"authorization": "Bearer a-key-of-the-tests"})
-        assert known.generate(**body).eval_count == 1
-    finally:
-        assert running.stop() == 0
+def test_refusals_of_the_guard_have_the_same_shape(tenants):
+    body = {"model": "tiny", "prompt": "x", "options": {"num_predict": 1}}
+    refused = httpx.post(f"{tenants.url}/api/generate", json=body)
+    assert refused.status_code == 401
+    assert "API key is missing" in refused.json()["error"]
+    assert httpx.get(f"{tenants.url}/api/tags", headers={"host": "evil.example"}).json()["error"]
+    known = ollama.Client(tenants.url, headers={"authorization": f"Bearer {KEYS[0]}"})
+    assert known.generate(**body).eval_count == 1
 
 
 async def test_the_async_client(roomy):

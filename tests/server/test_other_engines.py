@@ -174,3 +174,69 @@ def test_clients_see_that_the_context_is_too_short(roomy, length):
     error = post(roomy, "/v1/completions", {"prompt": "x" * length}, 400)["error"]
     assert error["code"] == "context_length_exceeded"
     assert "This model's maximum context length is 4096 tokens" in error["message"]
+
+
+def test_several_chats_in_one_request(roomy):
+    chats = [MESSAGES, [{"role": "user", "content": "mill"}]]
+    asked = GREEDY | {"max_tokens": 3}
+    made = post(roomy, "/v1/chat/completions/batch", asked | {"messages": chats, "n": 2})
+    alone = [post(roomy, "/v1/chat/completions", asked | {"messages": chat, "n": 2}) for chat in chats]
+    assert [choice["index"] for choice in made["choices"]] == [0, 1, 2, 3]
+    texts = [choice["message"]["content"] for one in alone for choice in one["choices"]]
+    assert [choice["message"]["content"] for choice in made["choices"]] == texts
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert made["usage"][name] == sum(one["usage"][name] for one in alone)
+    for wrong, param in (({"messages": [[]]}, "messages"), ({"messages": chats, "stream": True}, "stream"), ({"n": 128}, "n")):
+        body = {"messages": chats * 2} | wrong
+        assert post(roomy, "/v1/chat/completions/batch", body, 400)["error"]["param"] == param
+    body = {"messages": chats * 100, "logprobs": True, "top_logprobs": 20, "max_tokens": 1000}
+    assert post(roomy, "/v1/chat/completions/batch", body, 400)["error"]["param"] == "logprobs"  # of all together
+
+
+def test_logprobs_of_named_tokens(roomy):
+    named = GREEDY | {"logprob_token_ids": [40, 41], "max_tokens": 2}
+    chat = {"messages": MESSAGES, "logprobs": True, "return_tokens_as_token_ids": True}
+    for entry in post(roomy, "/v1/chat/completions", named | chat)["choices"][0]["logprobs"]["content"]:
+        assert {one["token"] for one in entry["top_logprobs"]} == {"token_id:40", "token_id:41", entry["token"]}
+    lists = post(roomy, "/v1/completions", named | {"prompt": "a", "logprobs": 0})["choices"][0]["logprobs"]
+    assert all({"G", "H"} <= top.keys() for top in lists["top_logprobs"]), lists
+    for more in ({"prompt": "a"}, {"prompt": "a", "echo": True, "max_tokens": 0, "logprobs": 1}):
+        assert post(roomy, "/v1/completions", named | more, 400)["error"]["param"] == "logprob_token_ids"
+
+
+def test_a_structural_tag(roomy):
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "high water"}}
+    body = {"messages": MESSAGES, "max_tokens": 60}
+    made = post(roomy, "/v1/chat/completions", body | {"response_format": tag})
+    assert made["choices"][0]["message"]["content"] == "high water"
+    wrong = {"type": "structural_tag", "format": {"type": "picture"}}
+    assert "picture" in post(roomy, "/v1/chat/completions", body | {"response_format": wrong}, 400)["error"]["message"]
+
+
+def test_an_echo_of_token_ids_has_their_special_tokens(roomy):
+    ids = post(roomy, "/tokenize", {"prompt": "<|im_end|>a"})["tokens"]
+    body = {"prompt": ids, "echo": True, "max_tokens": 0}
+    assert post(roomy, "/v1/completions", body)["choices"][0]["text"].endswith("<|im_end|>a")
+
+
+@pytest.mark.parametrize(("path", "prompt"), ROUTES.items())
+def test_every_chunk_after_the_first_has_its_token_ids(roomy, path, prompt):
+    body = GREEDY | prompt | {"return_token_ids": True}
+    ids = [choice["token_ids"] for chunk in chunks(roomy, path, body)[1:] for choice in chunk["choices"]]
+    whole = post(roomy, path, body)["choices"][0]["token_ids"]
+    assert [token for some in ids for token in some] == whole[-sum(map(len, ids)) :]
+    assert ids[-1] == []
+
+
+def test_a_message_is_begun_or_continued(roomy):
+    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "Hi"}], "continue_final_message": True, "max_tokens": 1}
+    assert post(roomy, "/v1/chat/completions", body)["choices"][0]["finish_reason"] == "length"
+    both = body | {"add_generation_prompt": True}
+    assert post(roomy, "/v1/chat/completions", both, 400)["error"]["param"] == "continue_final_message"
+
+
+def test_every_delta_has_content_or_names_the_reasoning(roomy):
+    for more in ({}, {"logprobs": True, "top_logprobs": 1}):
+        parts = chunks(roomy, "/v1/chat/completions", GREEDY | {"messages": MESSAGES} | more)
+        assert all(part["choices"][0]["delta"].keys() & {"content", "reasoning_content"} for part in parts)
+        assert parts[-1]["choices"][0]["delta"] == {"reasoning_content": None}

@@ -5,7 +5,6 @@ import json
 import httpx
 import pytest
 
-from tests.helpers import make_llama, thinking_tokenizer
 from tests.server.conftest import Server
 from tidemill.frontend.tokenizer import Tokenizer
 
@@ -17,24 +16,16 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("thinking")
-    make_llama(path, vocab_size=320, max_position_embeddings=4096)
-    thinking_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-    running = Server(folder, "--tool-parser", "pythonic").wait()
+def server(thinking_folder):
+    running = Server(thinking_folder, "--tool-parser", "pythonic").wait()
     yield running
     assert running.stop() == 0
 
 
 @pytest.fixture(scope="module")
-def ends(folder):
+def ends(thinking_folder):
     """A bias that makes the random model end its reasoning after some tokens."""
-    (token,) = Tokenizer.load(folder).encode("</think>", add_special=False)
+    (token,) = Tokenizer.load(thinking_folder).encode("</think>", add_special=False)
     return {str(token): 3.0}
 
 

@@ -68,6 +68,27 @@ def test_streamed_events_add_up_to_the_whole(client, more):
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
 
 
+def test_times_under_llamacpps_names(client):
+    asked = {"model": "tiny", "input": "Hi", "max_output_tokens": 4, "extra_body": {"timings_per_token": True}}
+    events = list(client.responses.create(**asked, stream=True))
+    told = [event for event in events if hasattr(event, "timings")]
+    assert {event.type for event in told} == {"response.output_text.delta", events[-1].type}
+    assert told[-1].timings["predicted_n"] == client.responses.create(**asked).timings["predicted_n"] == 4
+
+
+def test_a_strict_schema_has_no_other_properties(client):
+    inner = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    shape = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    made = client.responses.create(model="tiny", input="Hi", text={"format": shape}, max_output_tokens=60)
+    assert json.loads(made.output_text) == {"a": {"n": 7}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    made = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hi"}], response_format=wanted, max_tokens=60
+    )
+    assert json.loads(made.choices[0].message.content) == {"a": {"n": 7}}
+
+
 def test_structured_output(client):
     wanted = {"type": "json_schema", "name": "water", "schema": TOOL["parameters"], "strict": True}
     reply = client.responses.create(**ASK | {"max_output_tokens": 100}, text={"format": wanted})
@@ -180,6 +201,14 @@ def test_logprobs(client):
     streamed = [entry.logprob for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert streamed == [entry.logprob for entry in part.logprobs]
     assert not client.responses.create(**ASK).output[0].content[0].logprobs
+
+
+def test_logprobs_after_reasoning(scripted):
+    client = openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0)
+    made = client.responses.create(model="tiny", input="Hi", temperature=0, top_logprobs=1)
+    reasoning, message = made.output
+    assert (reasoning.content[0].text, message.content[0].text) == ("hm", "ok")
+    assert [entry.token for entry in message.content[0].logprobs][:2] == ["o", "k"]
 
 
 def wait_for(client, name, *statuses):

@@ -276,6 +276,7 @@ def test_a_delta_in_pieces_adds_up(top):
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
     assert [piece.prompt_logprobs is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert all(num_cells(piece) <= max(CELLS_PER_TURN, (top or 0) + 1) for piece in pieces)
+    assert [piece.token_ids for piece in in_pieces(whole, one_by_one=True)] == [[token] for token in tokens]
 
 
 @in_the_loop

@@ -18,31 +18,56 @@ from tidemill.weights.gguf_codes import read_codes
 TYPES = sorted(gguf.quants._type_traits, key=lambda t: t.name)
 
 
+ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+PERMUTED = ("llama", "granite", "smollm3")  # rows of q and k
+GEMMA = ("gemma2", "gemma3")
+
+
+def arch_of(config):
+    return {"gemma3_text": "gemma3", "olmo3": "olmo2"}.get(config.model_type, config.model_type)
+
+
+def converted(arch, name, values, config):
+    """A tensor as llama.cpp's converter stores it."""
+    for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", getattr(config, "num_key_value_heads", None))):
+        if part in name and arch in PERMUTED:
+            values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    if arch == "gpt2" and values.ndim == 2 and ".h." in name:
+        values = values.T.copy()
+    return values + 1 if arch in GEMMA and name.endswith("norm.weight") else values
+
+
 def write_gguf(path, reference, quantize=None, table=None, drop=(), extra=None, reshape=None, strings=None, **metadata):
-    """A GGUF of a Transformers Llama as llama.cpp's converter lays it out: q and k rows permuted, names translated. `strings`:
+    """A GGUF of a Transformers model as llama.cpp's converter lays it out, names translated by the package's tables. `strings`:
     further keys of any kind, instead of those of the same name."""
     c = reference.config
-    writer = gguf.GGUFWriter(path, "llama")
+    arch = arch_of(c)
+    writer = gguf.GGUFWriter(path, arch)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     settings = {
-        "llama.block_count": c.num_hidden_layers, "llama.context_length": c.max_position_embeddings,
-        "llama.embedding_length": c.hidden_size, "llama.feed_forward_length": c.intermediate_size,
-        "llama.attention.head_count": c.num_attention_heads, "llama.attention.head_count_kv": c.num_key_value_heads,
-        "llama.rope.dimension_count": c.head_dim,
-    } | metadata  # fmt: skip
-    for key, value in settings.items():
+        f"{arch}.block_count": c.num_hidden_layers, f"{arch}.context_length": c.max_position_embeddings,
+        f"{arch}.embedding_length": c.hidden_size, f"{arch}.attention.head_count": c.num_attention_heads,
+    }  # fmt: skip
+    if arch == "gpt2":
+        reals = {"gpt2.attention.layer_norm_epsilon": c.layer_norm_epsilon}
+        settings |= {"gpt2.feed_forward_length": c.n_inner}
+    else:
+        rope = c.rope_parameters.get("full_attention", c.rope_parameters)
+        reals = {f"{arch}.attention.layer_norm_rms_epsilon": c.rms_norm_eps, f"{arch}.rope.freq_base": float(rope["rope_theta"])}
+        settings |= {
+            f"{arch}.feed_forward_length": c.intermediate_size, f"{arch}.attention.head_count_kv": c.num_key_value_heads,
+            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        }  # fmt: skip
+    for key, value in (settings | metadata).items():
         if value is not None and key not in (strings or {}):
             writer.add_uint32(key, value)
-    reals = {"llama.attention.layer_norm_rms_epsilon": c.rms_norm_eps, "llama.rope.freq_base": 10000.0}
     for key, value in (reals | (strings or {})).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[arch], c.num_hidden_layers)
     for name, weight in reference.state_dict().items():
         if name == "lm_head.weight" and c.tie_word_embeddings:
             continue
-        values = weight.numpy().astype(np.float32)
-        for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
-            if part in name:
-                values = values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        values = converted(arch, name, weight.numpy().astype(np.float32), c)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored in drop:
             continue

@@ -105,8 +105,8 @@ def test_unknown_architecture(folder):
 def test_unsupported_activation_and_scaling(folder):
     edit_config(folder, hidden_act="gelu")
     fails(folder, "gelu")
-    edit_config(folder, hidden_act="silu", rope_parameters={"rope_type": "longrope", "factor": 2.0})
-    fails(folder, "longrope")
+    edit_config(folder, hidden_act="silu", rope_parameters={"rope_type": "spiral", "factor": 2.0})
+    fails(folder, "spiral")
 
 
 @pytest.mark.parametrize(

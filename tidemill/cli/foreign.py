@@ -67,6 +67,7 @@ FOREIGN = (
     _same("--block-size", VLLM, "--page-size"),
     _same("--kv-cache-memory-bytes", VLLM, "--kv-memory"),
     _same("--served-model-name", VLLM, "--served-name"),
+    _same("--uds", VLLM, "--unix-socket"),
     _same("-a --alias", LLAMA, "--served-name"),
     _same("-m --model", f"{VLLM}, {LLAMA}", "--model", "MODEL"),
     _same("-hf -hfr --hf-repo", LLAMA, "--model", "MODEL"),

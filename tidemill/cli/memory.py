@@ -42,7 +42,8 @@ def memory(
         raise ConfigError("context and requests must be at least 1.")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
     per_token = config.kv_bytes_per_token(kv_dtype)
-    kv = per_token * tokens * requests
+    per_request = per_token * tokens + 2 * config.state_bytes  # the running state, and the one before it
+    kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
     have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
     room = have - weights - activations
@@ -55,15 +56,15 @@ def memory(
     table.add_row(
         "KV cache",
         fmt_bytes(kv),
-        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_layers} layers · {KV_BYTES[kv_dtype]} bytes"
-        f" = {per_token:,} a token",
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {len(config.attention_layers)} layers · {KV_BYTES[kv_dtype]}"
+        f" bytes = {per_token:,} a token" + (f"; 2 states of {fmt_bytes(config.state_bytes)}" if config.state_bytes else ""),
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")
     console.print(table)
     for note in _notes(config, dtype):
         console.print(note, markup=False)
-    fits = max(0, room) // (per_token * tokens)
+    fits = max(0, room) // per_request
     console.print(
         f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
         + ("." if fits >= requests else f", fewer than the {requests} requested.")

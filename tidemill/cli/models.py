@@ -75,8 +75,10 @@ def _inspect(model: str) -> None:
         "name": str(name) if name else "-",
         "format": f"{checkpoint.format}, {fmt_bytes(checkpoint.num_bytes)}",
         "architecture": config.architecture,
-        "parameters": f"{config.num_parameters:,}" + (" (tied embeddings)" if config.tie_embeddings else ""),
-        "layers": f"{config.num_layers} of {config.hidden_size}, feed-forward {config.intermediate_size}",
+        "parameters": f"{config.num_parameters:,}"
+        + (" (tied embeddings)" if config.tie_embeddings else "")
+        + (f"; {config.num_active_parameters:,} active for a token" if config.experts else ""),
+        "layers": f"{config.num_layers} of {config.hidden_size}, {_feed_forward(config)}",
         "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
         "context": f"{config.max_context:,} tokens; rope {', '.join(_rotations(config))}",
         "vocabulary": f"{config.vocab_size:,} tokens",
@@ -91,9 +93,21 @@ def _inspect(model: str) -> None:
     console.print(table, markup=False)
 
 
+def _feed_forward(config: ModelConfig) -> str:
+    """Each kind of feed-forward once, in the order of the layers."""
+    kinds = []
+    for moe in dict.fromkeys(map(config.moe, range(config.num_layers))):
+        if moe is None:
+            kinds.append(f"feed-forward {config.intermediate_size}")
+        else:
+            shared = f" and one of {moe.shared_size} for all" if moe.shared_size else ""
+            kinds.append(f"{moe.num_experts} experts of {moe.expert_size}, {moe.top_k} a token{shared}")
+    return "; ".join(kinds)
+
+
 def _rotations(config: ModelConfig) -> Iterator[str]:
     """Each kind of rotation once, in the order of the layers."""
-    for rotation in dict.fromkeys(spec.rotation for spec in config.layers):
+    for rotation in dict.fromkeys(spec.rotation for spec in config.attention_layers):
         if rotation is None:
             yield "none in some layers"
         else:

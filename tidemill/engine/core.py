@@ -36,6 +36,7 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Finish, Pages, Refused, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
+_COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
 def inspect(model: str) -> tuple[Checkpoint, type[CausalLM], ModelConfig]:
@@ -56,7 +57,7 @@ class EngineCore:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
         self.scheduler = Scheduler(
-            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
+            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching, config.layout.groups, config.token_budget),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
@@ -69,6 +70,9 @@ class EngineCore:
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
+        self._take_expert_counts = model.take_expert_counts
+        self._take_expert_counts()  # what starting computed
+        self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, Live] = {}
@@ -204,7 +208,7 @@ class EngineCore:
         begin = self._clock.now()
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
-        owners = [(request.request_id, len(self.scheduler.kv.table(request.seq))) for request in holders]
+        owners = [(request.request_id, self.scheduler.kv.num_pages_of(request.seq)) for request in holders]
         return Pages(owners, kinds.tobytes(), self._clock.now() - begin)
 
     def take_events(self) -> list[Event]:
@@ -244,11 +248,24 @@ class EngineCore:
             progress = self._follow_grammars(progress, failed)
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - started, len(progress)))
+        self._count_experts(now)
         deltas = make_deltas(done, result, progress, self._live_of, now)
         for one in progress:
             if one.finish_reason:
                 self._forget(one.request.seq)
         return StepOutput(deltas, self._events.take()), failed
+
+    def _count_experts(self, now: float) -> None:
+        """Every so many steps, and when nothing is left to do."""
+        if not self.model_config.experts:
+            return
+        self._num_uncounted_steps += 1
+        if self._num_uncounted_steps >= _COUNT_EVERY or not self.has_work:
+            counts = self._take_expert_counts()
+            if any(map(any, counts.values())):
+                tokens_of = tuple((layer, tuple(of_layer)) for layer, of_layer in counts.items())
+                self._events(events.ExpertsUsed(now, self._num_uncounted_steps, tokens_of))
+            self._num_uncounted_steps = 0
 
     def _add_masks(self, plan: StepPlan) -> list[Refused]:
         """Token masks of structured outputs. A request whose grammar fails is aborted; its part of the step is wasted."""

@@ -87,8 +87,7 @@ class StructuredOutput:
                     with _contained():
                         mask = matcher.mask()
                         _check(matcher)
-                    if mask is not None:
-                        masks[item.row] = mask.tobytes()
+                    masks[item.row] = mask.tobytes()
                 except InvalidRequest as error:
                     broken[item.seq] = error
         return masks, broken
@@ -120,11 +119,13 @@ class AfterReasoning:
         self._fresh = matcher.copy()
         self._is_followed = True  # before the reasoning: the output so far may be the grammar's as well
         self._seen = b""  # of the opening, or the last bytes of the reasoning
+        ends = [token for token in tokenizer.eos_token_ids if (tokenizer.token_bytes(token) or b"\0") not in self._ending]
+        self._unended = _all_but(ends, num_tokens)
 
-    def mask(self) -> np.ndarray | None:
-        """None: any token may come."""
+    def mask(self) -> np.ndarray:
+        """While it reasons, any token may come but one that ends the output: the answer would be missing."""
         if self._phase is _Phase.REASONING:
-            return None
+            return self._unended
         words = self._matcher.mask()
         if self._phase is _Phase.BEFORE:
             words = words.copy() if self._is_followed else np.zeros_like(words)
@@ -173,6 +174,15 @@ class AfterReasoning:
     @property
     def error(self) -> str:
         return "" if self._phase is _Phase.REASONING else self._matcher.error
+
+
+def _all_but(tokens: Sequence[int], num_tokens: int) -> np.ndarray:
+    """A mask without these tokens."""
+    words = np.full(-(-num_tokens // 32), -1, np.int32)
+    for token in tokens:
+        if token < num_tokens:
+            words.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+    return words
 
 
 def _check(matcher: Matcher | AfterReasoning) -> None:

@@ -21,13 +21,14 @@ def num_cells(delta: Delta) -> int:
     return len(delta.token_ids) + sum(len(entry.top) for entry in delta.logprobs or ())
 
 
-def in_pieces(delta: Delta) -> Iterator[Delta]:
-    """A delta as deltas of at most about CELLS_PER_TURN. A reader who fell behind gets a backlog of any size at once."""
-    cells = num_cells(delta)
-    if cells <= CELLS_PER_TURN:
+def in_pieces(delta: Delta, one_by_one: bool = False) -> Iterator[Delta]:
+    """A delta as deltas of at most about CELLS_PER_TURN, or of one token each. A reader who fell behind gets a backlog of any
+    size at once."""
+    cells, num = num_cells(delta), len(delta.token_ids)
+    if cells <= CELLS_PER_TURN and (not one_by_one or num <= 1):
         yield delta
         return
-    num, step = len(delta.token_ids), max(CELLS_PER_TURN * len(delta.token_ids) // cells, 1)
+    step = 1 if one_by_one else max(CELLS_PER_TURN * num // cells, 1)
     for begin in range(0, num, step):
         yield msgspec.structs.replace(
             delta,

@@ -1,4 +1,4 @@
-"""Structured output: text that matches a JSON schema, a regular expression, a grammar or one of several choices.
+"""Structured output: text that matches a JSON schema, a regular expression, a grammar, a structural tag or one of some choices.
 
 A backend compiles the grammar and computes before each token a mask of those allowed next: llguidance, whose work is bounded in
 time and memory, or xgrammar, for trusted clients. The most recently used compiled grammars are cached and copied for each sample.
@@ -112,13 +112,16 @@ def _check(grammar: Grammar) -> None:
     text = grammar.text
     if len(text) > MAX_CHARS:
         raise InvalidRequest(f"The {grammar.kind} has {len(text)} characters; at most {MAX_CHARS}.", param=grammar.kind)
-    if grammar.kind not in ("json_schema", "choice"):
+    if grammar.kind not in ("json_schema", "choice", "structural_tag"):
         return
     value = json.loads(text)
     if grammar.kind == "json_schema" and not isinstance(value, dict | bool):
         raise InvalidRequest("A JSON schema is an object.", param=grammar.kind)
-    if grammar.kind == "json_schema" and _depth(value) > MAX_DEPTH:
-        raise InvalidRequest(f"The JSON schema is nested more than {MAX_DEPTH} deep.", param=grammar.kind)
+    if grammar.kind != "choice" and _depth(value) > MAX_DEPTH:
+        raise InvalidRequest(
+            f"The {grammar.kind.replace('json', 'JSON').replace('_', ' ')} is nested more than {MAX_DEPTH} deep.",
+            param=grammar.kind,
+        )
     if grammar.kind == "choice" and not (
         isinstance(value, list) and value and all(isinstance(one, str) and one for one in value)
     ):

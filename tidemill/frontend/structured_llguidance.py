@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
 import llguidance
 import numpy as np
 
+from tidemill.frontend.structural_tag import lark_of
 from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
 
@@ -58,6 +60,8 @@ class Backend(Grammars):
     def _make(self, kind: Any, text: str) -> Matcher:
         if kind == "json_schema":
             rules = llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        elif kind == "structural_tag":
+            rules = llguidance.grammar_from("lark", lark_of(json.loads(text)))
         else:
             rules = llguidance.grammar_from(kind, text)
         return LlgMatcher(self._begin(rules), self._num_tokens)

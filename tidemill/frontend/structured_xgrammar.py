@@ -77,6 +77,8 @@ class Backend(Grammars):
     def _compile(self, kind: str, text: str) -> Any:
         if kind == "json_schema":
             return self._compiler.compile_json_schema(text, any_whitespace=False, strict_mode=False)
+        if kind == "structural_tag":
+            return self._compiler.compile_structural_tag(text)
         if kind == "regex":
             if re.search(r"\{[^}]*\d{7,}", text):  # it would count modulo 2**32
                 raise ValueError("a repetition count is too large")

@@ -19,6 +19,7 @@ from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, Invali
 from tidemill.frontend.chat import ChatTemplate, Template
 from tidemill.frontend.control import MARK
 from tidemill.frontend.gguf_tokenizer import build_tokenizer
+from tidemill.frontend.templates import NAMED
 from tidemill.weights.gguf import GGUFFile
 from tidemill.weights.locate import read_file, read_json
 
@@ -303,13 +304,15 @@ def _typed_errors(what: str) -> Iterator[None]:
 
 
 def _read_template(given: str) -> str:
-    """Of a user: a template has braces, a path has none."""
+    """Of a user: a template has braces, a path has none; some templates have names."""
     if "{" in given:
         return given
+    if given in NAMED and not Path(given).exists():
+        return NAMED[given]
     try:
         return Path(given).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        fix = "Give a file with a Jinja template, or the template itself."
+        fix = f"Give a file with a Jinja template, the template itself, or one of {', '.join(NAMED)}."
         raise ConfigError(f"chat_template {given!r} cannot be read: {error}.", fix=fix, param="chat_template") from error
 
 

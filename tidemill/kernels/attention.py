@@ -250,23 +250,24 @@ class TorchAttention:
         self._kv = kv
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
     ) -> TorchStep:
         kv = self._kv
-        tables = kv.table.numpy()[rows]
-        plans = {window: plan_attention(starts, counts, tables, kv, window) for window in {spec.window for spec in kv.specs}}
-        return TorchStep(kv, plans, slots_T, positions_T)
+        kinds = {(place.group, spec.window) for place, spec in zip(kv.places, kv.specs, strict=True)}
+        tables = [table.numpy()[rows] for table in kv.tables]
+        plans = {(group, window): plan_attention(starts, counts, tables[group], kv, window) for group, window in kinds}
+        return TorchStep(kv, plans, slots_GT, positions_T)
 
 
 @dataclass(slots=True)
 class TorchStep:
     kv: PagedKV
-    plans: dict[int, AttentionPlan]  # by the layers' window
-    slots_T: torch.Tensor  # where this step's keys and values go
+    plans: dict[tuple[int, int], AttentionPlan]  # by the layers' group and window
+    slots_GT: torch.Tensor  # where this step's keys and values go, in each group
     positions_T: torch.Tensor
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        kv, spec, angles = self.kv, self.kv.specs[layer], self.kv.angles[layer]
+        kv, spec, angles, at = self.kv, self.kv.specs[layer], self.kv.angles[layer], self.kv.places[layer]
         heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
         num_rotated = kv.num_heads + kv.num_kv_heads
         turning = heads[:, :num_rotated]
@@ -277,8 +278,8 @@ class TorchStep:
                 [F.rms_norm(q, (kv.head_dim,), q_weight, eps), F.rms_norm(k, (kv.head_dim,), k_weight, eps)], dim=1
             )
         if angles is not None:
-            at = self.positions_T
-            turning = apply_rope(turning, angles.cos.index_select(0, at), angles.sin.index_select(0, at))
-        write_kv(kv.cache, layer, self.slots_T, turning[:, kv.num_heads :], heads[:, num_rotated:])
+            positions = self.positions_T
+            turning = apply_rope(turning, angles.cos.index_select(0, positions), angles.sin.index_select(0, positions))
+        write_kv(kv.cache, at.index, self.slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
         queries = turning[:, : kv.num_heads]
-        return paged_attention(queries, kv.cache, layer, self.plans[spec.window], spec, learned.sinks).flatten(1)
+        return paged_attention(queries, kv.cache, at.index, self.plans[at.group, spec.window], spec, learned.sinks).flatten(1)

@@ -1,4 +1,5 @@
-"""The KV cache: [P, layers, 2, G, S, D]. Page by page, so that memory is used as pages are, and a page of one head is one run."""
+"""The KV cache: [P, layers of a page, 2, G, S, D]. Page by page, so that memory is used as pages are; a page of one head is one
+run."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tidemill.cache_layout import Place
 from tidemill.config import AttentionSpec
 
 
@@ -35,10 +37,11 @@ PLAIN = HeadWeights()
 class PagedKV:
     """What an attention backend works on."""
 
-    cache: torch.Tensor  # [P, layers, 2, G, S, D]
-    table: torch.Tensor  # [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
+    cache: torch.Tensor  # [P, layers of a page, 2, G, S, D]
+    tables: list[torch.Tensor]  # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
+    places: tuple[Place, ...]  # of each layer
 
     @property
     def num_heads(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidemill.cache_layout import Place
 from tidemill.config import AttentionSpec
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
@@ -26,11 +27,12 @@ class NativeAttention:
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._group = kv.num_heads // kv.num_kv_heads
-        self._specs = [_spec(spec, angles) for spec, angles in zip(kv.specs, kv.angles, strict=True)]
+        self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, strict=True)]
         self._layers = [
-            _Layer(ctypes.addressof(spec), kv.cache[0, layer, 0].data_ptr(), kv.cache[0, layer, 1].data_ptr())
-            for layer, spec in enumerate(self._specs)
+            _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
+            for spec, at in zip(self._specs, kv.places, strict=True)
         ]
+        self._tables = (ctypes.c_void_p * len(kv.tables))(*(table.data_ptr() for table in kv.tables))
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
@@ -39,7 +41,7 @@ class NativeAttention:
         return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MIN_TILE_ROWS
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_T: torch.Tensor
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
     ) -> NativeStep:
         kv = self.kv
         balanced = int(counts.sum()) * kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
@@ -56,19 +58,20 @@ class NativeAttention:
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
             page_stride=kv.cache.stride(0),
-            table_width=kv.table.shape[1],
+            table_width=kv.tables[0].stride(0),
             is_bf16=kv.cache.dtype == torch.bfloat16,
             num_tiles=tiles.shape[1],
             **{name: tiles[i].ctypes.data for i, name in enumerate(("tile_token", "tile_len", "tile_start", "tile_row"))},
-            table=kv.table.data_ptr(),
+            tables=ctypes.addressof(self._tables),
             positions=positions_T.data_ptr(),
-            slots=slots_T.data_ptr(),
+            slots=slots_GT.data_ptr(),
         )
-        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_T))
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
 
 
-def _spec(spec: AttentionSpec, angles: Angles | None) -> native.LayerSpec:
+def _spec(spec: AttentionSpec, angles: Angles | None, place: Place) -> native.LayerSpec:
     return native.LayerSpec(
+        group=place.group,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition before it."""
+"""RMSNorm and LayerNorm, with the residual addition before or after them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,77 @@ from tidemill.kernels import native
 
 
 def add_rms_norm_reference(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
 ) -> torch.Tensor:
     if x_TH is not None:
-        residual_TH.add_(x_TH)
+        residual_TH.add_(x_TH if scale == 1.0 else x_TH * scale)
     return F.rms_norm(residual_TH, (residual_TH.shape[-1],), weight_H, eps)
 
 
-def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x, if any, to the residual in place and returns the norm of the sum."""
+def add_rms_norm(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+) -> torch.Tensor:
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     if native.lib:
-        return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps)
-    return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps)
+        return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
+    return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)
+
+
+def post_norm_reference(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    return residual_TH + F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
+
+
+def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """The sum of the residual and the RMSNorm of x."""
+    if residual_TH.is_cuda:
+        from tidemill.kernels.cuda import elementwise
+
+        return elementwise.post_norm(x_TH, residual_TH, weight_H, eps)
+    if native.lib:
+        return native.lib.post_norm(x_TH, residual_TH, weight_H, eps)
+    return post_norm_reference(x_TH, residual_TH, weight_H, eps)
+
+
+def qk_norm_reference(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out, begin = qkv_TC.clone(), 0
+    for weight in (q_weight, k_weight):
+        some = slice(begin, begin + weight.numel())
+        out[:, some] = F.rms_norm(qkv_TC[:, some].contiguous(), weight.shape, weight, eps)
+        begin = some.stop
+    return out
+
+
+def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of all query heads of a row together, and of all key heads; values stay. qkv may be overwritten."""
+    if qkv_TC.is_cuda:
+        from tidemill.kernels.cuda import elementwise
+
+        return elementwise.qk_norm(qkv_TC, q_weight, k_weight, eps)
+    if native.lib:
+        return native.lib.qk_norm(qkv_TC, q_weight, k_weight, eps)
+    return qk_norm_reference(qkv_TC, q_weight, k_weight, eps)
+
+
+def add_layer_norm_reference(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if x_TH is not None:
+        residual_TH.add_(x_TH)
+    return F.layer_norm(residual_TH, weight_H.shape, weight_H, bias_H, eps)
+
+
+def add_layer_norm(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Adds x, if any, to the residual in place and returns the LayerNorm of the sum."""
+    if residual_TH.is_cuda:
+        from tidemill.kernels.cuda import elementwise
+
+        return elementwise.add_layer_norm(x_TH, residual_TH, weight_H, bias_H, eps)
+    if native.lib:
+        return native.lib.add_layer_norm(x_TH, residual_TH, weight_H, bias_H, eps)
+    return add_layer_norm_reference(x_TH, residual_TH, weight_H, bias_H, eps)

@@ -15,6 +15,8 @@ from tidemill.kernels import native
 from tidemill.kernels.linear import Weight, to_panels
 
 GROUP = 32
+MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
+_MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
 
 
@@ -22,7 +24,7 @@ _LANES, _FOUR = 8, 4
 class Codes:
     """A quantized matrix [N, K], not yet in any kernel's layout."""
 
-    bits: int  # 4: codes 0 .. 15; 8: signed codes
+    bits: int  # 4: codes 0 .. 15, or without offsets those of mxfp4, MX4_CODES; 8: signed codes
     codes_NK: torch.Tensor  # int8
     scales_NG: torch.Tensor  # float16
     offsets_NG: torch.Tensor | None  # float16
@@ -73,24 +75,38 @@ def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.
     return (out if bias_N is None else out + bias_N).float()
 
 
+def _kind(weight: Codes) -> str:
+    if weight.bits == 4:
+        return "MX4" if weight.offsets_NG is None else "Q4"
+    return "Q8" if weight.offsets_NG is None else "Q8M"
+
+
+def code_panels(weight: Codes) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The kind of a weight, its codes and scales, in the compiled kernel's layout (linear.c): eight rows side by side, four codes
+    of each at a time."""
+    kind = _kind(weight)
+    codes_NK = np.ascontiguousarray(weight.codes_NK.numpy())
+    if kind == "MX4":
+        codes_NK = _MX4_NUMBERS[codes_NK.astype(np.int64) + 12]
+    # Four neighbouring codes travel as one 32-bit value.
+    fours = torch.from_numpy(codes_NK.view(np.int32))
+    panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
+    if weight.bits == 4:
+        panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
+    scales = to_panels(weight.scales_NG)
+    if weight.offsets_NG is not None:
+        scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
+    return native.KINDS[kind], panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8]
+
+
 class QuantizedPanels(Weight):
-    """The compiled kernel's layout (linear.c): eight rows side by side, four codes of each at a time."""
+    """The compiled kernel's layout."""
 
     def __init__(self, weight: Codes, bias_N: torch.Tensor | None) -> None:
         assert native.lib is not None
-        plain = weight.offsets_NG is None
-        self._lib, self._kind = native.lib, native.KINDS["Q4" if weight.bits == 4 else "Q8" if plain else "Q8M"]
+        self._lib = native.lib
         self._num_out, self._bits, self._bias = weight.codes_NK.shape[0], weight.bits, bias_N
-        # Four neighbouring codes travel as one 32-bit value.
-        fours = torch.from_numpy(np.ascontiguousarray(weight.codes_NK.numpy()).view(np.int32))
-        panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
-        if weight.bits == 4:
-            panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
-        self._panels = panels.contiguous()
-        scales = to_panels(weight.scales_NG)
-        if weight.offsets_NG is not None:
-            scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
-        self._scales = scales.contiguous()  # [panel, group, (2,) 8]
+        self._kind, self._panels, self._scales = code_panels(weight)
         bias = None if bias_N is None else bias_N.data_ptr()
         self._addresses = (self._panels.data_ptr(), self._scales.data_ptr(), bias)
 
@@ -106,6 +122,8 @@ class QuantizedPanels(Weight):
         codes = self._panels.unflatten(-1, (_LANES, _FOUR))[panel, :, :, lane]  # [T, group, four, 4]
         if self._bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=2)
+        if self._kind == native.KINDS["MX4"]:
+            codes = torch.from_numpy(MX4_CODES)[codes.to(torch.int64)].view(torch.uint8)
         scales = self._scales[panel, ..., lane].float()
         values = codes.view(torch.int8).flatten(2).float()
         if scales.dim() == 3:

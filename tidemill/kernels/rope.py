@@ -15,10 +15,14 @@ from tidemill.config import RopeScaling
 _POSITIONS_AT_ONCE = 4096  # bounds the float64 intermediates
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
-    """Angle per position for each of the head_dim / 2 pairs (float32), and the factor that cosines and sines are scaled by."""
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, num_positions: int = 0
+) -> tuple[np.ndarray, float]:
+    """Angle per position for each of the head_dim / 2 pairs (float32), and the factor that cosines and sines are scaled by.
+    `num_positions`: the longest a sequence may become, which decides between longrope's factors."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    freqs = np.float32(1.0) / np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    freqs = np.float32(1.0) / powers
     if scaling is None:
         return freqs, 1.0
     factor = np.float32(scaling.factor)
@@ -34,13 +38,20 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         blended = (1 - smooth) * freqs / factor + smooth * freqs
         scaled = np.where(wavelengths > longest, freqs / factor, freqs)
         return np.where((wavelengths <= longest) & (wavelengths >= shortest), blended, scaled), 1.0
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if num_positions > scaling.original_context else scaling.short_factors
+        stretch = math.log(scaling.factor) / math.log(scaling.original_context) if scaling.factor > 1 else 0.0
+        strength = math.sqrt(1 + stretch) if scaling.attention_factor is None else scaling.attention_factor
+        return np.float32(1.0) / (np.array(factors, np.float32) * powers), strength
     assert scaling.kind == "yarn", scaling.kind
 
     def dim_of(num_rotations: float) -> float:
         return head_dim * math.log(scaling.original_context / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dim_of(scaling.beta_slow)), head_dim - 1)
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
     extrapolated = 1 - ramp.clip(0, 1)
     freqs = freqs / factor * (1 - extrapolated) + freqs * extrapolated

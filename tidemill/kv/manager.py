@@ -1,42 +1,67 @@
 """KVManager: which pages a sequence owns, which it shares, and which of its tokens are already there.
 
-tokens   0 ........ 15 | 16 ....... 31 | 32 ...... 40
-table      page 7      |   page 2      |   page 9
-           shared, in the prefix index      private, partly filled
+tokens      0 ........ 15 | 16 ....... 31 | 32 ...... 40
+group 0       page 7      |   page 2      |   page 9        every layer that sees all tokens
+group 1       given back  |   page 4      |   page 5        layers with a window: what no query sees any more is given back
+              in the prefix index           private, partly filled
+
+All groups take their pages from one pool.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.kv.pages import PagePool
-from tidemill.kv.prefix import PrefixIndex, chain_key, root_key
+from tidemill.cache_layout import Group
+from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.pages import NULL_PAGE, PagePool
+from tidemill.kv.prefix import PrefixIndex, chain_key, group_key, root_key
 
 # What a page is, in a map of all pages: one of these, or FIRST_OWNER + the number of the sequence that alone holds it.
 FREE, CACHED, SHARED, FIRST_OWNER = range(4)
 
 
 @dataclass(slots=True)
-class _Table:
-    pages: list[int] = field(default_factory=list)
+class _Sequence:
+    tables: list[GroupTable]  # of each group
     keys: list[bytes] = field(default_factory=list)  # chain keys of the leading full pages, as far as they are known
     num_recorded: int = 0  # of them, how many are in the prefix index
     root: bytes = b""
+
+    def held(self) -> Iterator[int]:
+        """Its pages in all groups."""
+        for table in self.tables:
+            yield from table.held
 
 
 class KVManager:
     """Page tables of all live sequences over one pool. Sequences are named by ints."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_caching: bool = True,
+        groups: Sequence[Group] = (),
+        most_at_once: int = 1,
+    ) -> None:
+        """`page_size`: tokens of a chain key; the groups' are multiples of it. `groups`: one that sees all, if not given.
+        `most_at_once`: tokens of one sequence that a step may compute."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
+        self.groups = tuple(groups) or (Group(page_size),)
+        assert all(group.page_size % page_size == 0 for group in self.groups)
+        self.has_windows = any(group.window for group in self.groups)
+        self.can_fork = not any(group.is_state for group in self.groups)  # anywhere: a state has gone past where others start
         self.num_evicted = 0  # cached pages overwritten so far
+        self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex()
-        self._tables: dict[int, _Table] = {}
+        self._fresh: dict[int, bytes] = {}  # states that the step being planned writes, and their keys
+        self._sequences: dict[int, _Sequence] = {}
 
     # ---- what there is
 
@@ -51,14 +76,18 @@ class KVManager:
         return self._pool.num_free
 
     def num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        """What a sequence of so many tokens holds at most, in all groups."""
+        return sum(group.most_pages(num_tokens, self._most_at_once) for group in self.groups)
 
-    def table(self, seq: int) -> Sequence[int]:
-        """The sequence's pages in token order."""
-        return self._tables[seq].pages
+    def tables(self, seq: int) -> list[list[int]]:
+        """The sequence's pages in token order, of each group; the null page stands for those given back."""
+        return [table.pages for table in self._sequences[seq].tables]
+
+    def num_pages_of(self, seq: int) -> int:
+        return sum(1 for _ in self._sequences[seq].held())
 
     def holds(self, seq: int) -> bool:
-        return seq in self._tables
+        return seq in self._sequences
 
     def page_keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
         """Chain keys by which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
@@ -70,21 +99,51 @@ class KVManager:
             keys.append(key)
         return keys
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Pages that hold the longest cached prefix."""
-        pages: list[int] = []
-        for key in keys:
-            page = self._index.find(key)
-            if page is None:
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """Tokens of the longest prefix of which every group has the pages that later tokens see."""
+        num = len(keys)
+        while num:
+            fewer = min(self._num_found(g, keys, num) for g in range(len(self.groups)))
+            if fewer == num:
                 break
-            pages.append(page)
-        return pages
+            num = fewer
+        return num * self.page_size
+
+    def _num_found(self, g: int, keys: Sequence[bytes], num: int) -> int:
+        """`num`, if the group has what a prefix of so many keys needs, or a smaller number that it may have."""
+        group = self.groups[g]
+        per_page = group.page_size // self.page_size
+        num -= num % per_page
+        first, end = group.first_needed(num * self.page_size), num // per_page
+        if group.window:
+            for i in range(end - 1, first - 1, -1):  # any longer prefix that still sees a missing page lacks it, too
+                if self._find(g, keys, i) is None:
+                    return i * per_page
+            return num
+        return next((i * per_page for i in range(end) if self._find(g, keys, i) is None), num)
+
+    def _find(self, g: int, keys: Sequence[bytes], i: int) -> int | None:
+        """The group's page number `i` of a prefix with these keys."""
+        return self._index.find(group_key(g, keys[(i + 1) * self.groups[g].page_size // self.page_size - 1]))
+
+    def _found(self, keys: Sequence[bytes]) -> tuple[int, list[GroupTable]]:
+        """Tokens of the longest cached prefix and the tables of a sequence that starts with it."""
+        num_tokens, tables = self.num_cached(keys), []
+        for g, group in enumerate(self.groups):
+            first = group.first_needed(num_tokens) if num_tokens else 0
+            pages = [self._find(g, keys, i) or NULL_PAGE for i in range(first, num_tokens // group.page_size)]
+            tables.append(GroupTable([NULL_PAGE] * first + pages, first))
+        return num_tokens, tables
 
     def num_pages_to_admit(self, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
-        """Free pages that `admit` would take: new ones, and cached ones that no sequence holds."""
-        found = self.find(keys)
-        num_revived = sum(1 for page in found if self._pool.references(page) == 0)
-        return self.num_pages_for(num_tokens) - len(found) + num_revived
+        """Free pages that `admit` takes, and what groups with a window take later: new ones, and cached ones that no sequence
+        holds."""
+        num, (_, tables) = 0, self._found(keys)
+        for group, table in zip(self.groups, tables, strict=True):
+            found = table.held
+            num += group.most_pages(num_tokens - table.num_trimmed * group.page_size, self._most_at_once) - len(found)
+            num += sum(1 for page in found if self._pool.references(page) == 0)
+        return num
 
     def num_copies_to_write(self, seq: int, start: int, end: int) -> int:
         """Free pages that `copies_to_write` would take."""
@@ -92,7 +151,7 @@ class KVManager:
 
     def num_freed_by(self, seqs: Sequence[int]) -> int:
         """Pages that would be free if these sequences were released: those that no other sequence holds."""
-        owners = Counter(page for seq in seqs for page in self._tables[seq].pages)
+        owners = Counter(page for seq in seqs for page in self._sequences[seq].held())
         return sum(1 for page, num in owners.items() if self._pool.references(page) == num)
 
     def map(self, seqs: Sequence[int]) -> array[int]:
@@ -101,51 +160,69 @@ class KVManager:
         for page in self._index.pages():
             kinds[page] = CACHED
         for owner, seq in enumerate(seqs, FIRST_OWNER):
-            for page in self._tables[seq].pages:
+            for page in self._sequences[seq].held():
                 kinds[page] = owner if kinds[page] <= CACHED else SHARED
         return kinds[1:]  # without the null page
 
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0) -> int | None:
-        """Give a new sequence pages for all its tokens, sharing what is cached under its keys. Returns how many tokens that is,
-        or None if fewer than `reserve` pages would stay free (nothing is changed then)."""
-        assert seq not in self._tables
+        """Share what is cached under a new sequence's keys, and give it pages for the rest of its tokens, except in groups with
+        a window, which take them as they are written. Returns how many tokens are cached, or None if fewer than `reserve` pages
+        would stay free (nothing is changed then)."""
+        assert seq not in self._sequences
         if self.num_pages_to_admit(num_tokens, keys) + reserve > self._pool.num_free:
             return None
-        found = self.find(keys)
-        num_new = self.num_pages_for(num_tokens) - len(found)
-        for page in found:
-            self._pool.share(page)
-        pages = found + [self._take() for _ in range(num_new)]
-        self._tables[seq] = _Table(pages, list(keys), len(found), root_key(salt, self.page_size))
-        return len(found) * self.page_size
+        num_cached, tables = self._found(keys)
+        for table in tables:
+            for page in table.held:
+                self._pool.share(page)
+        made = _Sequence(tables, list(keys), num_cached // self.page_size, root_key(salt, self.page_size))
+        self._sequences[seq] = made
+        for group, table in zip(self.groups, tables, strict=True):
+            if not group.window:
+                table.pages += [self._take() for _ in range(group.num_pages_for(num_tokens) - len(table.pages))]
+        return num_cached
 
-    def extend(self, seq: int, num_tokens: int) -> list[int] | None:
-        """Make room for `num_tokens` tokens in all. Returns the pages added (often none), or None if there are not enough."""
-        table = self._tables[seq]
-        num_new = self.num_pages_for(num_tokens) - len(table.pages)
-        if num_new <= 0:
-            return []
-        if num_new > self._pool.num_free:
+    def extend(self, seq: int, num_tokens: int) -> list[PageChange] | None:
+        """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
+        pages (nothing is changed then)."""
+        tables = self._sequences[seq].tables
+        nums_new = [group.num_pages_for(num_tokens) - len(table.pages) for group, table in zip(self.groups, tables, strict=True)]
+        if sum(num for num in nums_new if num > 0) > self._pool.num_free:
             return None
-        new = [self._take() for _ in range(num_new)]
-        table.pages += new
-        return new
+        changes = []
+        for g, (table, num) in enumerate(zip(tables, nums_new, strict=True)):
+            if num > 0:
+                new = [self._take() for _ in range(num)]
+                changes.append(PageChange(g, len(table.pages), new))
+                table.pages += new
+        return changes
 
-    def copies_to_write(self, seq: int, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Make the pages of tokens start..end-1 private before they are written. Returns (index in table, old page) for each page
-        replaced, whose content must be copied into the new one; None if there are not enough free pages (nothing is changed)."""
-        table = self._tables[seq]
-        shared = self._shared(seq, start, end)
+    def trim(self, seq: int, position: int) -> list[PageChange]:
+        """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
+        changes = []
+        for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True)):
+            first = table.num_trimmed
+            given = table.trim(group.first_needed(position))
+            for page in given:
+                self._pool.drop(page)
+            if given:
+                changes.append(PageChange(g, first, [NULL_PAGE] * len(given)))
+        return changes
+
+    def copies_to_write(self, seq: int, start: int, end: int) -> list[tuple[int, int, int]] | None:
+        """Make the pages of tokens start..end-1 private before they are written. Returns (group, index in table, old page) for
+        each page replaced, whose content must be copied into the new one; None if there are not enough free pages (nothing is
+        changed)."""
+        tables, shared = self._sequences[seq].tables, self._shared(seq, start, end)
         if len(shared) > self._pool.num_free:
             return None
         copies = []
-        for i in shared:
-            old = table.pages[i]
-            table.pages[i] = self._take()
-            copies.append((i, old))
-        for _, old in copies:  # only now: the source must not be handed out as another copy's target
+        for g, i in shared:
+            copies.append((g, i, tables[g].pages[i]))
+            tables[g].pages[i] = self._take()
+        for _, _, old in copies:  # only now: the source must not be handed out as another copy's target
             self._pool.drop(old)
         return copies
 
@@ -153,61 +230,93 @@ class KVManager:
         """Tokens up to `num_computed` are computed, or will be by the step being planned: full pages enter the prefix index."""
         if not self.prefix_caching:
             return
-        table = self._tables[seq]
-        size = self.page_size
+        sequence, size = self._sequences[seq], self.page_size
         num_full = min(num_computed, len(token_ids)) // size
-        for i in range(table.num_recorded, num_full):
-            if i == len(table.keys):
-                parent = table.keys[i - 1] if i else table.root
-                table.keys.append(chain_key(parent, token_ids[i * size : (i + 1) * size]))
-            self._index.put(table.keys[i], table.pages[i])
-        table.num_recorded = max(table.num_recorded, num_full)
+        for i in range(sequence.num_recorded, num_full):
+            if i == len(sequence.keys):
+                parent = sequence.keys[i - 1] if i else sequence.root
+                sequence.keys.append(chain_key(parent, token_ids[i * size : (i + 1) * size]))
+            self._record_page(sequence, i)
+        sequence.num_recorded = max(sequence.num_recorded, num_full)
+
+    def begin_step(self) -> None:
+        """What was planned so far is computed before what is planned now. Only then can another sequence start from a state,
+        while keys and values can be shared in the step that computes them."""
+        for page, key in self._fresh.items():
+            self._index.put(key, page)
+        self._fresh.clear()
+
+    def _record_page(self, sequence: _Sequence, i: int) -> None:
+        """Pages that end with the tokens of key number `i`."""
+        end = (i + 1) * self.page_size
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+            at = end // group.page_size - 1
+            if end % group.page_size == 0 and table.num_trimmed <= at < len(table.pages):
+                key = group_key(g, sequence.keys[i])
+                if group.is_state:
+                    self._fresh[table.pages[at]] = key
+                else:
+                    self._index.put(key, table.pages[at])
 
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
-        assert child not in self._tables
-        source = self._tables[parent]
-        num_shared = self.num_pages_for(num_tokens)
-        assert num_shared <= len(source.pages)
-        pages = source.pages[:num_shared]
-        for page in pages:
-            self._pool.share(page)
+        assert child not in self._sequences
+        assert self.can_fork
+        source, tables = self._sequences[parent], []
+        for group, table in zip(self.groups, source.tables, strict=True):
+            num_shared = group.num_pages_for(num_tokens)
+            assert num_shared <= len(table.pages)
+            tables.append(GroupTable(table.pages[:num_shared], min(table.num_trimmed, num_shared)))
         num_full = min(num_tokens // self.page_size, source.num_recorded)
-        self._tables[child] = _Table(list(pages), source.keys[:num_full], num_full, source.root)
-        return num_shared
+        made = _Sequence(tables, source.keys[:num_full], num_full, source.root)
+        for page in made.held():
+            self._pool.share(page)
+        self._sequences[child] = made
+        return self.num_pages_of(child)
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        for page in reversed(self._tables.pop(seq).pages):
+        tables = self._sequences.pop(seq).tables
+        held = [
+            (i * group.page_size, table.pages[i])
+            for group, table in zip(self.groups, tables, strict=True)
+            for i in range(table.num_trimmed, len(table.pages))
+        ]
+        if len(tables) > 1:
+            held.sort(key=lambda entry: entry[0])
+        for _, page in reversed(held):
             self._pool.drop(page)
 
     def discard(self, seq: int) -> list[int]:
         """The sequence is done, and what it computed is worthless: it leaves the prefix index. Returns pages to be cleared."""
-        own = [page for page in self._tables[seq].pages if self._pool.references(page) == 1]
+        own = [page for page in self._sequences[seq].held() if self._pool.references(page) == 1]
         for page in own:
             self._index.forget(page)
+            self._fresh.pop(page, None)
         self.release(seq)
         return own
 
     def clear_prefixes(self) -> int:
         """Empty the prefix index. Returns how many pages were in it."""
-        for table in self._tables.values():
-            table.num_recorded = 0  # a live sequence is cached again once it is recorded anew
+        for sequence in self._sequences.values():
+            sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
+        self._fresh.clear()
         return self._index.clear()
 
     # ---- inside
 
-    def _shared(self, seq: int, start: int, end: int) -> list[int]:
-        """Table entries of tokens start..end-1 whose pages are shared or in the prefix index."""
-        pages = self._tables[seq].pages
+    def _shared(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Entries (group, index) of tokens start..end-1 whose pages are shared or in the prefix index."""
         return [
-            i
-            for i in range(start // self.page_size, self.num_pages_for(end))
-            if self._pool.references(pages[i]) > 1 or pages[i] in self._index
+            (g, i)
+            for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True))
+            for i in range(start // group.page_size, min(group.num_pages_for(end), len(table.pages)))
+            if self._pool.references(table.pages[i]) > 1 or table.pages[i] in self._index
         ]
 
     def _take(self) -> int:
         page = self._pool.take()
+        self._fresh.pop(page, None)
         if self._index.forget(page):
             self.num_evicted += 1
         return page
@@ -217,10 +326,13 @@ class KVManager:
         self._pool.check_integrity()
         self._index.check_integrity()
         owners: dict[int, int] = {}
-        for table in self._tables.values():
-            assert len(set(table.pages)) == len(table.pages), "a sequence holds a page twice"
-            assert table.num_recorded <= min(len(table.keys), len(table.pages))
-            for page in table.pages:
+        for sequence in self._sequences.values():
+            held = list(sequence.held())
+            assert NULL_PAGE not in held
+            assert len(set(held)) == len(held), "a sequence holds a page twice"
+            assert sequence.num_recorded <= len(sequence.keys)
+            assert all(not any(table.pages[: table.num_trimmed]) for table in sequence.tables)
+            for page in held:
                 owners[page] = owners.get(page, 0) + 1
         for page in range(1, self._pool.num_pages):
             assert self._pool.references(page) == owners.get(page, 0), f"page {page} is leaked or over-released"

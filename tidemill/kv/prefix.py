@@ -17,6 +17,11 @@ def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
+def group_key(group: int, key: bytes) -> bytes:
+    """Key of a group's page that ends where `key` does."""
+    return key + group.to_bytes(2, "big") if group else key
+
+
 class PrefixIndex:
     """Content key to page and back. A page here is full and its content final; it may be owned or free (evictable)."""
 

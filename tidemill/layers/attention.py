@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig
+from tidemill.config import AttentionSpec, ModelConfig
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
@@ -37,6 +37,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
         super().__init__()
         self.layer, spec, dim = layer, config.layers[layer], config.head_dim
+        assert isinstance(spec, AttentionSpec)
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.sinks = Sinks(spec.num_heads) if spec.has_sinks else None

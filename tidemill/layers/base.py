@@ -23,9 +23,12 @@ class Layer(nn.Module):
         """Parts that must still come."""
         return set() if self.optional else set(self.parts) - self._loaded
 
+    def lacks(self, part: str) -> bool:
+        return part in self.missing
+
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         expected = self.parts[part]
-        if tuple(tensor.shape) != expected:
+        if not self.fits(part, tuple(tensor.shape)):
             raise CheckpointError(
                 f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(expected)}."
             )
@@ -33,8 +36,15 @@ class Layer(nn.Module):
             raise CheckpointError(f"Tensor {tensor.name} stands in the checkpoint twice.")
         self.take(part, tensor, row_order)
         self._loaded.add(part)
-        if self._loaded == set(self.parts):
+        if self.is_complete():
             self.finish()
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Whether a stored tensor of this shape can be the part."""
+        return shape == self.parts[part]
+
+    def is_complete(self) -> bool:
+        return self._loaded == set(self.parts)
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         """Default: a parameter of that name, on the meta device until now."""

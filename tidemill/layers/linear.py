@@ -19,19 +19,33 @@ if TYPE_CHECKING:
 class Linear(Layer):
     act = ""  # of a gated layer
 
-    def __init__(self, num_in: int, outs: dict[str, int], *, bias: bool = False, dtype: str = "float32") -> None:
-        """`outs`: stored matrices by name, with their output features, in the order in which they are fused."""
-        parts: dict[str, tuple[int, ...]] = {name: (num_out, num_in) for name, num_out in outs.items()}
+    def __init__(
+        self,
+        num_in: int,
+        outs: dict[str, int],
+        *,
+        bias: bool = False,
+        dtype: str = "float32",
+        stored: dict[str, int] | None = None,
+    ) -> None:
+        """`outs`: stored matrices by name, with their output features, in the order in which they are fused. `stored`: the rows
+        of one of which the model's `row_order` takes only some."""
+        parts: dict[str, tuple[int, ...]] = {name: ((stored or outs).get(name, num), num_in) for name, num in outs.items()}
         if bias:
             parts |= {f"{name}.bias": (num_out,) for name, num_out in outs.items()}
         super().__init__(parts)
         self.num_in, self.outs = num_in, outs
-        self._names, self._has_bias = list(outs), bias
+        self._names, self._has_bias, self._taken = list(outs), bias, outs
         self._method = METHODS[dtype]
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
         self.lora: LinearLora | None = None
+
+    def fits(self, part: str, shape: tuple[int, ...]) -> bool:
+        """Some formats store by themselves the rows that others have among more."""
+        name = part.partition(".")[0]
+        return shape in (self.parts[part], (self._taken[name], *self.parts[part][1:]))
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         if part in self._names:

@@ -21,7 +21,7 @@ class Rope(Layer):
     def build(self, num_positions: int, device: torch.device | None = None) -> Angles:
         """The tables, once the weights are there."""
         rotation = self.rotation
-        freqs, factor = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling)
+        freqs, factor = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling, num_positions)
         if self.factors is not None:
             freqs = freqs / self.factors.numpy()
         cos, sin = rope_tables(freqs, factor, num_positions)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, Rotation
+from tidemill.config import AttentionSpec, ModelConfig, Rotation
 from tidemill.errors import CheckpointError
 from tidemill.kernels.kv_cache import Angles
+from tidemill.kernels.linear import Weight
+from tidemill.kernels.moe import ExpertWeights
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
+from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.rope import Rope
-from tidemill.weights.checkpoint import Checkpoint, RandomTensor
+from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
+from tidemill.weights.views import cut, joined
 
 _NUMBERS_BELOW = 2**31
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
@@ -29,7 +33,9 @@ ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes i
 class CausalLM(nn.Module, ABC):
     """A decoder. Built on the meta device, then loaded tensor by tensor."""
 
-    # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number.
+    # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in
+    # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
+    # A tensor that several lines name is cut by rows, in their order.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
@@ -39,7 +45,7 @@ class CausalLM(nn.Module, ABC):
         """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
         super().__init__()
         self.config, self.dtype = config, dtype
-        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.layers) if one is not None]
+        self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
@@ -49,7 +55,7 @@ class CausalLM(nn.Module, ABC):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """What the first layer starts from, [T, H]."""
 
     @abstractmethod
@@ -59,40 +65,47 @@ class CausalLM(nn.Module, ABC):
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time."""
-        whole, layers = self.blocks, self.config.layers
-        self.blocks = nn.ModuleList(whole[layers.index(spec)] for spec in dict.fromkeys(layers))
+        whole, config = self.blocks, self.config
+        kinds = [(spec, config.moe(layer)) for layer, spec in enumerate(config.layers)]
+        self.blocks = nn.ModuleList(whole[kinds.index(kind)] for kind in dict.fromkeys(kinds))
         try:
             yield
         finally:
             self.blocks = whole
 
     def angles(self, num_positions: int, device: torch.device | None = None) -> list[Angles | None]:
-        """Each layer's cosines and sines."""
+        """Each layer's cosines and sines; None where nothing is rotated."""
         tables: dict[Rotation | None, Angles | None] = {None: None}
         for rotation, rope in zip(self._rotations, self.ropes, strict=True):
             assert isinstance(rope, Rope)
             tables[rotation] = rope.build(num_positions, device)
-        return [tables[spec.rotation] for spec in self.config.layers]
+        return [tables[spec.rotation] if isinstance(spec, AttentionSpec) else None for spec in self.config.layers]
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
-        for linear in self._linears():
-            linear.weight.compile(nums_rows)
+        for weight in self._weights():
+            weight.compile(nums_rows)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
-        """Before the first step: matmuls will have these numbers of rows. A head's or an embedding's are not among them."""
-        for linear in self._linears():
-            linear.weight.prepare(nums_rows)
+        """Before the first step: matmuls will have these numbers of rows. A head's, an embedding's or a router's are not among
+        them."""
+        for weight in self._weights():
+            weight.prepare(nums_rows)
 
-    def _linears(self) -> Iterator[Linear]:
-        return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head))
+    def _weights(self) -> Iterator[Weight | ExpertWeights]:
+        for module in self.modules():
+            if isinstance(module, Experts):
+                yield module.weights
+            elif isinstance(module, Linear) and not isinstance(module, Embedding | Head | Router):
+                yield module.weight
 
     def lora_places(self) -> dict[str, tuple[Linear, str]]:
-        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names."""
+        """What an adapter may change: the stored matrices of linear layers, by their Hugging Face names. Not those that are cut
+        into several parts."""
         return {
             name.removesuffix(".weight"): (layer, part)
             for name, places in self._targets("hf").items()
-            for layer, part in places
+            for layer, part in (places if len(places) == 1 else ())
             if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head) and part in layer.outs
         }
 
@@ -126,7 +139,8 @@ class CausalLM(nn.Module, ABC):
         ignored = [re.compile(pattern) for pattern in model.ignored]
         done, total = 0, 0 if random else checkpoint.num_bytes
         with torch.inference_mode():
-            for tensor in model._random_tensors(targets) if random else checkpoint.tensors():
+            stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
+            for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
                 places = targets.get(tensor.name)
                 if places is None:
                     if not any(pattern.fullmatch(tensor.name) for pattern in ignored):
@@ -135,8 +149,9 @@ class CausalLM(nn.Module, ABC):
                             f"with {config.num_layers} layers."
                         )
                     continue
-                for layer, part in places:
-                    layer.load(part, tensor, model.row_order(checkpoint.format, part))
+                pieces = cut(tensor, [layer.parts[part] for layer, part in places])
+                for (layer, part), piece in zip(places, pieces, strict=True):
+                    layer.load(part, piece, model.row_order(checkpoint.format, part))
                 done += tensor.num_bytes
                 if progress:
                     progress(tensor.name, done, total)
@@ -146,7 +161,8 @@ class CausalLM(nn.Module, ABC):
         stored_as = {place: name for name, places in targets.items() for place in places}
         for module in model.modules():
             if isinstance(module, Layer) and module.missing:
-                name = stored_as.get((module, min(module.missing)), min(module.missing))
+                missing = sorted(module.missing)
+                name = next((stored_as[module, part] for part in missing if (module, part) in stored_as), missing[0])
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         with torch.inference_mode():
             model.loaded(checkpoint.format)
@@ -156,26 +172,56 @@ class CausalLM(nn.Module, ABC):
         """All tensors are there: what a format stores differently is settled here."""
         return
 
+    def as_named(self, tensor: WeightTensor, checkpoint_format: str) -> WeightTensor:
+        """A stored tensor under the name and in the shape that `NAMES` expects."""
+        return tensor
+
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
-        for name, places in targets.items():
+        """Stacks of matrices before single ones, which are the same matrices."""
+        for name, places in sorted(targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])):
             layer, part = places[0]
-            if not layer.optional:
-                yield RandomTensor(name, layer.parts[part])
+            if layer.lacks(part):
+                yield RandomTensor(name, joined([layer.parts[part] for layer, part in places]))
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
-        """Stored name to the layers and parts it fills. A tied table fills two."""
+        """Stored name to the layers and parts it fills."""
         targets: dict[str, list[tuple[Layer, str]]] = {}
+        modules = dict(self.named_modules())
         for path, part, hf_name, gguf_name in self.names:
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue
-            for i in range(self.config.num_layers) if "{}" in path else range(1):
-                layer = self.get_submodule(path.format(i))
-                assert isinstance(layer, Layer)
-                for suffix, our_part in ((".weight", part), (".bias", f"{part}.bias")):
-                    if our_part in layer.parts:
-                        targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
+            for i, layer in _layers_at(path, modules, self.config.num_layers):
+                for number in range(getattr(layer, "num_experts", 1)) if "{}" in part else (0,):
+                    for suffix, our_part in _stored_parts(stored, part.format(number)):
+                        if our_part in layer.parts:
+                            name = stored.removeprefix("=").format(i, number) + suffix
+                            targets.setdefault(name, []).append((layer, our_part))
         return targets
+
+    def take_expert_counts(self) -> dict[int, list[int]]:
+        """By layer: how many tokens each expert got since the last call. Empty where that is not counted."""
+        taken = {}
+        for layer, block in enumerate(self.blocks):
+            counts = next((module.experts.weights.counts for module in block.modules() if isinstance(module, MoE)), None)
+            if counts is not None:
+                taken[layer] = counts.tolist()
+                counts[:] = 0
+        return taken
+
+
+def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Iterator[tuple[int, Layer]]:
+    """The layers that a path means, with their numbers. Not every block has every layer: some are dense, some have experts."""
+    for i in range(num_layers) if "{}" in path else range(1):
+        layer = modules.get(path.format(i))
+        if layer is not None:
+            assert isinstance(layer, Layer)
+            yield i, layer
+
+
+def _stored_parts(stored: str, part: str) -> tuple[tuple[str, str], ...]:
+    """Endings of a stored name, and the part that each is."""
+    return (("", part),) if stored.startswith("=") else ((".weight", part), (".bias", f"{part}.bias"))
 
 
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:

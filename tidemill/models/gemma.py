@@ -16,7 +16,7 @@ from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
 from tidemill.models.base import optional, required
-from tidemill.models.llama import Llama, hf_scaling
+from tidemill.models.llama import Llama, gguf_windows, hf_scaling
 from tidemill.weights.checkpoint import Checkpoint
 
 _LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
@@ -48,7 +48,7 @@ class Gemma2(Llama):
         ("blocks.{}.post_mlp_norm", "weight", "model.layers.{}.post_feedforward_layernorm", "blk.{}.post_ffw_norm"),
     ]
 
-    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         embedded = self.embed(ids_T)
         return embedded * torch.tensor(self.config.hidden_size**0.5, dtype=embedded.dtype)
 
@@ -78,7 +78,7 @@ class Gemma2(Llama):
         softcap = optional(data, "attn_logit_softcapping", float, None, source) or 0.0
         return replace(
             config,
-            layers=tuple(replace(spec, scale=scalar**-0.5, softcap=softcap) for spec in config.layers),
+            layers=tuple(replace(spec, scale=scalar**-0.5, softcap=softcap) for spec in config.attention_layers),
             logits_softcap=optional(data, "final_logit_softcapping", float, None, source) or 0.0,
             tie_embeddings=bool(data.get("tie_word_embeddings", True)),
         )
@@ -86,13 +86,13 @@ class Gemma2(Llama):
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
-        window = required(data, f"{arch}.attention.sliding_window", int, source)
-        every, wide = _PATTERN[arch], config.num_layers in _WIDE
+        windows = gguf_windows(checkpoint, config.num_layers, _PATTERN[arch])
+        wide = config.num_layers in _WIDE
         scalar = config.hidden_size / config.num_heads if wide else config.head_dim
         softcap = optional(data, f"{arch}.attn_logit_softcapping", float, 0.0, source)
         layers = [
-            replace(spec, scale=scalar**-0.5, softcap=softcap, window=0 if (i + 1) % every == 0 else window)
-            for i, spec in enumerate(config.layers)
+            replace(spec, scale=scalar**-0.5, softcap=softcap, window=window)
+            for spec, window in zip(config.attention_layers, windows, strict=True)
         ]
         return replace(
             config,
@@ -130,9 +130,11 @@ class Gemma3(Gemma2):
 
     @classmethod
     def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-        whole = config.layers[0].rotation
+        whole = config.attention_layers[0].rotation
         assert whole is not None
-        return cls._with_rotations(super()._of_gguf(config, checkpoint), (_LOCAL_THETA, None), (whole.theta, whole.scaling))
+        key = f"{checkpoint.architecture}.rope.freq_base_swa"
+        local = optional(checkpoint.metadata, key, float, _LOCAL_THETA, checkpoint.path)
+        return cls._with_rotations(super()._of_gguf(config, checkpoint), (local, None), (whole.theta, whole.scaling))
 
     @classmethod
     def _with_rotations(
@@ -140,5 +142,5 @@ class Gemma3(Gemma2):
     ) -> ModelConfig:
         dim = config.head_dim
         rotations = [Rotation(num_dims=dim, theta=theta, scaling=scaling) for theta, scaling in (local, whole)]
-        layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.layers)
+        layers = (replace(spec, rotation=rotations[0 if spec.window else 1]) for spec in config.attention_layers)
         return replace(config, layers=tuple(layers), qk_norm=True)

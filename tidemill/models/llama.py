@@ -12,21 +12,27 @@ from tidemill.config import AttentionSpec, ModelConfig, RopeScaling, Rotation, a
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
-from tidemill.layers.mlp import GatedMLP
-from tidemill.layers.norm import RMSNorm
+from tidemill.layers.moe import feed_forward
+from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
 
-_ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
+_SCALINGS = ("linear", "llama3", "yarn", "longrope")
+_LONGROPE = {"short_factors": "rope_factors_short.weight", "long_factors": "rope_factors_long.weight"}
+ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.attn = Attention(config, layer, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
+        self.mlp = self.feed_forward(config, layer, dtype)
+
+    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+        return feed_forward(config, layer, dtype)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -36,6 +42,7 @@ class Block(nn.Module):
 
 class Llama(CausalLM):
     block: ClassVar[type[nn.Module]] = Block
+    has_experts: ClassVar = False
     NAMES: ClassVar = [
         ("embed", "weight", "model.embed_tokens", "token_embd"),
         ("blocks.{}.attn_norm", "weight", "model.layers.{}.input_layernorm", "blk.{}.attn_norm"),
@@ -50,13 +57,16 @@ class Llama(CausalLM):
         ("norm", "weight", "model.norm", "output_norm"),
         ("ropes.0", "factors", "", "rope_freqs"),
     ]
-    IGNORED: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    IGNORED: ClassVar[tuple[str, ...]] = (
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        r"rope_factors_(short|long)\.weight",
+    )
 
     def __init__(self, config: ModelConfig, dtype: str) -> None:
         super().__init__(config, dtype)
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.blocks = nn.ModuleList(self.block(config, i, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm: RMSNorm | LayerNorm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
@@ -65,7 +75,7 @@ class Llama(CausalLM):
             self.head = Head(config.hidden_size, config.vocab_size, dtype)
             self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
 
-    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         return self.embed(ids_T)
 
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -87,24 +97,55 @@ class Llama(CausalLM):
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        if not cls.has_experts and checkpoint.metadata.get(f"{checkpoint.architecture}.expert_count"):
+            raise CheckpointError(f"{checkpoint.path}: {checkpoint.architecture} with experts is not supported.")
         config = _from_gguf(checkpoint) if checkpoint.format == "gguf" else _from_hf(checkpoint)
-        _check_numbers(config, checkpoint.path)
-        return config
+        check_numbers(config, checkpoint.path)
+        return replace(config, notes=_notes(config))
 
 
-def _check_numbers(config: ModelConfig, source: object) -> None:
+class SmolLM3(Llama):
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        """Every so many layers, one is not rotated. Hugging Face's files list them, or say how many; GGUF's do not."""
+        config, data = super().read_config(checkpoint), checkpoint.metadata
+        if data.get("no_rope_layers") is not None:
+            return config
+        every = optional(data, "no_rope_layer_interval", int, _SMOLLM3_EVERY, checkpoint.path) or _SMOLLM3_EVERY
+        layers = (
+            replace(spec, rotation=None) if (i + 1) % every == 0 else spec for i, spec in enumerate(config.attention_layers)
+        )
+        return replace(config, layers=tuple(layers))
+
+
+def _notes(config: ModelConfig) -> tuple[str, ...]:
+    scalings = {spec.rotation.scaling for spec in config.attention_layers if spec.rotation is not None}
+    for one in scalings:
+        if one is not None and one.kind == "longrope" and one.original_context < config.max_context:
+            return (f"--max-context decides the rope factors: above {one.original_context} the long ones, else the short ones.",)
+    return ()
+
+
+def check_numbers(config: ModelConfig, source: object) -> None:
     """What would make rope tables or norms that are not numbers."""
-    rotations = {spec.rotation for spec in config.layers if spec.rotation is not None}
+    rotations = {spec.rotation for spec in config.attention_layers if spec.rotation is not None}
     scalings = [rotation.scaling or RopeScaling(kind="linear", factor=1.0) for rotation in rotations]
     wrong = {
         "context length": config.max_context < 1,
         "head_dim": config.head_dim % 2,
         "number of rotated dimensions": any(not 0 < one.num_dims <= config.head_dim or one.num_dims % 2 for one in rotations),
-        "sliding window": any(spec.window < 0 for spec in config.layers),
+        "sliding window": any(spec.window < 0 for spec in config.attention_layers),
         "norm epsilon": not 0 <= config.norm_eps <= 1,
         "rope theta": not all(1 < rotation.theta < 1e30 for rotation in rotations),
         "rope scaling factor": not all(1e-6 < s.factor < 1e6 for s in scalings),
-        "rope scaling's original context": any(s.kind != "linear" and s.original_context < 1 for s in scalings),
+        "rope scaling's original context": any(s.kind != "linear" and s.original_context < 2 for s in scalings),
+        "rope scaling's short_factor or long_factor": any(
+            len(factors) != rotation.num_dims // 2 or not all(1e-6 < factor < 1e6 for factor in factors)
+            for rotation in rotations
+            if rotation.scaling is not None and rotation.scaling.kind == "longrope"
+            for factors in (rotation.scaling.short_factors, rotation.scaling.long_factors)
+        ),
+        "rope scaling's attention factor": not all(1e-6 < (s.attention_factor or 1.0) < 1e6 for s in scalings),
         "rope scaling's low_freq_factor and high_freq_factor": not all(
             0 < s.low_freq_factor < s.high_freq_factor for s in scalings
         ),
@@ -122,12 +163,14 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         return required(data, key, kind, source)
 
     act = data.get("hidden_activation") or data.get("hidden_act", "silu")
-    if act not in _ACTS:
-        raise CheckpointError(f"{source}: hidden_act {act!r} is not supported.", fix=f"{', '.join(_ACTS)} are.")
+    if act not in ACTS:
+        raise CheckpointError(f"{source}: hidden_act {act!r} is not supported.", fix=f"{', '.join(ACTS)} are.")
     num_heads, hidden_size = need("num_attention_heads"), need("hidden_size")
     trained, num_layers = need("max_position_embeddings"), need("num_hidden_layers")
     # Newer files put both under rope_parameters.
     rope = optional(data, "rope_parameters", dict, None, source) or optional(data, "rope_scaling", dict, {}, source)
+    if data.get("original_max_position_embeddings") is not None:
+        rope = {"original_max_position_embeddings": data["original_max_position_embeddings"]} | rope
     theta = optional(data, "rope_theta", float, optional(rope, "rope_theta", float, 10000.0, source), source)
     head_dim = optional(data, "head_dim", int, hidden_size // max(num_heads, 1), source)
     partial = optional(data, "partial_rotary_factor", float, None, source) or optional(
@@ -153,7 +196,7 @@ def _from_hf(checkpoint: Checkpoint) -> ModelConfig:
         layers=tuple(layers),
         max_context=trained,
         norm_eps=need("rms_norm_eps", float),
-        act=_ACTS[act],
+        act=ACTS[act],
         tie_embeddings=bool(data.get("tie_word_embeddings", False)),
         attention_bias=bool(data.get("attention_bias", False)),
         attention_out_bias=bool(data.get("attention_bias", False)),
@@ -179,14 +222,76 @@ def windows(data: dict[str, Any], num_layers: int, source: object) -> list[int]:
 
 def hf_scaling(rope: dict[str, Any], context: int, source: object) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "su" or "long_factor" in rope:  # how older files say it
+        kind = "longrope"
     if kind in ("default", "dynamic"):
         return None  # dynamic scaling starts past max_position_embeddings, where this engine's context ends
-    if kind not in ("linear", "llama3", "yarn"):
-        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear, llama3 and yarn are.")
+    if kind not in _SCALINGS:
+        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix=f"{', '.join(_SCALINGS)} are.")
     fields = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-    given = {name: required(rope, name, float, source) for name in fields if rope.get(name) is not None}
+    given: dict[str, Any] = {name: required(rope, name, float, source) for name in fields if rope.get(name) is not None}
     original = optional(rope, "original_max_position_embeddings", int, context, source)
-    return RopeScaling(kind=kind, factor=required(rope, "factor", float, source), original_context=original, **given)
+    if kind != "longrope":
+        factor, truncate = required(rope, "factor", float, source), rope.get("truncate") is not False
+        return RopeScaling(kind=kind, factor=factor, original_context=original, truncate=truncate, **given)
+    for name in ("short_factor", "long_factor"):
+        values = required(rope, name, list, source)
+        given[f"{name}s"] = tuple(required({name: value}, name, float, source) for value in values)
+    factor = optional(rope, "factor", float, context / max(original, 1), source)
+    return RopeScaling(kind=kind, factor=factor, original_context=original, **given)
+
+
+def table_rows(checkpoint: Checkpoint) -> int:
+    """Of a GGUF file: the size of its vocabulary."""
+    table = next((tensor.shape for tensor in checkpoint.tensors() if tensor.name == "token_embd.weight"), None)
+    if table is None:
+        raise CheckpointError(f"{checkpoint.path}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
+    return table[0]
+
+
+def gguf_windows(checkpoint: Checkpoint, num_layers: int, every: int) -> list[int]:
+    """Each layer's sliding window: every so many layers, one is without. Files may say how many, or which layers have one."""
+    data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+    window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
+    key = f"{arch}.attention.sliding_window_pattern"
+    if not isinstance(data.get(key), list):
+        every = optional(data, key, int, every, source)
+        return [0 if every and (layer + 1) % every == 0 else window for layer in range(num_layers)]
+    if len(data[key]) != num_layers:
+        raise CheckpointError(f"{source}: {key} has {len(data[key])} entries for {num_layers} layers.")
+    return [window if has_window else 0 for has_window in data[key]]
+
+
+def _gguf_scaling(checkpoint: Checkpoint, num_rotated: int, context: int) -> RopeScaling | None:
+    data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+    factors = {tensor.name: tensor for tensor in checkpoint.tensors() if tensor.name in _LONGROPE.values()}
+    kind = data.get(f"{arch}.rope.scaling.type", "none")
+    original = optional(data, f"{arch}.rope.scaling.original_context_length", int, context, source)
+    if factors or kind == "longrope":
+        values: dict[str, Any] = {}
+        for field, name in _LONGROPE.items():
+            if name not in factors:
+                raise CheckpointError(f"{source}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+            if factors[name].shape != (num_rotated // 2,):
+                raise CheckpointError(f"{source}: tensor {name} has shape {list(factors[name].shape)}, not [{num_rotated // 2}].")
+            read = torch.empty(num_rotated // 2, dtype=torch.float32, device="cpu")
+            factors[name].read_into(read)
+            values[field] = tuple(read.tolist())
+        return RopeScaling(
+            kind="longrope",
+            factor=context / max(original, 1),
+            original_context=original,
+            attention_factor=optional(data, f"{arch}.rope.scaling.attn_factor", float, None, source),
+            **values,
+        )
+    if kind in ("linear", "yarn"):
+        factor = required(data, f"{arch}.rope.scaling.factor", float, source)
+        return RopeScaling(kind=kind, factor=factor, original_context=original)
+    if f"{arch}.rope.scale_linear" in data:  # how older files say it
+        return RopeScaling(kind="linear", factor=required(data, f"{arch}.rope.scale_linear", float, source))
+    if kind != "none":
+        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear, yarn and longrope are.")
+    return None
 
 
 def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
@@ -199,33 +304,20 @@ def _from_gguf(checkpoint: Checkpoint) -> ModelConfig:
     num_heads, hidden_size = need("attention.head_count"), need("embedding_length")
     head_dim = optional(data, f"{arch}.attention.key_length", int, hidden_size // max(num_heads, 1), source)
     rotated = optional(data, f"{arch}.rope.dimension_count", int, head_dim, source)
-    if data.get(f"{arch}.expert_count"):
-        raise CheckpointError(f"{source}: mixture-of-experts models are not supported.")
-    table = shapes.get("token_embd.weight")
-    if table is None:
-        raise CheckpointError(f"{source}: tensor token_embd.weight is missing.", fix="Is it the whole checkpoint?")
     trained = need("context_length")
     window = optional(data, f"{arch}.attention.sliding_window", int, 0, source)
-    kind, scaling = data.get(f"{arch}.rope.scaling.type", "none"), None
-    if kind in ("linear", "yarn"):
-        original = optional(data, f"{arch}.rope.scaling.original_context_length", int, trained, source)
-        scaling = RopeScaling(kind=kind, factor=need("rope.scaling.factor", float), original_context=original)
-    elif f"{arch}.rope.scale_linear" in data:  # how older files say it
-        scaling = RopeScaling(kind="linear", factor=need("rope.scale_linear", float))
-    elif kind != "none":
-        raise CheckpointError(f"{source}: rope scaling {kind!r} is not supported.", fix="linear and yarn are.")
     theta = optional(data, f"{arch}.rope.freq_base", float, 10000.0, source)
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=optional(data, f"{arch}.attention.head_count_kv", int, num_heads, source),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotation=Rotation(num_dims=rotated, theta=theta, scaling=scaling),
+        rotation=Rotation(num_dims=rotated, theta=theta, scaling=_gguf_scaling(checkpoint, rotated, trained)),
         window=window,
     )
     return ModelConfig(
         architecture=arch,
-        vocab_size=table[0],
+        vocab_size=table_rows(checkpoint),
         hidden_size=hidden_size,
         intermediate_size=need("feed_forward_length"),
         layers=alike(need("block_count"), spec),

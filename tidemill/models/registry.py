@@ -12,27 +12,56 @@ from tidemill.weights.checkpoint import Checkpoint
 ARCHITECTURES = {
     ("hf", "LlamaForCausalLM"): "tidemill.models.llama:Llama",
     ("hf", "MistralForCausalLM"): "tidemill.models.llama:Llama",
-    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:Llama",
+    ("hf", "SmolLM3ForCausalLM"): "tidemill.models.llama:SmolLM3",
     ("hf", "Qwen2ForCausalLM"): "tidemill.models.qwen2:Qwen2",
     ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
     ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
     ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
+    ("hf", "Qwen3NextForCausalLM"): "tidemill.models.qwen3_next:Qwen3Next",
+    ("hf", "MambaForCausalLM"): "tidemill.models.mamba:Mamba",
+    ("hf", "Mamba2ForCausalLM"): "tidemill.models.mamba2:Mamba2",
+    ("gguf", "qwen3next"): "tidemill.models.qwen3_next:Qwen3Next",
+    ("gguf", "mamba"): "tidemill.models.mamba:Mamba",
+    ("gguf", "mamba2"): "tidemill.models.mamba2:Mamba2",
+    ("hf", "MixtralForCausalLM"): "tidemill.models.mixtral:Mixtral",
+    ("hf", "Qwen2MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen2MoE",
+    ("hf", "Qwen3MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen3MoE",
+    ("hf", "OlmoeForCausalLM"): "tidemill.models.olmoe:Olmoe",
+    ("hf", "GptOssForCausalLM"): "tidemill.models.gpt_oss:GptOss",
+    ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
+    ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
+    ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
+    ("hf", "Olmo3ForCausalLM"): "tidemill.models.olmo2:Olmo3",
+    ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
     ("gguf", "gemma3"): "tidemill.models.gemma:Gemma3",
     ("gguf", "qwen3"): "tidemill.models.qwen3:Qwen3",
+    ("gguf", "llama with experts"): "tidemill.models.mixtral:Mixtral",
+    ("gguf", "qwen2moe"): "tidemill.models.qwen_moe:Qwen2MoE",
+    ("gguf", "qwen3moe"): "tidemill.models.qwen_moe:Qwen3MoE",
+    ("gguf", "olmoe"): "tidemill.models.olmoe:Olmoe",
+    ("gguf", "gpt-oss"): "tidemill.models.gpt_oss:GptOss",
+    ("gguf", "smollm3"): "tidemill.models.llama:SmolLM3",
+    ("gguf", "phi3"): "tidemill.models.phi3:Phi3",
+    ("gguf", "gpt2"): "tidemill.models.gpt2:GPT2",
+    ("gguf", "olmo2"): "tidemill.models.olmo2:Olmo2",
+    ("gguf", "granite"): "tidemill.models.granite:Granite",
 }
 
 
 def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
-    target = ARCHITECTURES.get((checkpoint.format, checkpoint.architecture))
+    name = checkpoint.architecture
+    if name == "llama" and checkpoint.metadata.get("llama.expert_count"):
+        name = "llama with experts"  # GGUF's word for Mixtral
+    target = ARCHITECTURES.get((checkpoint.format, name))
     if target is None:
         known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
         raise CheckpointError(
             f"{checkpoint.path} has the architecture {checkpoint.architecture}, which is not supported.",
             fix=f"Supported in this format: {known}.",
         )
-    module, _, name = target.partition(":")
-    cls: type[CausalLM] = getattr(importlib.import_module(module), name)
+    module, _, class_name = target.partition(":")
+    cls: type[CausalLM] = getattr(importlib.import_module(module), class_name)
     return cls

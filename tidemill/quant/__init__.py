@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tidemill.quant.base import LinearMethod
+from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.quant.cuda import CudaDense
 from tidemill.quant.dense import Dense
 from tidemill.quant.quantized import Quantized
@@ -14,4 +14,4 @@ METHODS: dict[str, LinearMethod[Any]] = {
     "bfloat16-fast": CudaDense(fast=True),
 }
 
-__all__ = ["METHODS", "LinearMethod"]
+__all__ = ["METHODS", "ExpertParts", "ExpertStacks", "LinearMethod"]

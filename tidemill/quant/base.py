@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from tidemill.config import MoESpec
 from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.moe import ExpertWeights
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")
+
+
+@dataclass(slots=True)
+class ExpertStacks:
+    """Where the matrices of a layer's experts go as they are read, so that they are never there twice."""
+
+    gate_up_E2IH: torch.Tensor  # rows of gate first
+    down_EHI: torch.Tensor
+
+    def read(self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        """`side`: gate, up, gate_up or down."""
+        size = self.down_EHI.shape[2]
+        rows = {"gate": slice(0, size), "up": slice(size, None)}.get(side, slice(None))
+        place = (self.down_EHI if side == "down" else self.gate_up_E2IH)[expert, rows]
+        if row_order is None:
+            tensor.read_into(place)
+            return
+        stored = torch.empty_like(place)
+        tensor.read_into(stored)
+        place.copy_(stored[row_order.to(place.device)])
+
+
+@dataclass(slots=True)
+class ExpertParts(Generic[Part]):
+    """The matrices of a layer's experts, as they were read. `stacks`: has them all but the shared expert's, if it is there."""
+
+    gate_ups: list[list[Part]]  # of each expert, gate and up, or both as one; one below the other
+    downs: list[Part]
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    shared: tuple[list[Part], Part] | None = None  # of the shared expert, the same
+    stacks: ExpertStacks | None = None
 
 
 class LinearMethod(ABC, Generic[Part]):
@@ -28,6 +63,14 @@ class LinearMethod(ABC, Generic[Part]):
     def join_gated(self, gate: Part, up: Part, bias: torch.Tensor | None, act: str) -> Weight:
         """The two, laid out for a matmul that gives act(gate) * up. `act`: a name in `glu.ACTIVATIONS`."""
         return _Gated(self.join([gate, up], bias), act)
+
+    def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks | None:
+        """If that is where experts are to be read."""
+        return None
+
+    @abstractmethod
+    def join_experts(self, parts: ExpertParts[Part], spec: MoESpec) -> ExpertWeights:
+        """All experts of a layer, laid out for a kernel."""
 
 
 class _Gated(Weight):

@@ -6,8 +6,10 @@ from collections.abc import Collection
 
 import torch
 
+from tidemill.config import MoESpec
 from tidemill.kernels.linear import Weight
-from tidemill.quant.base import LinearMethod
+from tidemill.kernels.moe import ExpertWeights
+from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
 
@@ -61,6 +63,50 @@ class CudaWeight(Weight):
         return self._weight_NK[ids_T]
 
 
+class CudaExperts(ExpertWeights):
+    """The shared expert is two linears."""
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        stacks: ExpertStacks,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        shared: tuple[Weight, Weight] | None,
+    ) -> None:
+        self._spec, self._stacks, self._shared = spec, stacks, shared
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
+
+    def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        from tidemill.kernels.cuda.moe import moe
+
+        spec, stacks, shared_TH = self._spec, self._stacks, None
+        if self._shared is not None:
+            gate_up, down = self._shared
+            shared_TH = (torch.sigmoid(logits_TL[:, spec.num_experts :]) * down(gate_up(x_TH))).to(x_TH.dtype)
+        return moe(
+            x_TH,
+            logits_TL[:, : spec.num_experts].contiguous(),
+            stacks.gate_up_E2IH,
+            stacks.down_EHI,
+            spec.top_k,
+            spec.renormalise,
+            spec.act,
+            self._gate_up_bias,
+            self._down_bias,
+            spec.scoring,
+            shared_TH,
+        )
+
+    def compile(self, nums_rows: Collection[int]) -> None:
+        for linear in self._shared or ():
+            linear.compile(nums_rows)
+
+    def prepare(self, nums_rows: Collection[int]) -> None:
+        for linear in self._shared or ():
+            linear.prepare(nums_rows)
+
+
 class CudaDense(LinearMethod[torch.Tensor]):
     def __init__(self, fast: bool = False) -> None:
         self._fast = fast
@@ -70,6 +116,11 @@ class CudaDense(LinearMethod[torch.Tensor]):
         tensor.read_into(rows)
         return rows if row_order is None else rows[row_order.to("cuda")]
 
+    def new_stacks(self, spec: MoESpec, hidden_size: int) -> ExpertStacks:
+        num, size = spec.num_experts, spec.expert_size
+        shapes = (num, 2 * size, hidden_size), (num, hidden_size, size)
+        return ExpertStacks(*(torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes))
+
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         return CudaWeight(weight, None if bias is None else bias.to("cuda", torch.bfloat16), self._fast)
@@ -78,3 +129,14 @@ class CudaDense(LinearMethod[torch.Tensor]):
         weight = torch.stack([gate, up], 1).flatten(0, 1)
         paired = None if bias is None else torch.stack(bias.chunk(2), 1).flatten().to("cuda", torch.bfloat16)
         return CudaWeight(weight, paired, self._fast, act)
+
+    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
+        assert parts.stacks is not None
+        gate_up_bias, down_bias = (
+            None if bias is None else bias.to("cuda", torch.bfloat16) for bias in (parts.gate_up_bias, parts.down_bias)
+        )
+        shared = None
+        if parts.shared is not None:
+            gate, up = torch.cat(parts.shared[0]).chunk(2)
+            shared = self.join_gated(gate, up, None, spec.act), self.join([parts.shared[1]], None)
+        return CudaExperts(spec, parts.stacks, gate_up_bias, down_bias, shared)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from tidemill.config import MoESpec
 from tidemill.kernels import native
 from tidemill.kernels.linear import Weight, pack_linear
-from tidemill.quant.base import LinearMethod
+from tidemill.kernels.moe import ExpertWeights, dense_experts
+from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
 _SHORT = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -21,6 +23,18 @@ class Dense(LinearMethod[torch.Tensor]):
         return rows if row_order is None else rows[row_order]
 
     def join(self, parts: list[torch.Tensor], bias: torch.Tensor | None) -> Weight:
-        if len({part.dtype for part in parts}) > 1:
-            parts = [part.float() for part in parts]
-        return pack_linear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
+        return pack_linear(_below(parts), bias)
+
+    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
+        shared = None if parts.shared is None else (_below(parts.shared[0]), parts.shared[1])
+        gate_ups = _same_type([_below(matrices) for matrices in parts.gate_ups])
+        return dense_experts(spec, gate_ups, _same_type(parts.downs), parts.gate_up_bias, parts.down_bias, shared)
+
+
+def _same_type(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]
+
+
+def _below(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One below the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(_same_type(parts))

@@ -21,7 +21,7 @@ class Batch:
     last_token: np.ndarray
     ids_T: torch.Tensor
     positions_T: torch.Tensor
-    slots_T: torch.Tensor  # page * page_size + offset
+    slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
 
 
 def gather_batch(items: list[StepItem], state: RowState) -> Batch:
@@ -29,7 +29,8 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)
     positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-    pages = state.pages.numpy()[row_of, positions // state.page_size].astype(np.int64)
+    pages, offsets = positions // state.page_size, positions % state.page_size
+    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
     return Batch(
         rows=rows,
         starts=starts,
@@ -37,5 +38,5 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
         last_token=ends - 1,
         ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(positions),
-        slots_T=torch.from_numpy(pages * state.page_size + positions % state.page_size),
+        slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tidemill.config import EngineConfig
+from tidemill.config import AttentionSpec, EngineConfig, ModelConfig
 from tidemill.kernels import native
-from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
+from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
-from tidemill.kernels.native_attention import NativeAttention, NativeStep
+from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import StepResult, look_at_prompt
@@ -21,6 +21,14 @@ from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
 
 
+def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
+    """Pages of keys and values, or of states where a model has no others. Mapped as they are used."""
+    layout = config.layout
+    if layout.states is not None and not shape.attention_layers:
+        return torch.from_numpy(np.zeros((num_pages, layout.states.page_bytes), np.uint8))
+    return new_cache(num_pages, layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
+
+
 class CpuRunner:
     steps_ahead = 0  # a step is done when its launch returns
 
@@ -28,26 +36,35 @@ class CpuRunner:
         self.model = model
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_cache(num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
-        self.state = RowState(config.max_requests, config.max_context, config.page_size)
+        self.cache = new_pool(num_pages, config, shape)
+        self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
         self.sampler = Sampler(self.state)
-        kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context))
-        self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
-        self._program = self._lora_program = None  # the latter for steps in which a row has an adapter
+        self.mixers = self._make_mixers(config)
+        self._program = record_forward(model, self.mixers, self.cache) if native.lib and self.mixers.are_native else None
+        self._lora_program = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
-        if isinstance(self.attention, NativeAttention):
-            self._program = record_forward(model, self.attention)
-            if self.loras is not None and self._program is not None:
-                with self.loras.on():
-                    self._lora_program = record_forward(model, self.attention)
+        if self.loras is not None and self._program is not None:
+            with self.loras.on():
+                self._lora_program = record_forward(model, self.mixers, self.cache)
         self.fallback = self._find_fallback()
+
+    def _make_mixers(self, config: EngineConfig) -> Mixers:
+        shape, state, layout = self.model.config, self.state, config.layout
+        angles, kv, states = self.model.angles(config.max_context), None, None
+        if shape.attention_layers:
+            own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
+            kv = PagedKV(self.cache, state.kv_tables, shape.attention_layers, own, layout.places)
+        if layout.states is not None:
+            pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
+            states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
+        return Mixers(shape.layers, kv, states)
 
     def _find_fallback(self) -> str:
         """Why slower code runs than the compiled kernels' replay, or empty."""
         if native.lib is None:
             return f"the compiled kernels are not used: {native.why}. torch computes instead, several times slower"
-        if not isinstance(self.attention, NativeAttention):
-            return "the compiled attention does not cover this model's heads; torch computes it, several times slower"
+        if not self.mixers.are_native:
+            return "the compiled kernels do not cover this model's heads; torch computes their layers, several times slower"
         if self._program is None:
             return "a replay of the recorded forward pass does not give the model's bits; its ops run one by one, slower"
         return ""
@@ -75,10 +92,9 @@ class CpuRunner:
             return self._forward(batch, self._lora_program)
 
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
-        step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
-        embedded_TH = self.model.embed_tokens(batch.ids_T)
+        step = self.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
+        embedded_TH = self.model.embed_tokens(batch.ids_T, batch.positions_T)
         if program:
-            assert isinstance(step, NativeStep)
             return step.replay(program, embedded_TH)
         return self.model(embedded_TH, step)
 

@@ -14,6 +14,7 @@ import gc
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -49,13 +50,14 @@ class CudaStep:
     kv: PagedKV
     lists: Lists
     positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    slots_GT: torch.Tensor
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        kv = self.kv
-        enter_heads(qkv_TC, kv.cache, layer, self.positions_T, self.slots_T, kv.angles[layer], kv.num_heads, learned)
+        kv, at = self.kv, self.kv.places[layer]
+        slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
+        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        attend(qkv_TC, kv.cache, layer, kv.table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
         return out
 
 
@@ -83,17 +85,19 @@ class CudaRunner:
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         self._padding_row = config.max_requests  # its page table stays empty: the null page
         self._max_requests, self._max_context = config.max_requests, config.max_context
-        self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device)
-        self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page table
+        self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
+        self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
+        self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
         self.cache = torch.zeros(
-            config.num_pages + 1, shape.num_layers, 2, shape.num_kv_heads, config.page_size, shape.head_dim,
+            config.num_pages + 1, config.layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim,
             dtype=torch.bfloat16, device=self._device,
         )  # fmt: skip
-        self._kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context, self._device))
-        self._by_roles = by_roles(shape.layers)
+        angles = model.angles(config.max_context, self._device)
+        self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places)
+        self._by_roles = by_roles(shape.attention_layers)
         group = shape.num_heads // shape.num_kv_heads
         self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
         num_slots = config.max_requests * -(-config.max_context // SPLIT)
@@ -122,7 +126,11 @@ class CudaRunner:
         }
         self.flash = FlashTrial(False, "batch-invariant")
         if config.fast_math:
-            self.flash = self._try_flash(pool) if flash.covers(shape.layers) else FlashTrial(False, "not for this model's layers")
+            self.flash = (
+                self._try_flash(pool)
+                if flash.covers(shape.attention_layers)
+                else FlashTrial(False, "not for this model's layers")
+            )
         if self.flash.is_taken:
             for size in self._mixed_sizes[bisect_left(self._mixed_sizes, FROM_TOKENS) :]:
                 for has_singles in (False, True):
@@ -205,9 +213,11 @@ class CudaRunner:
             params = new.params
             self._is_plain[new.row], self._asks[new.row] = params.is_plain, params.logprobs is not None
             self._asks_prompt[new.row] = params.prompt_logprobs is not None or params.pooling is not None
-            self._pages[new.row, : len(new.page_ids)] = new.page_ids
+            for table, page_ids in zip(self._tables, new.page_ids, strict=True):
+                table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:
-            self._pages[update.row, update.first_index : update.first_index + len(update.page_ids)] = update.page_ids
+            end = update.first_index + len(update.page_ids)
+            self._tables[update.group][update.row, update.first_index : end] = update.page_ids
         if plan.page_zeroes:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
@@ -219,7 +229,7 @@ class CudaRunner:
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
-        return make_work(table[:, :3], table[:, 3].astype(bool), self._pages, self._members_per_tile, tile), by_flash
+        return make_work(table[:, :3], table[:, 3].astype(bool), self._tables, self._members_per_tile, tile), by_flash
 
     def _send_back(self, rows: list[int], tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
         ready, pinned = torch.cuda.Event(), None
@@ -321,12 +331,12 @@ class CudaRunner:
         by_flash: bool = False,
         lora: bool = False,
     ) -> torch.Tensor:
-        ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.pages, self.state.page_size)
+        ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.tables, self.state.page_size)
         singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
-        prompts = flash.Prompts.of(self._words, self.state.pages) if by_flash else None
+        prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
         lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            return self.model(self.model.embed_tokens(ids), CudaStep(self._kv, lists, positions_T, slots))
+            return self.model(self.model.embed_tokens(ids, positions_T), CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

@@ -16,8 +16,8 @@ import torch
 from tidemill.kernels.cuda import sampling as kernels
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host
-from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of
+from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host, to_host
+from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.sched.plan import StepItem
@@ -33,12 +33,20 @@ class LogprobsReport:
     rows: list[int]
     num_top: list[int]
     scores: Scores
+    named: list[tuple[int, ...]]  # by row: tokens that are reported instead of the likeliest
+    above: torch.Tensor | None = None  # their logits less that of the chosen token, one row after another
 
     def to_host(self) -> LogprobsReport:
-        return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores))
+        above = None if self.above is None else to_host(self.above)
+        return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores), self.named, above)
 
     def read(self, result: StepResult) -> None:
         entries = self.scores.entries([result.tokens[row] for row in self.rows], self.num_top)
+        above = [] if self.above is None else self.above.tolist()
+        for k, ids in enumerate(self.named):
+            if ids:
+                entries[k] = with_named(entries[k], ids, [entries[k].logprob + more for more in above[: len(ids)]])
+                del above[: len(ids)]
         result.logprobs = dict(zip(self.rows, entries, strict=True))
 
 
@@ -111,7 +119,7 @@ class CudaSampler:
         everything = SamplingParams(
             top_k=5, top_p=0.9, min_p=0.01, typical_p=0.9, repetition_penalty=1.5, logit_bias={0: 1.0}, min_tokens=2,
             stop_token_ids=(0,), allowed_token_ids=(0, 1), bad_word_ids=((0,), (0, 1)), logprobs=MAX_LOGPROBS,
-            prompt_logprobs=MAX_LOGPROBS, pooling="mean",
+            logprob_token_ids=(0, 1), prompt_logprobs=MAX_LOGPROBS, pooling="mean",
         )  # fmt: skip
         before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
@@ -135,7 +143,18 @@ class CudaSampler:
     def logprobs(self, entries: list[int], rows: list[int], logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> LogprobsReport:
         which, num_top = self._ints(entries), [self._params(row).logprobs or 0 for row in rows]
         most = MAX_LOGPROBS if any(num_top) else 0  # as many for all: which of equal values are the best may depend on it
-        return LogprobsReport(rows, num_top, score(logits_SV.index_select(0, which), tokens_S[which], most))
+        named = [self._params(row).logprob_token_ids for row in rows]
+        scores = score(logits_SV.index_select(0, which), tokens_S[which], most)
+        return LogprobsReport(rows, num_top, scores, named, self._above(entries, named, logits_SV, tokens_S))
+
+    def _above(
+        self, entries: list[int], named: list[tuple[int, ...]], logits_SV: torch.Tensor, tokens_S: torch.Tensor
+    ) -> torch.Tensor | None:
+        pairs = [(i, token) for i, ids in zip(entries, named, strict=True) for token in ids]
+        if not pairs:
+            return None
+        where = self._ints([i for i, _ in pairs])
+        return logits_SV[where, self._ints([token for _, token in pairs])] - logits_SV[where, tokens_S[where].long().clamp(min=0)]
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]

@@ -62,13 +62,13 @@ class Work:
 
 
 def singles(
-    rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, pages: np.ndarray, members_per_tile: int
+    rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray], members_per_tile: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The work of sequences with one new token each: a record for every split that a sequence has to itself; splits that
-    sequences share, and their members. `pages`: the page table of all rows.
+    sequences share, and their members. `tables`: the page tables of all rows, of each KV group.
 
     A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
-    in common, they have in common."""
+    in common in every group, they have in common. Where both have given the page back, neither sees it."""
     num_splits = positions // SPLIT + 1
     first_slot = np.cumsum(num_splits) - num_splits
     request = np.repeat(np.arange(rows.size), num_splits)
@@ -77,7 +77,7 @@ def singles(
     shared = members = _NONE
     complete = np.flatnonzero(split < num_splits[request] - 1)
     if complete.size > 1:
-        last_page = pages[rows[request[complete]], split[complete] * _PER_SPLIT + _PER_SPLIT - 1]
+        last_page = _last_pages(tables, rows[request[complete]], split[complete])
         order = np.argsort(last_page, kind="stable")
         ordered = last_page[order]
         starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
@@ -100,6 +100,15 @@ def singles(
         (records.SINGLE_LISTED, num_here[who]),
     )
     return made, shared, members
+
+
+def _last_pages(tables: list[np.ndarray], rows: np.ndarray, split: np.ndarray) -> np.ndarray:
+    """A number for each (row, split): equal where the pages that end the split are, in every group."""
+    pages = [table[rows, split * _PER_SPLIT + _PER_SPLIT - 1] for table in tables]
+    if len(pages) == 1 and pages[0].all():
+        return pages[0]
+    # A null page stands for splits at any place.
+    return np.unique(np.stack([split, *pages], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _groups(
@@ -146,16 +155,16 @@ def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np
     return tiles[np.argsort(-(first_positions + lens), kind="stable")]
 
 
-def make_work(items: np.ndarray, samples: np.ndarray, pages: np.ndarray, members_per_tile: int, prompt_tile: int) -> Work:
+def make_work(items: np.ndarray, samples: np.ndarray, tables: list[np.ndarray], members_per_tile: int, prompt_tile: int) -> Work:
     """`items`: [n, 3] row, start, count. `samples`: which of them yield logits."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts
     one = counts == 1
     if one.all():
-        single, shared, members = singles(rows, starts, firsts, pages, members_per_tile)
+        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile)
         return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32))
-    single, shared, members = singles(rows[one], starts[one], firsts[one], pages, members_per_tile)
+    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile)
     more = ~one
     longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)

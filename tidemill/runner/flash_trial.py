@@ -60,7 +60,7 @@ def run_trial(contest: Contest) -> FlashTrial:
     for start in sorted({0, min(size, last), last}):
         seen = []
         for i, (graph, tile) in enumerate(((contest.ours, contest.tile), (theirs, flash.WHOLE))):
-            work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), table, 1, tile)
+            work = make_work(np.array([[0, start, size]], np.int32), np.ones(1, bool), [table], 1, tile)
             times[i] += min(_time(contest.replay, graph, work) for _ in range(3))
             seen.append(contest.hidden[:size].double())
         error_T = (seen[1] - seen[0]).norm(dim=1) / seen[0].norm(dim=1)

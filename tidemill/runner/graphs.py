@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from tidemill.kernels import native
+from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
-from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.models.base import CausalLM
 
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
@@ -16,27 +16,27 @@ _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 
 
 @torch.inference_mode()
-def record_forward(model: CausalLM, attention: NativeAttention) -> Program | None:
+def record_forward(model: CausalLM, mixers: Mixers, cache: torch.Tensor) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
     many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them."""
     try:
-        return _record(model, attention)
+        return _record(model, mixers, cache.shape[0])
     finally:
-        used = attention.kv.table[0].unique()
-        attention.kv.cache[used] = 0  # what a broken embedding left there must not reach a sequence
-        attention.kv.table[0] = 0
+        for table, _ in mixers.tables:
+            cache[table[0].unique()] = 0  # what a broken embedding left there must not reach a sequence
+            table[0] = 0
 
 
-def _record(model: CausalLM, attention: NativeAttention) -> Program | None:
+def _record(model: CausalLM, mixers: Mixers, num_pages: int) -> Program | None:
     assert native.lib is not None
-    step, embedded = _sequence(model, attention, 2)
+    step, embedded = _sequence(model, mixers, num_pages, 2)
     with native.lib.recording() as recording:
         given = embedded.clone()
         result = model(given, step)
     program = recording.compile(given, result)
     if program is None or not _same_bits(step.replay(program, embedded), result):
         return None
-    step, embedded = _sequence(model, attention, max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2))
+    step, embedded = _sequence(model, mixers, num_pages, max(_WIDE_ROWS + 1, _SERIAL_VALUES // model.config.hidden_size + 2))
     result = model(embedded.clone(), step)
     return program if _same_bits(step.replay(program, embedded), result) else None
 
@@ -46,13 +46,19 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def _sequence(model: CausalLM, attention: NativeAttention, num_tokens: int) -> tuple[NativeStep, torch.Tensor]:
+def _sequence(model: CausalLM, mixers: Mixers, num_pages: int, num_tokens: int) -> tuple[MixedStep, torch.Tensor]:
     """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
-    kv = attention.kv
-    num_pages = min(-(-num_tokens // kv.page_size), kv.cache.shape[0] - 1, kv.table.shape[1])
-    longest = min((angles.cos.shape[0] for angles in kv.angles if angles is not None), default=num_tokens)
-    num_tokens = min(num_tokens, num_pages * kv.page_size, longest)
-    kv.table[0, :num_pages] = torch.arange(1, num_pages + 1)
-    positions = torch.arange(num_tokens)
-    step = attention.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, positions + kv.page_size)
-    return step, model.embed_tokens(positions % model.config.vocab_size)
+    while sum(-(-num_tokens // size) for _, size in mixers.tables) >= num_pages:
+        num_tokens -= 1
+    angles = () if mixers.kv is None else mixers.kv.angles
+    longest = [one.cos.shape[0] for one in angles if one is not None]
+    num_tokens = min([num_tokens, model.config.max_context, *longest])
+    positions, slots, first = torch.arange(num_tokens), [], 1
+    for table, size in mixers.tables:
+        num = -(-num_tokens // size)
+        table[0, :num] = torch.arange(first, first + num)
+        slots.append(first * size + positions)
+        first += num
+    slots_GT = torch.stack(slots) if slots else positions[None][:0]
+    step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
+    return step, model.embed_tokens(positions % model.config.vocab_size, positions)

@@ -8,7 +8,7 @@ token is -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,9 @@ class Sampler:
         num_top, chosen = [asked.params[i].logprobs or 0 for i in wanted], tokens[wanted]
         # Of as many for every sequence: which of equal values are among the best may depend on how many are asked for.
         entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(chosen.tolist(), num_top)
+        for k, i in enumerate(wanted):
+            if named := asked.params[i].logprob_token_ids:
+                entries[k] = with_named(entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist())
         return Sampled(tokens, {rows[i]: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
 
     def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
@@ -276,3 +279,9 @@ def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
     logprobs = logits_NV.log_softmax(-1)
     values, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     return Scores(logprobs.gather(1, ids_N.long().clamp(min=0).unsqueeze(1)).flatten(), values, ids)
+
+
+def with_named(entry: TokenLogprobs, ids: Sequence[int], logprobs: Sequence[float]) -> TokenLogprobs:
+    """With these tokens and the chosen one instead of the likeliest."""
+    named = dict(zip(ids, logprobs, strict=True)) | {entry.token_id: entry.logprob}
+    return TokenLogprobs(entry.token_id, entry.logprob, sorted(named.items(), key=lambda pair: (-pair[1], pair[0])))

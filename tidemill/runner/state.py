@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from tidemill.cache_layout import Group
 from tidemill.kernels.attention import block_bounds
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
@@ -48,10 +52,16 @@ class StagedWrites:
 class RowState:
     """Tokens, page table and sampling words of every row on the device; sampling parameters beside them on the host."""
 
-    def __init__(self, num_rows: int, max_context: int, page_size: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, num_rows: int, max_context: int, page_size: int, device: torch.device | None = None, groups: Sequence[Group] = ()
+    ) -> None:
+        """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given."""
         self.page_size = page_size
-        num_columns = block_bounds(max_context)[-1][1] // page_size  # attention reads whole blocks
-        widths = (max_context + 1, num_columns, 3)
+        longest = block_bounds(max_context)[-1][1]  # attention reads whole blocks
+        groups = tuple(groups) or (Group(page_size),)
+        nums = [_aligned(group.num_pages_for(longest)) for group in groups]
+        self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
+        widths = (max_context + 1, self.columns[-1], 3)
         flat = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
         parts = flat.split([num_rows * width for width in widths])
         self.tokens, self.pages, self.draws = (part.view(num_rows, -1) for part in parts)  # a draw: temperature's bits, seed
@@ -63,7 +73,9 @@ class RowState:
         self.masks: dict[int, np.ndarray] = {}  # of rows with structured output in this step: a bit per token that may come
         self.num_prompt = [0] * num_rows
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
-        self._num_pages = [0] * num_rows
+        self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
+        self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
+        self._num_pages = [[0] * len(nums) for _ in range(num_rows)]
 
     def stage(self, plan: StepPlan) -> None:
         self._writes.clear()  # of a step that failed before it applied them
@@ -73,13 +85,15 @@ class RowState:
             self.num_prompt[new.row] = new.num_prompt
             self.adapters[new.row] = new.adapter
             self._add(0, new.row, 0, new.token_ids)
-            self._add(1, new.row, 0, new.page_ids + [0] * (self._num_pages[new.row] - len(new.page_ids)))  # past the end: null
-            self._num_pages[new.row] = len(new.page_ids)
+            for group, page_ids in enumerate(new.page_ids):
+                padding = [0] * (self._num_pages[new.row][group] - len(page_ids))  # past the end: null
+                self._add(1, new.row, self.columns[group], page_ids + padding)
+                self._num_pages[new.row][group] = len(page_ids)
             self._add(2, new.row, 0, _draw_words(new.params))
         for update in plan.page_updates:
-            self._add(1, update.row, update.first_index, update.page_ids)
-            end = update.first_index + len(update.page_ids)
-            self._num_pages[update.row] = max(self._num_pages[update.row], end)
+            self._add(1, update.row, self.columns[update.group] + update.first_index, update.page_ids)
+            end, nums = update.first_index + len(update.page_ids), self._num_pages[update.row]
+            nums[update.group] = max(nums[update.group], end)
         self.masks = {row: np.frombuffer(words, np.int32) for row, words in plan.masks.items()}
 
     def _add(self, part: int, row: int, column: int, values: list[int]) -> None:
@@ -91,6 +105,11 @@ class RowState:
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:
         """Sampled tokens go into their rows, where the next step reads them."""
         self.tokens[rows_S, positions_S] = tokens_S.to(self.tokens.dtype).clamp(min=0)
+
+
+def _aligned(num_columns: int) -> int:
+    """A group's table begins at a multiple of 16 bytes, which the kernels are compiled for."""
+    return -(-num_columns // 4) * 4
 
 
 def _draw_words(params: SamplingParams) -> list[int]:

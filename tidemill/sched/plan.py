@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from tidemill.kv.groups import PageChange
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import Request
 
@@ -17,7 +18,7 @@ class NewRow(msgspec.Struct, frozen=True):
     row: int
     token_ids: list[int]
     num_prompt: int
-    page_ids: list[int]
+    page_ids: list[list[int]]  # of each KV group
     params: SamplingParams
     eos_token_ids: frozenset[int]
     adapter: int = -1  # its slot
@@ -27,6 +28,7 @@ class RowPages(msgspec.Struct, frozen=True):
     """Entries of a row's page table that changed."""
 
     row: int
+    group: int
     first_index: int
     page_ids: list[int]
 
@@ -66,8 +68,10 @@ class Unsent:
     page_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     page_zeroes: list[int] = field(default_factory=list)
 
-    def update_pages(self, row: int, first_index: int, page_ids: list[int]) -> None:
-        self.page_updates.setdefault(row, []).append(RowPages(row, first_index, page_ids))
+    def update_pages(self, row: int, changes: list[PageChange]) -> None:
+        if changes:
+            updates = self.page_updates.setdefault(row, [])
+            updates += [RowPages(row, change.group, change.first_index, change.page_ids) for change in changes]
 
     def copy_page(self, row: int, source: int, target: int) -> None:
         self.page_copies.setdefault(row, []).append((source, target))
@@ -77,10 +81,18 @@ class Unsent:
         for changes in (self.rows, self.page_updates, self.page_copies):
             changes.pop(row, None)
 
-    def send_with(self, plan: StepPlan, table: Callable[[int], Sequence[int]]) -> None:
-        """`table`: a sequence's pages. Those of a new row are complete by now, whatever changed since it was taken."""
+    def send_with(self, plan: StepPlan, tables: Callable[[int], list[list[int]]]) -> None:
+        """`tables`: a sequence's pages in each group. A new row's are complete by now, whatever changed since it was taken."""
         plan.new_rows = [
-            NewRow(row, list(new.tokens), new.num_prompt, list(table(new.seq)), new.params, new.eos_token_ids, new.adapter)
+            NewRow(
+                row,
+                list(new.tokens),
+                new.num_prompt,
+                [list(pages) for pages in tables(new.seq)],
+                new.params,
+                new.eos_token_ids,
+                new.adapter,
+            )
             for row, new in self.rows.items()
         ]
         plan.page_updates = [each for row, of_row in self.page_updates.items() if row not in self.rows for each in of_row]

@@ -14,6 +14,7 @@ import msgspec
 
 from tidemill import events
 from tidemill.events import EventSink
+from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
@@ -155,6 +156,7 @@ class Scheduler:
         """Decide the next step, or None if nothing can run."""
         if not self.has_work:
             return None
+        self.kv.begin_step()
         plan = StepPlan(self._step)
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
@@ -170,7 +172,7 @@ class Scheduler:
         if not plan.items:
             return None
         self._step += 1
-        self._unsent.send_with(plan, self.kv.table)
+        self._unsent.send_with(plan, self.kv.tables)
         self._unsent = Unsent()
         num_prefilling = sum(1 for item in plan.items if item.count > 1 or not item.samples)
         self._emit(
@@ -258,28 +260,36 @@ class Scheduler:
 
     def _make_writable(self, request: Request, count: int) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself."""
-        end = request.num_computed + count
-        while True:
-            num_before = len(self.kv.table(request.seq))
-            new = self.kv.extend(request.seq, end)
-            copies = None if new is None else self.kv.copies_to_write(request.seq, request.num_computed, end)
-            if new is not None:
-                if new:
-                    self._unsent.update_pages(request.row, num_before, new)
-                if copies is not None:
-                    self._plan_copies(request, copies)
-                    return True
+        while not self._try_to_make_writable(request, count):
             victim = self._victim()
             self._preempt(victim, f"no free page for {request.request_id}")
             if victim is request:
                 return False
+        return True
 
-    def _plan_copies(self, request: Request, copies: list[tuple[int, int]]) -> None:
-        table = self.kv.table(request.seq)
-        for index, source in copies:
-            self._unsent.copy_page(request.row, source, table[index])
-            self._unsent.update_pages(request.row, index, [table[index]])
-            self._emit(events.PageCopied(self._clock.now(), request.request_id, source, table[index]))
+    def _try_to_make_writable(self, request: Request, count: int) -> bool:
+        """False: there are not enough free pages."""
+        end = request.num_computed + count
+        if self.kv.has_windows:
+            first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
+            self._unsent.update_pages(request.row, self.kv.trim(request.seq, first))
+        new = self.kv.extend(request.seq, end)
+        if new is None:
+            return False
+        self._unsent.update_pages(request.row, new)
+        copies = self.kv.copies_to_write(request.seq, request.num_computed, end)
+        if copies is None:
+            return False
+        self._plan_copies(request, copies)
+        return True
+
+    def _plan_copies(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
+        tables = self.kv.tables(request.seq)
+        for group, index, source in copies:
+            target = tables[group][index]
+            self._unsent.copy_page(request.row, source, target)
+            self._unsent.update_pages(request.row, [PageChange(group, index, [target])])
+            self._emit(events.PageCopied(self._clock.now(), request.request_id, source, target))
 
     # ---- prompts: started ones first, then waiting ones while there is room
 
@@ -295,17 +305,18 @@ class Scheduler:
         state.num_left += num_kept
 
     def _continue_prompts(self, plan: StepPlan, state: StepState, in_background: bool) -> None:
-        for started in self.running:
+        for started in list(self.running):
             if state.num_left <= 0:
                 return
-            if started.num_needed > 1 and started.in_background is in_background:
+            if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
                 count = self.policy.chunk(started.num_needed, state)
                 state.num_left += kept
                 if count == 0:
                     return
-                self._schedule(started, count, plan, state)
+                if self._make_room_for_chunk(started, count, plan):
+                    self._schedule(started, count, plan, state)
 
     def _kept_for_others(self, started: Request, state: StepState) -> int:
         """What a prompt that takes several steps leaves of each: a short prompt of another tenant need not wait for its end."""
@@ -333,7 +344,24 @@ class Scheduler:
             state.num_running += 1
             count = self.policy.chunk(request.num_needed, state) if state.num_left > 0 else 0
             if count:
+                if not self._make_room_for_chunk(request, count, plan):
+                    return False
                 self._schedule(request, count, plan, state)
+        return True
+
+    def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
+        """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
+        ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
+        if not self.kv.has_windows:
+            return True
+        planned = {item.seq for item in plan.items}
+        while not self._try_to_make_writable(request, count):
+            victim = self._victim()
+            if victim.seq in planned:
+                return False
+            self._preempt(victim, f"no free page for {request.request_id}")
+            if victim is request:
+                return False
         return True
 
     def _obstacle(self, request: Request, state: StepState) -> str:
@@ -349,7 +377,7 @@ class Scheduler:
         """Of a waiting request: what the prefix cache does not hold."""
         if self.kv.holds(request.seq):
             return request.num_needed
-        return request.num_known - len(self.kv.find(self._keys(request))) * self.kv.page_size
+        return request.num_known - self.kv.num_cached(self._keys(request))
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
@@ -414,10 +442,11 @@ class Scheduler:
     # ---- samples of one prompt
 
     def _fork_children(self, request: Request, now: float) -> None:
-        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself."""
+        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
+        Where a page is a state, they start from the last one that the prefix cache has."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1
+            num_shared = request.num_prompt - 1 if self.kv.can_fork else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)
@@ -559,7 +588,9 @@ class Scheduler:
         assert {*self._unsent.page_updates, *self._unsent.page_copies} <= set(rows)
         for request in self.running:
             assert self.kv.holds(request.seq)
-            assert self.kv.num_pages_for(request.num_computed) <= len(self.kv.table(request.seq))
+            for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
+                assert group.num_pages_for(request.num_computed) <= len(pages)
+                assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
             assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
 

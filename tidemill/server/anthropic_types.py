@@ -9,10 +9,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sampling import Grammar, SamplingParams, closed
 from tidemill.server.body import Body
 from tidemill.server.chats import with_one_system
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request
 _MERELY_OFFERED = ("web_search_", "web_fetch_", "tool_search_tool_")  # server tools that a model may do without
@@ -334,7 +334,7 @@ class MessagesRequest(Prompt):
             several = name is None and not choice.disable_parallel_tool_use
             given["grammar"] = call_grammar(self.functions(), name, several)
         elif wanted is not None:
-            given["grammar"] = Grammar("json_schema", json.dumps(wanted.schema_))
+            given["grammar"] = Grammar("json_schema", json.dumps(closed(wanted.schema_)))
         return SamplingParams(**given)
 
 

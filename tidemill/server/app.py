@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,7 +12,21 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, llamacpp, lora, ollama, openai, page, responses
+from tidemill.server import (
+    anthropic,
+    batches,
+    chat_batch,
+    errors,
+    files,
+    llamacpp,
+    lora,
+    ollama,
+    openai,
+    page,
+    responses,
+    sglang,
+    tokens,
+)
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.listen import UnderPath
@@ -29,8 +44,7 @@ def create_app(
     app = FastAPI(
         title="Tidemill",
         version=__version__,
-        docs_url=None,
-        redoc_url=None,
+        openapi_url=None,  # below
         redirect_slashes=False,
         responses=errors.DESCRIBED,
         servers=[{"url": root_path}] if root_path else None,
@@ -39,9 +53,12 @@ def create_app(
     for service in models:
         service.allows_templates = access.request_templates
     app.include_router(openai.make_router(models))
+    app.include_router(chat_batch.make_router(models))
     app.include_router(responses.make_router(models))
     app.include_router(anthropic.make_router(models))
+    app.include_router(tokens.make_router(models))
     app.include_router(llamacpp.make_router(models))
+    app.include_router(sglang.make_router(models))
     app.include_router(ollama.make_router(models))
     app.include_router(lora.make_router(models))
     app.include_router(page.make_router())
@@ -79,6 +96,11 @@ def create_app(
     @app.get("/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The first time it takes half a second, in which responses must go on."""
+        return JSONResponse(await asyncio.to_thread(app.openapi))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import UserDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
@@ -117,13 +119,24 @@ async def parts_of(request: Request, max_bytes: int, within_s: float) -> AsyncGe
         yield part
 
 
-def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+class _Schema(UserDict):
+    """Made when the document is asked for: all of them would be a quarter of a server's start."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        self._model = model
+
+    @cached_property
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
+        schema = self._model.model_json_schema()
+        made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
+        if "stream" in self._model.model_fields:
+            made["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+        return made
+
+
+def schema_of(model: type[BaseModel]) -> Any:
     """What a route adds to the OpenAPI document."""
-    schema = model.model_json_schema()
-    made = {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, schema)}}}}
-    if "stream" in model.model_fields:
-        made["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-    return made
+    return _Schema(model)
 
 
 def _inlined(schema: Any, root: dict[str, Any]) -> Any:

@@ -27,9 +27,11 @@ ID_PATTERN = rf"^[A-Za-z0-9._-]{{1,{MAX_ID_CHARS}}}$"
 _PREFIXES = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",
+    "/v1/chat/completions/batch": "chatcmpl",
     "/v1/responses": "resp",
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
+    "/generate": "gen",
 }
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them

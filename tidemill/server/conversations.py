@@ -12,7 +12,7 @@ from pydantic import Field
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.files import read_limit
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 from tidemill.server.responses_store import Store, Unknown, page_of
 from tidemill.server.responses_types import Items, Metadata, make_id, messages_of, stored_item
 

@@ -11,8 +11,9 @@ from tidemill.server.openai_types import NEUTRAL
 
 BEGIN, END = "<!-- Made by `python -m tidemill.server.fields_doc`. -->", "<!-- End of the table. -->"
 _APIS = {
-    "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic", "ollama_types": "Ollama",
-    "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp", "lora": "Adapters",
+    "openai_messages": "OpenAI", "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic",
+    "ollama_types": "Ollama", "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp", "sglang": "SGLang",
+    "lora": "Adapters",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import TextDelta
+from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import MAX_STOPS, SamplingParams
 from tidemill.server.body import Body, parse
@@ -64,8 +65,8 @@ class Options(Body):
     penalize_newline: bool | None = None
     penalize_nl: bool | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """As parameters of the OpenAI API."""
+    def sampling(self, defaults: SamplingDefaults) -> dict[str, Any]:
+        """As parameters of the OpenAI API. `defaults`: of the model."""
         for name in _OFF:
             given = getattr(self, name)
             if given is not None and given not in NEUTRAL[name]:
@@ -83,17 +84,18 @@ class Options(Body):
             made["seed"] = self.seed
         if self.stop:
             made["stop"] = self.stop
-        return made | self._penalties_off(made)
+        return made | self._penalties_off(defaults.values | made)
 
     def _penalties_off(self, made: dict[str, Any]) -> dict[str, Any]:
-        """repeat_last_n 0 turns penalties off. They have no window, so that another one only fits if there is no penalty."""
+        """repeat_last_n 0 turns penalties off. They have no window, so that another one only fits if there is no penalty, given
+        or by default."""
         if self.repeat_last_n == 0:
             return _PENALTIES
         is_penalized = any(made.get(name, off) != off for name, off in _PENALTIES.items())
         if self.repeat_last_n is not None and self.repeat_last_n > 0 and is_penalized:
             raise InvalidRequest(
                 f"repeat_last_n {self.repeat_last_n} is not supported: penalties count all tokens.",
-                fix="Leave it out or give -1 (all tokens), or 0 (no penalties).",
+                fix="Leave it out or give -1 (all tokens) or 0 (no penalties), or a repeat_penalty of 1.",
                 param="repeat_last_n",
             )
         return {}

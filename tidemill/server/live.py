@@ -1,4 +1,4 @@
-"""The live view of the engine, as server-sent events: requests, the latest steps and decisions, and the KV page map.
+"""The live view of the engine, as server-sent events: requests, the latest steps and decisions, the KV page map, experts' tokens.
 
 Requests and totals come from `Explainer` and `Metrics`. Steps and decisions are collected from events, and the page map is
 requested from the engine, only while there is a watcher. A frame holds the whole state, not a difference, so a slow watcher skips
@@ -55,6 +55,8 @@ class _Frame:
 
     def _hidden(self, tenant: str) -> dict[str, Any]:
         body = self._body
+        if body["type"] == "experts":
+            return body
         if body["type"] == "pages":
             return body | {"requests": [(self._alias(name, tenant), num) for name, num in body["requests"]]}
         requests = [one | {"id": self._alias(one["id"], tenant)} for one in body["requests"]]
@@ -88,6 +90,7 @@ class Live:
         self._num_decisions = 0
         self._last_pages: Pages | None = None
         self.pages: _Frame | None = None
+        self.experts: _Frame | None = None
         self._asked_at_change = -1
         self._ask_again_s = 0.0
         self._state: _Frame | None = None
@@ -122,6 +125,9 @@ class Live:
                     self._planned.pop(event.step - _NUM_STEPS, None)  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
+                case events.ExpertsUsed():
+                    layers, tokens = zip(*event.tokens_of, strict=True)
+                    self.experts = _Frame({"type": "experts", "layers": layers, "tokens": tokens}, self._secret)
                 case events.EngineRestarted() | events.ModelLoaded():
                     self._planned.clear()
                     self._ask_again_s = 0.0
@@ -212,6 +218,7 @@ class Watcher:
         """A frame is made when the one before it was sent: a slow reader gets fewer, and always the newest."""
         live, seen, sent_s = self._live, None, 0.0
         seen_pages: _Frame | None = None
+        seen_experts: _Frame | None = None
         yield live.opening()
         while not self._until():
             live.ask_pages()
@@ -222,6 +229,9 @@ class Watcher:
             if live.pages is not None and live.pages is not seen_pages:
                 seen_pages = live.pages
                 yield seen_pages.encoded(self._tenant)
+            if live.experts is not None and live.experts is not seen_experts:
+                seen_experts = live.experts
+                yield seen_experts.encoded(self._tenant)
             await asyncio.sleep(_FRAME_EVERY_S)
 
 

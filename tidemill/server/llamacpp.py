@@ -27,7 +27,8 @@ from tidemill.server.ggml import Progress
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import ids_of, merge
-from tidemill.server.openai_types import MAX_CHOICES, ChatMessages, Mixed, few_texts, is_mixed
+from tidemill.server.openai_messages import ChatMessages
+from tidemill.server.openai_types import MAX_CHOICES, Mixed, few_texts, is_mixed
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
@@ -111,7 +112,7 @@ class CompletionOptions(ggml.Options):
 
     def values(self, service: Service) -> dict[str, Any]:
         """As parameters of the OpenAI API."""
-        made = self.sampling() | {"ignore_eos": self.ignore_eos}
+        made = self.sampling(service.defaults) | {"ignore_eos": self.ignore_eos}
         if self.n_probs:
             made["logprobs"] = self.n_probs
         if self.grammar and self.json_schema is not None:
@@ -217,7 +218,10 @@ class _Job:
         return self.service.defaults.fill(params, room, null_is_absent=True)
 
     async def outputs(self, caller: Caller) -> AsyncGenerator[_Output, None]:
-        streams = [self.service.stream(caller, one.prompt, one.params, i) for i, one in enumerate(self.sequences)]
+        is_single = self.body.stream and self.body.n_probs > 0  # clients read one token's of each event
+        streams = [
+            self.service.stream(caller, one.prompt, one.params, i, one_by_one=is_single) for i, one in enumerate(self.sequences)
+        ]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
                 yield i, self._take(self.sequences[i], delta, text), text.finish_reason is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -32,6 +33,10 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
+        self.expert_imbalance = self._gauge(
+            "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
+        )
         self.restarts = self._counter("engine_restarts", "Restarts of the engine process")
         self.loaded = self._gauge("model_loaded", "1 while the model is loaded")
         self.loads = self._counter("model_loads", "Times the model was loaded")
@@ -50,8 +55,8 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"tidemill_{name}", text, labels, registry=self.registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"tidemill_{name}", text, registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"tidemill_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"tidemill_{name}", text, registry=self.registry, buckets=buckets)
@@ -90,6 +95,11 @@ class Metrics:
                 self.output_tokens.inc(event.num_sampled)
             case events.MasksMade():
                 self.mask_s.observe(event.duration_s / event.num_masks)
+            case events.ExpertsUsed():
+                for layer, counts in event.tokens_of:
+                    self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))
+                for expert, num_tokens in enumerate(map(sum, zip_longest(*(of for _, of in event.tokens_of), fillvalue=0))):
+                    self.expert_tokens.labels(expert).inc(num_tokens)
             case events.FirstToken():
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():

@@ -7,9 +7,9 @@ import base64
 import math
 import struct
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,16 +28,14 @@ from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.lora import adapter_card
 from tidemill.server.models import AdapterService, Models
+from tidemill.server.openai_messages import ChatMessages
 from tidemill.server.openai_types import (
     MAX_CHOICES,
-    ChatMessages,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     EmbeddingRequest,
     Mixed,
     SamplingRequest,
-    TokenizeRequest,
     is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
@@ -54,11 +52,15 @@ _json = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class _Usage:
+class Usage:
     num_prompt: int = 0
     num_cached: int = 0
     num_output: int = 0
     num_reasoning: int = 0
+
+    @staticmethod
+    def sum(parts: Iterable[Usage]) -> Usage:
+        return Usage(*map(sum, zip(*map(astuple, parts), strict=True)))
 
     def body(self) -> dict[str, Any]:
         return {
@@ -80,7 +82,7 @@ class _Clock:
     num_cached: int = 0
     engine: Timings | None = None
 
-    def llamacpp(self, usage: _Usage) -> dict[str, float]:
+    def llamacpp(self, usage: Usage) -> dict[str, float]:
         """The times under llama.cpp's names."""
         how = (self.begun_s, self.first_s, self.last_s, self.num_cached, usage.num_output, self.engine)
         return ggml.timings(ggml.Progress(usage.num_prompt, *how))
@@ -104,7 +106,7 @@ class _Clock:
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A completion or a chat completion: what to run, and the writer of its response."""
 
     service: Service
@@ -114,9 +116,10 @@ class _Job:
     writer: Writer
     caller: Caller
     reading: Reading | None = None  # of a chat
-    usage: _Usage = field(default_factory=_Usage)
+    usage: Usage = field(default_factory=Usage)
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
+    part: int = 0  # the number of its first prompt among those of the call
     has_begun: bool = False  # a chunk was made
 
     @property
@@ -158,7 +161,7 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
-        return await _respond(models, request, body, _prepare_chat)
+        return await _respond(models, request, body, prepare_chat)
 
     @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
     async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
@@ -179,37 +182,20 @@ def make_router(models: Models) -> APIRouter:
         if "input" in names:
             made = _embeddings(models, parse(EmbeddingRequest, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
-        return await _respond(models, request, parse(ChatRequest, raw, call), _prepare_chat)
-
-    @router.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        return _tokenizer_card(models.default)
+        return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
 
     @router.post("/v1/chat/completions/render", openapi_extra=schema_of(ChatMessages))
     async def render(body: ChatMessages = Depends(body_of(ChatMessages))) -> Response:
         """The prompt, without a completion."""
         service = models.of(body.model)
         text = await service.render_chat(body.conversation(), **body.how())
-        return _json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
+        return json_response({"prompt": text, "prompt_token_ids": await service.encode_chat(body.conversation(), **body.how())})
 
     @router.post("/v1/chat/completions/input_tokens", openapi_extra=schema_of(ChatRequest))
     async def input_tokens(body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         """The length of the prompt, without a completion."""
         ids = await models.of(body.model).encode_chat(body.conversation(), **body.how())
-        return _json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
-
-    @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
-    async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
-        service = models.of(body.model)
-        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
-            raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
-        return _json_response(await _tokenized(service, body))
-
-    @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
-    async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
-        service = models.of(body.model)
-        text = await service.decode(body.tokens)
-        return _json_response({"prompt": text, "content": text})  # as vLLM and as llama.cpp call it
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     @router.get("/v1/requests/{request_id}/explain")
     async def explain(request: Request, request_id: str) -> dict[str, Any]:
@@ -229,13 +215,13 @@ def make_router(models: Models) -> APIRouter:
 
     models.whole_responses |= {
         "/v1/completions": (CompletionRequest, partial(_respond_whole, models, _prepare_completion)),
-        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, _prepare_chat)),
+        "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, prepare_chat)),
         "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, models)),
     }
     return router
 
 
-def _json_response(body: dict[str, Any]) -> Response:
+def json_response(body: dict[str, Any]) -> Response:
     """Encoded at once: FastAPI would look at each item of a list of token ids."""
     return Response(_json(body), media_type="application/json")
 
@@ -260,23 +246,10 @@ def _model_card(service: Service) -> dict[str, Any]:
     return adapter_card(card, service) if isinstance(service, AdapterService) else card
 
 
-def _tokenizer_card(service: Service) -> dict[str, Any]:
-    """The names are those of tokenizer_config.json."""
-    tokenizer, template = service.tokenizer, service.tokenizer.chat_template
-    ends = tokenizer.eos_token_ids
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None if tokenizer.bos_token_id is None else tokenizer.token_name(tokenizer.bos_token_id),
-        "eos_token": tokenizer.token_name(ends[0]) if ends else None,
-        "model_max_length": service.max_context,
-        "chat_template": None if template is None else template.source,
-    }
-
-
 # ---- running a job
 
 
-_Prepare = Callable[[Service, Any, Caller], Awaitable[_Job]]
+_Prepare = Callable[[Service, Any, Caller], Awaitable[Job]]
 _Output = tuple[int, Delta, TextDelta]  # of the choice of that number
 
 
@@ -285,13 +258,13 @@ async def _respond(models: Models, request: Request, body: SamplingRequest, prep
     if not body.stream:
         whole = await until_disconnect(request, _respond_whole(models, prepare, body, caller))
         return Response(whole, media_type="application/json")
-    job = await _prepare(models, prepare, body, caller)
+    job = await prepare_job(models, prepare, body, caller)
     outputs = _outputs(job)
     first = await until_disconnect(request, _until_accepted(job, outputs))
     return EventStream(_stream(job, first, outputs), also_close=outputs)
 
 
-async def _until_accepted(job: _Job, outputs: AsyncGenerator[_Output, None]) -> list[_Output]:
+async def _until_accepted(job: Job, outputs: AsyncGenerator[_Output, None]) -> list[_Output]:
     """The outputs until the engine has accepted every prompt: a request that is refused gets a status code, one that waits gets
     its headers."""
     got: list[_Output] = []
@@ -303,7 +276,13 @@ async def _until_accepted(job: _Job, outputs: AsyncGenerator[_Output, None]) -> 
 
 
 async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> bytes:
-    job = await _prepare(models, prepare, body, caller)
+    job = await prepare_job(models, prepare, body, caller)
+    await run_job(job)
+    return _json(job.body(job.writer.object_name, job.writer.choices(), True, True) | job.writer.of_prompt())
+
+
+async def run_job(job: Job) -> None:
+    """The writer keeps the output."""
     writer = job.writer
     async with aclosing(_outputs(job)) as outputs:
         async for number, delta, text in outputs:
@@ -312,10 +291,10 @@ async def _respond_whole(models: Models, prepare: _Prepare, body: SamplingReques
                 writer.take_ids(number, delta.token_ids[: text.num_tokens])
                 writer.take_stop(number, text.stop)
                 writer.add(number, text.text, (delta.logprobs or [])[: text.num_tokens], text.finish_reason)
-    return _json(job.body(writer.object_name, writer.choices(), True, True) | writer.of_prompt())
 
 
-async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller) -> _Job:
+async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, caller: Caller, num_jobs: int = 1) -> Job:
+    """`num_jobs`: that share one response."""
     service = models.of(body.model)
     if body.request_id is not None and body.request_id not in caller.call.labels:
         caller.call.labels.append(body.request_id)
@@ -323,12 +302,12 @@ async def _prepare(models: Models, prepare: _Prepare, body: SamplingRequest, cal
     if body.n_predict is not None:  # llama.cpp's name, so as there: the output ends with the context, at the latest
         room = max(service.max_context - max(map(len, job.prompts)), 1)
         job.writer.limit(min(job.params.max_tokens or room, room))
-    job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit)
+    job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit, num_jobs)
     await service.check_grammar(job.params)
     return job
 
 
-async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> _Job:
+async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> Job:
     params = await _params(service, body)
     if body.suffix:
         prompts, params = await _filled_in(service, body, params)
@@ -338,7 +317,7 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return _Job(service, prompts, params, body, writer, caller)
+    return Job(service, prompts, params, body, writer, caller)
 
 
 async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
@@ -355,7 +334,7 @@ async def _filled_in(service: Service, body: CompletionRequest, params: Sampling
     return prompts, msgspec.structs.replace(params, stop_token_ids=params.stop_token_ids + ends)
 
 
-async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> _Job:
+async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> Job:
     params = await _params(service, body)
     _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
@@ -363,7 +342,7 @@ async def _prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> 
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
     params = reading.gated(params)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
-    return _Job(service, prompts, params, body, writer, caller, reading)
+    return Job(service, prompts, params, body, writer, caller, reading)
 
 
 async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
@@ -402,12 +381,14 @@ def _check_template(service: Service, body: ChatRequest, caller: Caller) -> None
         caller.call.ignored.add("reasoning_effort")
 
 
-async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
+async def _outputs(job: Job) -> AsyncGenerator[_Output, None]:
     """Outputs of all prompts, by choice number: prompt * n + sample."""
     job.usage.num_prompt = sum(map(len, job.prompts))
     asked = job.asked
     streams = [
-        job.service.stream(job.caller, prompt, job.params, i, asked.priority, asked.cache_salt or "", asked.timeout, job.reading)
+        job.service.stream(
+            job.caller, prompt, job.params, job.part + i, asked.priority, asked.cache_salt or "", asked.timeout, job.reading
+        )
         for i, prompt in enumerate(job.prompts)
     ]
     async with aclosing(merge(streams)) as merged:
@@ -426,7 +407,7 @@ async def _outputs(job: _Job) -> AsyncGenerator[_Output, None]:
             yield i * job.params.n + delta.index, delta, text
 
 
-async def _stream(job: _Job, first: list[_Output], rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
+async def _stream(job: Job, first: list[_Output], rest: AsyncGenerator[_Output, None]) -> AsyncGenerator[bytes, None]:
     try:
         for number in range(job.num_choices):
             if (opening := job.writer.first_chunk(number)) is not None:
@@ -445,7 +426,7 @@ async def _stream(job: _Job, first: list[_Output], rest: AsyncGenerator[_Output,
         await rest.aclose()
 
 
-def _chunks(job: _Job, output: _Output) -> list[bytes]:
+def _chunks(job: Job, output: _Output) -> list[bytes]:
     number, delta, text = output
     job.writer.take_ids(number, delta.token_ids[: text.num_tokens])
     job.writer.take_stop(number, text.stop)
@@ -539,30 +520,6 @@ def _shortened(vector: list[float], num: int | None) -> list[float]:
         return vector
     norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0
     return [value / norm for value in vector[:num]]
-
-
-async def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
-    if body.messages is not None:
-        chat = body.chat()
-        ids = await service.encode_chat(chat.conversation(), **chat.how())
-    else:
-        text = body.prompt if body.prompt is not None else body.content or ""
-        given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
-        ids = await service.encode(text, body.prompt is not None if given is None else given)
-    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context, "token_strs": None}
-    if body.return_token_strs:
-        made["token_strs"] = [service.tokenizer.token_name(token) for token in ids]
-    if body.with_pieces:
-        made["tokens"] = [{"id": token, "piece": _piece(service.tokenizer.token_bytes(token))} for token in ids]
-    return made
-
-
-def _piece(data: bytes) -> str | list[int]:
-    """A token's text; its bytes if they are none."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
 
 
 def _encoded_vector(vector: list[float], as_base64: bool) -> bytes:

@@ -13,19 +13,21 @@ from tidemill.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOPS,
     Grammar,
     SamplingParams,
+    closed,
 )
 from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
+from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
 
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_INPUTS = 2048  # texts to embed
-MAX_MESSAGES = 2**14
 _MAX_TEXTS = 1024  # between token ids: each is tokenized by itself
 Mixed = str | list[int | str]  # a prompt of text, token ids or both
 _IDS = {"type": "array", "items": {"type": "integer"}}
@@ -47,12 +49,15 @@ class StructuredOutputs(Body):
     regex: str | None = None
     grammar: str | None = None
     choice: list[str] | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     def to_grammar(self) -> Grammar:
-        given = [(kind, value) for kind in ("json_", "regex", "grammar", "choice") if (value := getattr(self, kind)) is not None]
+        kinds = ("json_", "regex", "grammar", "choice", "structural_tag")
+        given = [(kind, value) for kind in kinds if (value := getattr(self, kind)) is not None]
         if len(given) != 1:
             raise InvalidRequest(
-                "structured_outputs takes exactly one of json, regex, grammar and choice.", param="structured_outputs"
+                "structured_outputs takes exactly one of json, regex, grammar, choice and structural_tag.",
+                param="structured_outputs",
             )
         ((kind, value),) = given
         return _grammar("json_schema" if kind == "json_" else kind, value)
@@ -70,14 +75,22 @@ class JSONSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JSONSchemaFormat | None = None
+    format: dict[str, Any] | None = None  # of a structural tag; or structures and triggers
+    structures: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    triggers: list[str] | None = Field(default=None, max_length=256)
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")  # llama.cpp's place for it
 
     def to_grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            names = ("type", "format", "structures", "triggers")
+            return _grammar("structural_tag", {name: value for name in names if (value := getattr(self, name)) is not None})
         schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        if self.json_schema is not None and self.json_schema.strict:
+            schema = closed(schema)
         if schema is None and self.type == "json_schema":
             raise InvalidRequest("response_format json_schema needs a schema.", param="response_format")
         return Grammar("json_schema", dumps({"type": "object"} if schema is None else schema))
@@ -164,6 +177,9 @@ class SamplingRequest(Body):
     ebnf: str | None = None
     grammar: str | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = Field(
+        default=None, min_length=1, max_length=MAX_LOGPROB_IDS
+    )  # instead of the likeliest
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
@@ -206,9 +222,12 @@ class SamplingRequest(Body):
             raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name) is not None:
                 given[name] = tuple(getattr(self, name))
+        if self.logprob_token_ids is not None and more.get("logprobs") is None:
+            what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
+            raise InvalidRequest(what, param="logprob_token_ids")
         if self.logit_bias is not None:
             if wrong := [token[:40] for token in self.logit_bias if not _is_token_id(token)]:
                 raise InvalidRequest(
@@ -253,6 +272,7 @@ class CompletionRequest(SamplingRequest):
             more["prompt_logprobs"] = self.logprobs
         if self.echo and self.max_tokens == 0:
             more["max_tokens"] = 1  # whose token is not returned
+            more["logprobs"] = None if self.logprob_token_ids else self.logprobs
         if self.best_of is not None and self.best_of != (self.n or 1):
             if self.best_of < (self.n or 1):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
@@ -294,234 +314,6 @@ def few_texts(prompts: list[Mixed]) -> list[Mixed]:
     if sum(list(map(type, one)).count(str) for one in prompts if isinstance(one, list)) > _MAX_TEXTS:
         raise ValueError(f"prompts of token ids and texts may have {_MAX_TEXTS} texts")
     return prompts
-
-
-class CalledFunction(Body):
-    without_effect = frozenset({"parsed_arguments", "provider_specific_fields"})
-    name: str = Field(min_length=1, max_length=256)
-    arguments: str = "{}"
-
-
-class CalledCustom(Body):
-    name: str = Field(min_length=1, max_length=256)
-    input: str
-
-
-class ToolCall(Body):
-    without_effect = frozenset({"index", "provider_specific_fields", "extra_content"})
-    id: str = Field(max_length=256)
-    type: Literal["function", "custom"] = "function"
-    function: CalledFunction | None = None
-    custom: CalledCustom | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        if self.custom is not None:
-            function = {"name": self.custom.name, "arguments": dumps({"input": self.custom.input}, ensure_ascii=False)}
-        elif self.function is not None:
-            function = self.function.model_dump()
-        else:
-            raise InvalidRequest(f"A tool call has no {self.type}.", param="messages")
-        return {"id": self.id, "type": "function", "function": function}
-
-
-class Message(Body):
-    """As a client sends it, or as it was sent to the client."""
-
-    without_effect = frozenset({
-        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks",
-    })  # fmt: skip
-    role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=256)
-    tool_call_id: str | None = Field(default=None, max_length=256)
-    function_call: CalledFunction | None = None  # what tool_calls were before
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same
-    refusal: str | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it. A call of a function before there were tools has the function's name for its id."""
-        made: dict[str, Any] = {"role": self.role}
-        content = [_part(part) for part in self.content] if isinstance(self.content, list) else self.content
-        if content is None and self.refusal is not None:
-            content = self.refusal
-        calls = [call.for_template() for call in self.tool_calls or []]
-        call_id = self.tool_call_id
-        if self.function_call is not None:
-            calls.append({"id": self.function_call.name, "type": "function", "function": self.function_call.model_dump()})
-        if self.role == "function":
-            made["role"], call_id = "tool", call_id or self.name
-        more = {
-            "content": content,
-            "name": self.name,
-            "tool_calls": calls or None,
-            "tool_call_id": call_id,
-            "reasoning_content": self.reasoning_content if self.reasoning_content is not None else self.reasoning,
-        }
-        return made | {name: value for name, value in more.items() if value is not None}
-
-
-_NOT_TEXT = {"image_url": "Images", "input_audio": "Audio", "file": "Files", "video_url": "Videos", "audio_url": "Audio"}
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a message's content. Text and refusals are text; what else there may be is refused by the template."""
-    kind = part.get("type")
-    if kind == "refusal":
-        return {"type": "text", "text": part.get("refusal")}
-    if isinstance(kind, str) and kind in _NOT_TEXT:
-        what = f"{_NOT_TEXT[kind]} are not supported (a content part of type {kind!r})."
-        raise InvalidRequest(what.replace("Audio are", "Audio is"), fix="Send text.", param="messages")
-    return part
-
-
-class Function(Body):
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class CustomFormat(Body):
-    type: Literal["text", "grammar"]
-    grammar: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _is_text(self) -> CustomFormat:
-        if self.type != "text":
-            raise ValueError("a grammar as the format of a custom tool is not supported")
-        return self
-
-
-class Custom(Body):
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    format: CustomFormat | None = None
-
-
-_ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
-
-
-class Tool(Body):
-    without_effect = frozenset({"cache_control"})
-    type: Literal["function", "custom"]
-    function: Function | None = None
-    custom: Custom | None = None
-
-    @model_validator(mode="after")
-    def _is_one(self) -> Tool:
-        if (self.function if self.type == "function" else self.custom) is None:
-            raise ValueError(f"a tool of type {self.type} needs the member {self.type}")
-        return self
-
-    def as_function(self) -> dict[str, Any]:
-        """A custom tool is a function with one string, its input."""
-        if self.custom is not None:
-            described = {} if self.custom.description is None else {"description": self.custom.description}
-            return {"name": self.custom.name, **described, "parameters": _ONE_INPUT}
-        assert self.function is not None
-        return self.function.model_dump(exclude_none=True)
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    type: Literal["function", "custom"] = "function"
-    function: NamedFunction | None = None
-    custom: NamedFunction | None = None
-
-    @property
-    def name(self) -> str:
-        named = self.function or self.custom
-        if named is None:
-            raise InvalidRequest("tool_choice names no tool.", param="tool_choice")
-        return named.name
-
-
-class Allowed(Body):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=256)
-
-
-class AllowedTools(Body):
-    """Some of the tools: the others are left out of the prompt."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: Allowed
-
-
-class ChatMessages(Body):
-    """What the prompt is made of."""
-
-    model: str | None = None
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(default=None, max_length=256)
-    tool_choice: Literal["auto", "none", "required"] | AllowedTools | NamedTool | None = None
-    functions: list[Function] | None = Field(default=None, max_length=256)  # what tools were before
-    function_call: Literal["auto", "none"] | NamedFunction | None = None  # what tool_choice was before
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    documents: list[dict[str, Any]] | None = Field(default=None, max_length=256)
-    chat_template: str | None = Field(default=None, max_length=2**16)  # if the server allows it
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-
-    def conversation(self) -> list[dict[str, Any]]:
-        return [message.for_template() for message in self.messages]
-
-    @model_validator(mode="after")
-    def _of_one_age(self) -> ChatMessages:
-        if (self.functions or self.function_call) and (self.tools or self.tool_choice):
-            raise InvalidRequest("functions are what tools were before.", fix="Send tools and tool_choice.", param="functions")
-        return self
-
-    @property
-    def chosen(self) -> Literal["auto", "none", "required"] | NamedTool:
-        """What the model may, must or must not call."""
-        if isinstance(self.function_call, NamedFunction):
-            return NamedTool(function=self.function_call)
-        if isinstance(self.tool_choice, AllowedTools):
-            return self.tool_choice.allowed_tools.mode
-        return self.tool_choice or self.function_call or "auto"
-
-    def called(self) -> list[dict[str, Any]]:
-        """The functions that may be called."""
-        made = [tool.as_function() for tool in self.tools or []]
-        made += [function.model_dump(exclude_none=True) for function in self.functions or []]
-        if self.chosen == "none":
-            return []
-        if isinstance(self.tool_choice, AllowedTools):
-            names = {tool.name for tool in self.tool_choice.allowed_tools.tools}
-            missing = names - {function["name"] for function in made}
-            if missing:
-                what = f"tool_choice allows {min(missing)[:100]!r}, which is not among the tools."
-                raise InvalidRequest(what, fix="Send it in tools.", param="tool_choice")
-            made = [function for function in made if function["name"] in names]
-        return made
-
-    def variables(self) -> dict[str, Any]:
-        """Of the template. Those that are given by name count first."""
-        made: dict[str, Any] = {}
-        if self.documents is not None:
-            made["documents"] = self.documents
-        if self.reasoning_effort is not None:
-            made["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            made["enable_thinking"] = False
-        return made | (self.chat_template_kwargs or {})
-
-    def how(self) -> dict[str, Any]:
-        """For the template."""
-        return {
-            "tools": [{"type": "function", "function": function} for function in self.called()] or None,
-            "add_generation_prompt": self.add_generation_prompt,
-            "continue_final_message": self.continue_final_message,
-            "variables": self.variables() or None,
-            "template": self.chat_template,
-        }
 
 
 class ChatRequest(SamplingRequest, ChatMessages):
@@ -599,10 +391,11 @@ class TokenizeRequest(Body):
     """A text (`prompt`, or llama.cpp's `content`), or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] | None = None
     content: str | None = None
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(default=None, max_length=256)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -613,7 +406,7 @@ class TokenizeRequest(Body):
     with_pieces: bool = False  # tokens as objects, with their texts
 
     def chat(self) -> ChatMessages:
-        return _as_chat(self, self.tools)
+        return _as_chat(self, None if self.tool_choice == "none" else self.tools)
 
 
 def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None = None) -> ChatMessages:
@@ -630,3 +423,4 @@ def _as_chat(body: EmbeddingRequest | TokenizeRequest, tools: list[Tool] | None 
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int] = Field(max_length=2**20)
+    skip_special_tokens: bool = False

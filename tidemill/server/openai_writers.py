@@ -77,6 +77,10 @@ class Writer(ABC):
         token_ids, self._new_ids[number] = self._new_ids[number], []
         return {"token_ids": token_ids}
 
+    def _without_new_ids(self) -> dict[str, Any]:
+        """For a choice that is written after its last token."""
+        return {} if self._new_ids is None else {"token_ids": []}
+
     def take_stop(self, number: int, stop: str | int | None) -> None:
         """The stop string or token that ended a choice; to be told before its last text."""
         if stop is not None:
@@ -121,27 +125,31 @@ class Writer(ABC):
         """Of each choice's output."""
         self._params = msgspec.structs.replace(self._params, max_tokens=max_tokens)
 
-    def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None) -> SamplingParams:
-        """The parameters, if the logprobs they ask for fit one response. Without max_tokens, the output ends where they no longer
-        would, or at the default limit."""
-        params, num_tokens = self._params, sum(map(len, self._prompts))
+    def bounded(self, max_context: int, is_streamed: bool, default_limit: int | None, num_sharing: int = 1) -> SamplingParams:
+        """The parameters, if the logprobs they ask for fit one response, which `num_sharing` of the same size share. Without
+        max_tokens, the output ends where they no longer would, or at the default limit."""
+        params, num_tokens, most_cells = self._params, sum(map(len, self._prompts)), MAX_LOGPROB_CELLS // num_sharing
         cells = self.num_echoed // _ECHOED_PER_CELL
         if params.prompt_logprobs is not None:
             cells += num_tokens * (params.prompt_logprobs + 1) * self.num_sent * self.num_prompt_copies
-        if cells > MAX_LOGPROB_CELLS:
+        if cells > most_cells:
             at = "prompt_logprobs" if self._lists_prompts else "echo"
-            raise _too_many(cells, "Send fewer or shorter prompts at once, or ask for fewer logprobs or samples.", at)
+            raise _too_many(
+                cells * num_sharing, "Send fewer or shorter prompts at once, or ask for fewer logprobs or samples.", at
+            )
         if not self.writes_logprobs or is_streamed:
             return params
-        cells_per_token = params.n * ((params.logprobs or 0) + 1)
+        cells_per_token = params.n * (max(params.logprobs or 0, len(params.logprob_token_ids)) + 1)
         left = [max(max_context - len(prompt), 0) for prompt in self._prompts]
         if params.max_tokens is None:
-            affordable = max((MAX_LOGPROB_CELLS - cells) // (cells_per_token * len(left)), 1)
+            affordable = max((most_cells - cells) // (cells_per_token * len(left)), 1)
             most = max(left) if default_limit is None else min(max(left), max(default_limit, params.min_tokens))
             return params if most <= affordable else msgspec.structs.replace(params, max_tokens=affordable)
         cells += sum(min(params.max_tokens, num) for num in left) * cells_per_token
-        if cells > MAX_LOGPROB_CELLS:
-            raise _too_many(cells, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs")
+        if cells > most_cells:
+            raise _too_many(
+                cells * num_sharing, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs"
+            )
         return params
 
 
@@ -250,6 +258,7 @@ class CompletionWriter(Writer):
             self.num_sent = body.n or 1  # the likeliest
         self.writes_logprobs = body.logprobs is not None
         self._echo = bool(body.echo)
+        self._is_text = isinstance(body.prompt, str) or (bool(body.prompt) and all(isinstance(one, str) for one in body.prompt))
         self.num_prompt_copies = self._lists_prompts + (self._echo and self.writes_logprobs)
         self._only_echo = self._echo and body.max_tokens == 0
         self._echoed: dict[int, _Lists] = {}  # by prompt
@@ -277,7 +286,7 @@ class CompletionWriter(Writer):
 
     def _echoed_text(self, prompt: int) -> str:
         if prompt not in self._texts:
-            self._texts[prompt] = self._tokenizer.decode(self._prompts[prompt]) if self._echo else ""
+            self._texts[prompt] = self._tokenizer.decode(self._prompts[prompt], skip_special=self._is_text) if self._echo else ""
         return self._texts[prompt]
 
     def _new_lists(self, prompt: int, is_first: bool, offset: int = 0) -> _Lists:
@@ -299,7 +308,7 @@ class CompletionWriter(Writer):
         if reason is not None:
             empty = _Lists(self._tokenizer, self._token_name) if self.writes_logprobs else None
             made = _ended(made, reason, self._choice(number, "", empty, None))
-            made[-1] |= self._ending(number)
+            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
         return made
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
@@ -415,7 +424,10 @@ class ChatWriter(Writer):
             made[0] |= self._reported_ids(number)
         if reason is not None:
             made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
-            made[-1] |= self._ending(number)
+            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
+        for one in made:
+            if "content" not in one["delta"]:  # SGLang's clients read one or the other
+                one["delta"] = {"reasoning_content": None} | one["delta"]
         return made
 
     def prompt_ids(self) -> dict[str, Any]:
@@ -455,7 +467,6 @@ class ChatWriter(Writer):
 
 
 def _delta(number: int, delta: dict[str, Any]) -> dict[str, Any]:
-    """As SGLang and DeepSeek do, each names the reasoning: programs read it without asking whether it is there."""
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

@@ -95,7 +95,7 @@ class Responses:
         reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
-        outputs = service.stream(caller, prompt, params, reading=reading)
+        outputs = service.stream(caller, prompt, params, reading=reading, one_by_one=body.wants_logprobs)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
             self._running[job.key] = job
@@ -186,7 +186,7 @@ class Responses:
             raise
         finally:
             self._end(job)
-        return _json(job.writer.body())
+        return _json(job.writer.body() | job.writer.timings())
 
     async def stream(self, job: _Job, first: tuple[Delta, TextDelta]) -> AsyncGenerator[bytes, None]:
         writer = job.writer
@@ -198,7 +198,7 @@ class Responses:
             async for delta, text in job.outputs:
                 for event in writer.take(delta, text):
                     yield named_event(event)
-            yield named_event(writer.event(f"response.{writer.status}", response=writer.body()))
+            yield named_event(writer.event(f"response.{writer.status}", response=writer.body(), **writer.timings()))
         except TidemillError as error:
             writer.fail(error)
             yield named_event(writer.event("response.failed", response=writer.body()))

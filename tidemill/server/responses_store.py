@@ -69,7 +69,7 @@ class Store:
         found = shelf.stored.get(name) if shelf is not None else None
         body = msgspec.json.decode(found[1]) if found is not None else {}
         if found is None or body.get("object") != kind:
-            raise Unknown(f"There is no {kind} {name[:100]!r}.", param=f"{kind}_id")
+            raise Unknown(f"{kind.capitalize()} with id {name[:100]!r} not found.", param=f"{kind}_id")  # OpenAI's words
         return msgspec.json.decode(found[0]), body
 
     def get_to_continue(self, tenant: str, name: str, kind: str = "response") -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -12,9 +12,9 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, fiel
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.parsers import call_grammar
-from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams
+from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.body import Body
-from tidemill.server.openai_types import MAX_MESSAGES
+from tidemill.server.openai_messages import MAX_MESSAGES
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.
@@ -255,6 +255,7 @@ class ResponseRequest(ResponsePrompt):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    timings_per_token: bool = False  # llama.cpp's times, in each delta and at the end
 
     @property
     def wants_logprobs(self) -> bool:
@@ -277,7 +278,8 @@ class ResponseRequest(ResponsePrompt):
         elif wanted is not None and wanted.type == "json_schema":
             if wanted.schema_ is None:
                 raise InvalidRequest("A text format json_schema needs a schema.", param="text")
-            given["grammar"] = Grammar("json_schema", json.dumps(wanted.schema_))
+            schema = closed(wanted.schema_) if wanted.strict else wanted.schema_
+            given["grammar"] = Grammar("json_schema", json.dumps(schema))
         return SamplingParams(**given)
 
     def _call_grammar(self) -> Grammar:

@@ -14,6 +14,7 @@ from tidemill.frontend.output import TextDelta
 from tidemill.frontend.parsers import CallArguments, CallStart, Piece, Reading, TextPiece
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
+from tidemill.server import ggml
 from tidemill.server.responses_types import ResponseRequest, make_id
 from tidemill.wire import Delta, TokenLogprobs
 
@@ -47,6 +48,7 @@ class ResponseWriter:
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text is held back
         self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
         self._num_reasoning = 0
+        self._progress = ggml.Progress(num_prompt)
         self.status = "queued" if asked.background else "in_progress"
         self._why: str | None = None
         self._error: dict[str, str] | None = None
@@ -107,6 +109,7 @@ class ResponseWriter:
 
     def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
         """New output, as events."""
+        self._progress.take(delta, text)
         self._num_output += text.num_tokens
         self._num_cached = delta.num_cached
         pieces = self._parser.push(text.text)
@@ -116,12 +119,18 @@ class ResponseWriter:
         if self._asked.wants_logprobs:
             self._logprobs += [msgspec.Raw(_json(self._entry(one))) for one in (delta.logprobs or [])[: text.num_tokens]]
         events = [event for piece in pieces for event in self._events(piece)]
+        for event in events:
+            event |= self.timings() if event["type"].endswith(".delta") else {}
         if text.finish_reason:
             is_cut = text.finish_reason == "length"
             events += self._end_item("incomplete" if is_cut else "completed")
             self.end("incomplete" if is_cut else "completed")
             self._why = "max_output_tokens" if is_cut else None
         return events
+
+    def timings(self) -> dict[str, Any]:
+        """So far, if they are asked for."""
+        return {"timings": ggml.timings(self._progress)} if self._asked.timings_per_token else {}
 
     def end(self, status: str) -> None:
         self.status, self._completed_s = status, int(time.time())
@@ -171,6 +180,8 @@ class ResponseWriter:
         kind, part = ("reasoning", "reasoning_text") if piece.is_reasoning else ("message", "output_text")
         events: list[dict[str, Any]] = []
         if self._open is None or self._open["type"] != kind:
+            if self.output and self.output[-1]["type"] == "reasoning":
+                self._logprobs = self._logprobs[-1:]  # the tokens before are the reasoning's, and its mark
             item: dict[str, Any] = {"type": kind, "id": make_id("rs" if piece.is_reasoning else "msg"), "content": []}
             item["summary" if piece.is_reasoning else "role"] = [] if piece.is_reasoning else "assistant"
             events += self._start_item(item)

@@ -115,7 +115,7 @@ class Service:
             return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
 
-    async def decode(self, token_ids: list[int]) -> str:
+    async def decode(self, token_ids: list[int], skip_special: bool = False) -> str:
         limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
         if len(token_ids) > limit:
             raise InvalidRequest(
@@ -124,7 +124,7 @@ class Service:
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < vocab_size:
                 raise InvalidRequest(f"The model has no token {token}, only 0 to {vocab_size - 1}.", param="tokens")
-        work = partial(self.tokenizer.decode, token_ids, skip_special=False)
+        work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
@@ -246,9 +246,11 @@ class Service:
         salt: str = "",
         timeout_s: float | None = None,
         reading: Reading | None = None,
+        one_by_one: bool = False,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
-        """The text of each sample as it is generated, in bounded pieces. The first is empty if the request is accepted before
-        there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this is."""
+        """The text of each sample as it is generated, in bounded pieces, or token by token. The first is empty if the request is
+        accepted before there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this
+        is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         tenant, call = caller.tenant, caller.call
@@ -273,7 +275,7 @@ class Service:
         try:
             async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
                 async for joined in deltas:
-                    for delta in in_pieces(joined):
+                    for delta in in_pieces(joined, one_by_one):
                         if delta.index in ended:
                             break
                         if (num_done := num_done + num_cells(delta)) > CELLS_PER_TURN:

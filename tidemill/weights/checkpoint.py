@@ -18,6 +18,7 @@ from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
+from tidemill.weights.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 
 _ROWS_AT_ONCE = 2048
 
@@ -41,6 +42,10 @@ class WeightTensor(Protocol):
         """The matrix as it is quantized; None if it is not."""
         ...
 
+    def matrix(self, number: int) -> WeightTensor:
+        """One of a stack of matrices."""
+        ...
+
 
 class RandomTensor:
     """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so."""
@@ -52,12 +57,15 @@ class RandomTensor:
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) == 1:
-            out.fill_(1.0 if "norm" in self.name else 0.0)
+            out.fill_(0.0 if self.name.endswith(".bias") else 1.0)
         else:
             out.normal_(0.0, self.shape[-1] ** -0.5)
 
     def codes(self) -> None:
         return None
+
+    def matrix(self, number: int) -> RandomTensor:
+        return RandomTensor(self.name, self.shape[1:])
 
 
 class Checkpoint(Protocol):
@@ -109,6 +117,11 @@ class _FromGGUF:
                 f"Tensor {self.name} ({self.type_name}) holds scales that are not finite in 16 bits.", fix="Use --dtype float32."
             )
         return codes
+
+    def matrix(self, number: int) -> _FromGGUF:
+        num_rows = self._tensor.raw.shape[0] // self.shape[0]
+        rows = self._tensor.raw[number * num_rows : (number + 1) * num_rows]
+        return _FromGGUF(replace(self._tensor, raw=rows, shape=self.shape[1:]))
 
     def _quantized(self, raw: np.ndarray) -> Codes:
         part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
@@ -165,11 +178,13 @@ class GGUFCheckpoint:
 
 
 class _FromSafetensors:
-    def __init__(self, file: Any, name: str, path: Path) -> None:
-        self._file, self.name, self._path = file, name, path
-        view = file.get_slice(name)
-        self.shape = tuple(view.get_shape())
-        self.type_name = str(view.get_dtype())
+    """`number`: of one of a stack of matrices, if only that is meant."""
+
+    def __init__(self, file: Any, name: str, path: Path, number: int | None = None) -> None:
+        self._file, self.name, self._path, self._number = file, name, path, number
+        self._view = file.get_slice(name)
+        self.shape = tuple(self._view.get_shape())[0 if number is None else 1 :]
+        self.type_name = str(self._view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
     def read_into(self, out: torch.Tensor) -> None:
@@ -178,10 +193,14 @@ class _FromSafetensors:
                 f"Tensor {self.name} in {self._path} has type {self.type_name}.",
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
-        out.copy_(self._file.get_tensor(self.name).reshape(out.shape))
+        values = self._file.get_tensor(self.name) if self._number is None else self._view[self._number]
+        out.copy_(values.reshape(out.shape))
 
     def codes(self) -> Codes | None:
         return None
+
+    def matrix(self, number: int) -> _FromSafetensors:
+        return _FromSafetensors(self._file, self.name, self._path, number)
 
 
 _SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -199,9 +218,10 @@ class SafetensorsCheckpoint:
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
         self.architecture = architectures[0]
-        if self.metadata.get("quantization_config"):
-            settings = self.metadata["quantization_config"]
-            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        settings = self.metadata.get("quantization_config")
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        self._is_mxfp4 = method == "mxfp4"
+        if method and not self._is_mxfp4:
             raise CheckpointError(
                 f"{path} is quantized ({method}), which is not supported yet.",
                 fix="Use the unquantized checkpoint or a GGUF of it.",
@@ -234,10 +254,23 @@ class SafetensorsCheckpoint:
     def tensors(self) -> Iterator[WeightTensor]:
         from safetensors import SafetensorError, safe_open
 
+        waiting: dict[
+            str, tuple[Any, Any]
+        ] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
         for path in self._files():
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
-                        yield _FromSafetensors(file, name, path)
+                        stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
+                        if stem == name or not self._is_mxfp4:
+                            yield _FromSafetensors(file, name, path)
+                        elif stem not in waiting:
+                            waiting[stem] = file, file.get_slice(name)
+                        else:
+                            other = waiting.pop(stem)[1]
+                            halves = (file.get_slice(name), other) if name.endswith(BLOCKS) else (other, file.get_slice(name))
+                            yield Mxfp4Tensor(stem + BLOCKS, *halves)
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+        if waiting:
+            raise CheckpointError(f"{self.path}: of tensor {min(waiting)} in mxfp4, blocks or scales are missing.")

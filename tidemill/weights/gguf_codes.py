@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tidemill.kernels.quantized_linear import GROUP, Codes
+from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Codes
 from tidemill.weights import gguf_iq
 
 # One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
@@ -75,6 +75,11 @@ def _q5_k(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     return _k_nibbles(b[:, 48:]) | (fifth << 4).reshape(-1, 256), *_k_scales(b)
 
 
+def _mxfp4(b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    exponents = b[:, :1].astype(np.int32) - 128
+    return MX4_CODES[_nibbles(b[:, 1:])], np.ldexp(np.float32(1), exponents).astype(np.float16), None
+
+
 _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, reader
     "Q4_0": (4, 18, _q4_0),
     "Q4_1": (4, 20, _q4_1),
@@ -83,6 +88,7 @@ _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, 
     "Q5_1": (8, 24, _q5_1),
     "Q5_K": (8, 176, _q5_k),
     "Q8_0": (8, 34, _q8_0),
+    "MXFP4": (4, 17, _mxfp4),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import abstractmethod
 
 from tidemill.frontend.parsers.pieces import CallReader, Functions, Status
 
@@ -136,11 +137,13 @@ class HeadedReader(CallReader):
                 return i + 1, text[begin : i + 1]
         return len(text), text[begin:] if self.status is Status.STARTED else ""
 
+    @abstractmethod
     def may_be_head(self, head: str) -> bool:
-        raise NotImplementedError
+        """A head may begin like this."""
 
+    @abstractmethod
     def name_in(self, head: str) -> str:
-        raise NotImplementedError
+        """The function that a whole head names."""
 
 
 class MistralReader(HeadedReader):

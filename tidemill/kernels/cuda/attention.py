@@ -371,12 +371,13 @@ def attend(
     positions_T: torch.Tensor,
     sinks_N: torch.Tensor | None = None,
 ) -> None:
-    """`cache`: [P, layers, 2, G, S, D] with pages of a block. Queries are read from `qkv_TC`, results go to `out_TC`."""
+    """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
+    go to `out_TC`."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     assert page_size == BLOCK
     desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
-    where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.shape[1])
+    where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.stride(0))
     scale = spec.scale if spec.softcap else spec.scale * _LOG2_E
     how_much = (scale, _LOG2_E if spec.softcap else scale, spec.softcap, spec.window)
     common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}

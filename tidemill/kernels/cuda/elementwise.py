@@ -1,4 +1,4 @@
-"""A step's tokens, norm with residual addition, GLU, and what happens to q, k and v between projection and attention."""
+"""A step's tokens, norms with residual addition, activations, and what happens to q, k and v between projection and attention."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit(do_not_specialize=["num", "slots_width"])
 def _look_up(
-    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width,
+    rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width, group_width, slots_width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = i < num
+    group = tl.program_id(1)
     row = tl.load(rows_ptr + i, mask=there, other=0).to(tl.int64)
     position = tl.load(positions_ptr + i, mask=there, other=0)
     token = tl.load(tokens_ptr + row * tokens_width + position, mask=there, other=0)
-    page = tl.load(pages_ptr + row * pages_width + position // PAGE, mask=there, other=0)
-    tl.store(ids_ptr + i, token, mask=there)
-    tl.store(slots_ptr + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
+    page = tl.load(pages_ptr + row * pages_width + group * group_width + position // PAGE, mask=there, other=0)
+    tl.store(ids_ptr + i, token, mask=there)  # the same from every group
+    tl.store(slots_ptr + group * slots_width + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
 
 
 def look_up(
-    rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, pages: torch.Tensor, page_size: int
+    rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens' ids (int32) and their slots in the cache."""
+    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width."""
     made = torch.zeros_like if is_compiling() else torch.empty_like  # embeddings are looked up by these ids then too
-    ids, slots = made(rows_T), torch.empty_like(rows_T, dtype=torch.int64)
     num = rows_T.numel()
+    ids, slots = made(rows_T), torch.empty(len(tables), -(-num // 4) * 4, dtype=torch.int64, device=rows_T.device)
     launch(
-        _look_up, (triton.cdiv(num, 256),),
-        rows_T, positions_T, tokens, pages, ids, slots, num, tokens.shape[1], pages.shape[1], PAGE=page_size, BLOCK=256, **HOW,
+        _look_up, (triton.cdiv(num, 256), len(tables)),
+        rows_T, positions_T, tokens, tables[0], ids, slots, num, tokens.shape[1], tables[0].stride(0), tables[0].shape[1],
+        slots.shape[1], PAGE=page_size, BLOCK=256, **HOW,
     )  # fmt: skip
-    return ids, slots
+    return ids, slots[:, :num]
 
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, factor, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -51,7 +53,7 @@ def _add_rms_norm(
     begin(AHEAD)
     value = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
-        value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32) * factor
         rounded = value.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -59,15 +61,105 @@ def _add_rms_norm(
     tl.store(out_ptr + row * width + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x, if any, to the residual in place and returns the norm of the sum."""
+def _of_a_row(width: int) -> dict[str, int]:
+    """A program has a whole row."""
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(8, max(1, block // 512))}
+
+
+def add_rms_norm(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+) -> torch.Tensor:
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum."""
     out = torch.empty_like(residual_TH)
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
-    block = triton.next_power_of_2(width)
     launch(
-        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, width, eps, HAS_X=x_TH is not None, BLOCK=block, **HOW,
-        num_warps=min(8, max(1, block // 512)),
+        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, width, eps, scale, HAS_X=x_TH is not None,
+        **_of_a_row(width), **HOW,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _post_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    begin(AHEAD)
+    x = tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(out_ptr + row * width + columns, (residual + x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def post_norm(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """The sum of the residual and the norm of x."""
+    out = torch.empty_like(residual_TH)
+    num_rows, width = residual_TH.shape
+    launch(_post_norm, (num_rows,), x_TH, residual_TH, weight_H, out, width, eps, **_of_a_row(width), **HOW)
+    return out
+
+
+@triton.jit
+def _qk_norm(qkv_ptr, q_ptr, k_ptr, num_q, num_k, num_columns, eps, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    """Of a row's queries or its keys, in place."""
+    is_k = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    width = tl.where(is_k == 1, num_k, num_q)
+    inside = columns < width
+    weight = tl.load(q_ptr + columns, mask=columns < num_q * (1 - is_k), other=0.0).to(tl.float32)
+    weight += tl.load(k_ptr + columns, mask=columns < num_k * is_k, other=0.0).to(tl.float32)
+    begin(AHEAD)
+    base = qkv_ptr + tl.program_id(0).to(tl.int64) * num_columns + is_k * num_q
+    x = tl.load(base + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    tl.store(base + columns, (x * scale * weight).to(qkv_ptr.dtype.element_ty), mask=inside)
+
+
+def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of all query heads of a row together, and of all key heads, in place."""
+    num_q, num_k = q_weight.numel(), k_weight.numel()
+    launch(
+        _qk_norm, (qkv_TC.shape[0], 2), qkv_TC, q_weight, k_weight, num_q, num_k, qkv_TC.shape[1], eps,
+        **_of_a_row(max(num_q, num_k)), **HOW,
+    )  # fmt: skip
+    return qkv_TC
+
+
+@triton.jit
+def _add_layer_norm(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, width, eps,
+    HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    begin(AHEAD)
+    value = tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X:
+        value += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    centred = tl.where(inside, value - tl.sum(value, 0) / width, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    tl.store(out_ptr + row * width + columns, (centred * scale * weight + bias).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_layer_norm(
+    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Adds x, if any, to the residual in place and returns the LayerNorm of the sum."""
+    out = torch.empty_like(residual_TH)
+    num_rows, width = residual_TH.shape
+    x = residual_TH if x_TH is None else x_TH
+    launch(
+        _add_layer_norm, (num_rows,), x, residual_TH, weight_H, bias_H, out, width, eps, HAS_X=x_TH is not None,
+        **_of_a_row(width), **HOW,
     )  # fmt: skip
     return out
 
@@ -82,6 +174,30 @@ def activated(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, ACT: tl.constexpr):
+    """act(gate) * up. What is not a number stays so."""
+    if ACT == "swiglu_clamped":
+        gate, up = tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(gate * -1.702)) * (up + 1.0)
+    else:
+        return activated(gate, ACT) * up
+
+
+@triton.jit(do_not_specialize=["num"])
+def _activate(x_ptr, out_ptr, num, ACT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    begin(AHEAD)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < num, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, activated(x, ACT).to(out_ptr.dtype.element_ty), mask=i < num)
+
+
+def activate(x_TI: torch.Tensor, act: str) -> torch.Tensor:
+    out, num = torch.empty_like(x_TI), x_TI.numel()
+    launch(_activate, (triton.cdiv(num, 1024),), x_TI, out, num, ACT=act, BLOCK=1024, num_warps=4, **HOW)
+    return out
+
+
+@triton.jit
 def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     begin(AHEAD)
     row = tl.program_id(0).to(tl.int64)
@@ -89,7 +205,7 @@ def _glu(gate_up_ptr, out_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, AH
     both = tl.program_id(1) * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
     values = tl.load(gate_up_ptr + row * 2 * width + both, mask=both < 2 * width, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(values, (BLOCK, 2)))
-    tl.store(out_ptr + row * width + columns, (activated(gate, ACT) * up).to(out_ptr.dtype.element_ty), mask=columns < width)
+    tl.store(out_ptr + row * width + columns, gated(gate, up, ACT).to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:

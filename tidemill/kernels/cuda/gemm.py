@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import activated, glu
+from tidemill.kernels.cuda.elementwise import gated, glu
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 
 
@@ -33,6 +33,7 @@ class Tile:
     stages: int
     warps: int
     bulk: int = 0  # operands come by the bulk copy engine (TMA), which needs rows of a multiple of 16 bytes
+    halves: int = 0  # of experts: a block of at most half the rows is multiplied in half a tile
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def _finish(
         acc += tl.load(bias_ptr + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
     if ACT != "":  # of rounded values, as if they had been stored in between
         gate, up = tl.split(tl.reshape(acc.to(DTYPE).to(tl.float32), (ROWS, OUTS // 2, 2)))
-        acc = activated(gate, ACT) * up
+        acc = gated(gate, up, ACT)
     return acc
 
 
@@ -112,7 +113,7 @@ def _gemm_bulk(
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
 # A choice changes at these numbers of rows only, in the table as in the rule.
-CHOICES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
+CHOICES = (1, 4, 16, 32, 48, 64, 96, 128, 192, 256, 512, 2048)
 
 
 def choice_of(num_rows: int) -> int:
@@ -124,12 +125,12 @@ def _to_tiles(by_rows: dict[str, list[int]]) -> dict[int, Tile]:
 
 
 @cache
-def _measured() -> dict[tuple[int, int], dict[int, Tile]]:
-    """What was fastest by (outs, ins) and rows on this GPU: tiles.json (from `bench/gpu.py --search`), and what a search at start
-    has added (tuning.py)."""
+def _measured() -> dict[tuple[int, ...], dict[int, Tile]]:
+    """What was fastest by (outs, ins), or (experts, outs, ins), and rows on this GPU: tiles.json (`bench/gpu.py --search`) and
+    what a search at start has added (tuning.py)."""
     known = json.loads(Path(__file__).with_name("tiles.json").read_text())
     shapes = known.get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
-    return {(int(shape.split("x")[0]), int(shape.split("x")[1])): _to_tiles(by_rows) for shape, by_rows in shapes.items()}
+    return {tuple(map(int, shape.split("x"))): _to_tiles(by_rows) for shape, by_rows in shapes.items()}
 
 
 def knows(num_out: int, num_in: int) -> bool:
@@ -142,13 +143,16 @@ def know(num_out: int, num_in: int, by_rows: dict[str, list[int]]) -> None:
     choose_tile.cache_clear()
 
 
+def measured_tile(num_rows: int, *shape: int) -> Tile | None:
+    """Of the next larger number of rows that was measured."""
+    by_rows = _measured().get(shape)
+    return by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))] if by_rows else None
+
+
 @cache
 def choose_tile(num_rows: int, num_out: int, num_in: int) -> Tile:
-    """By measurement, of the next larger number of rows that was measured; else by what was mostly best."""
-    by_rows = _measured().get((num_out, num_in))
-    if by_rows:
-        return by_rows[min((rows for rows in by_rows if rows >= num_rows), default=max(by_rows))]
-    return LIBRARY if num_rows > 64 else own_tile(num_rows, num_out)
+    """By measurement, else by what was mostly best."""
+    return measured_tile(num_rows, num_out, num_in) or (LIBRARY if num_rows > 64 else own_tile(num_rows, num_out))
 
 
 def own_tile(num_rows: int, num_out: int) -> Tile:

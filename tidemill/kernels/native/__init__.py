@@ -21,6 +21,7 @@ import torch
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
+from tidemill.kernels.state import ScanInputs, StateWeights
 
 # Best first: (file, CPU flags it needs).
 _VARIANTS: Final = {
@@ -33,14 +34,14 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5}
+KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6}
 
 
 class LayerSpec(ctypes.Structure):
     """tm_layer of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
+        *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
         *((name, _POINTER) for name in ("cos", "sin")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
@@ -52,7 +53,46 @@ class Step(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
-        *((name, _POINTER) for name in ("table", "positions", "slots")),
+        *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
+    ]
+
+
+class StateLayer(ctypes.Structure):
+    """tm_state_layer of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_heads", "head_dim", "state_size", "num_groups", "kernel", "norm_size")),
+        *((name, _LONG) for name in ("num_channels", "num_projected")),
+        ("pieces", _POINTER),
+    ]
+
+
+class States(ctypes.Structure):
+    """tm_states of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_tokens", "num_chains", "page_bytes", "table_width", "table_stride")),
+        *((name, _POINTER) for name in ("pool", "tables", "segments", "chains")),
+    ]
+
+
+class Matrices(ctypes.Structure):
+    """tm_matrices of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_in", "num_out")),
+        *((name, _POINTER) for name in ("codes", "scales", "bias")),
+        *((name, _LONG) for name in ("code_bytes", "num_scales")),
+    ]
+
+
+class MoE(ctypes.Structure):
+    """tm_moe of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("num_experts", "top_k", "renormalise", "topk_first", "act")),
+        *((name, Matrices) for name in ("gate_up", "down", "shared_gate_up", "shared_down")),
+        ("counts", _POINTER),
     ]
 
 
@@ -91,6 +131,12 @@ class _Field(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("offset", _LONG)]
 
 
+_STRUCTS: Final = (
+    ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
+    ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
+)  # fmt: skip
+
+
 def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     """Raises OSError unless the library was built from these sources (empty: they are not there) and has these structs."""
     fix = "install again, or run: python setup.py build_ext --inplace"
@@ -104,9 +150,7 @@ def _check_build(lib: ctypes.CDLL, sources: str) -> None:
     while name := fields[len(theirs)].name:
         theirs[name.decode()] = fields[len(theirs)].offset
     ours = dict[str, int]()
-    mirrors = {"tm_step": Step, "tm_layer": LayerSpec, "tm_op": Op}
-    mirrors |= {"tm_lora_pair": LoraPair, "tm_lora_step": LoraStep, "tm_lora": Lora}
-    for struct, mirror in mirrors.items():
+    for struct, mirror in _STRUCTS:
         ours |= {struct: ctypes.sizeof(mirror)}
         ours |= {f"{struct}.{name.rstrip('_')}": getattr(mirror, name).offset for name, *_ in mirror._fields_}
     if wrong := sorted(name for name, _ in ours.items() ^ theirs.items()):
@@ -125,8 +169,20 @@ class Library:
         self._linear = lib.tm_linear
         self._linear.argtypes = [_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._norm = lib.tm_add_rms_norm
-        self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._norm.argtypes = [_POINTER, _FLOAT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
+        self._post_norm = lib.tm_post_norm
+        self._post_norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._post_norm.restype = None
+        self._qk_norm = lib.tm_qk_norm
+        self._qk_norm.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG]
+        self._qk_norm.restype = None
+        self._layer_norm = lib.tm_add_layer_norm
+        self._layer_norm.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._layer_norm.restype = None
+        self._act = lib.tm_act
+        self._act.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._act.restype = None
         self._glu = lib.tm_glu
         self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
         self._glu.restype = None
@@ -140,6 +196,16 @@ class Library:
         self._attention.argtypes = [_POINTER] * 5 + [_FLOAT] + [_POINTER] * 4
         self._lora = lib.tm_lora_add
         self._lora.argtypes = [_POINTER, _POINTER, _POINTER, _LONG]
+        self._conv = lib.tm_conv
+        self._conv.argtypes = [_POINTER] * 6
+        self._conv.restype = None
+        self._scan = lib.tm_scan
+        self._scan.argtypes = [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 5
+        self._gate = lib.tm_gate
+        self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 2
+        self._gate.restype = None
+        self._moe = lib.tm_run_moe
+        self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -164,14 +230,56 @@ class Library:
         return out
 
     def add_rms_norm(
-        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
     ) -> torch.Tensor:
         _check(residual_TH, weight_H, residual_TH if x_TH is None else x_TH)
         out = residual_TH.new_empty(residual_TH.shape)
-        x = None if x_TH is None else x_TH.data_ptr()
-        self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
+        x, weight, width = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), residual_TH.shape[1]
+        self._norm(x, scale, residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
-            self._recording.note("norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
+            self._recording.note("norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps, scale=scale)
+        return out
+
+    def post_norm(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(x_TH, residual_TH, weight_H)
+        out, weight, width = residual_TH.new_empty(residual_TH.shape), weight_H.data_ptr(), residual_TH.shape[1]
+        self._post_norm(x_TH.data_ptr(), residual_TH.data_ptr(), weight, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("post_norm", out, x_TH, residual_TH, width=width, a=weight, eps=eps)
+        return out
+
+    def qk_norm(self, qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        _check(qkv_TC, q_weight, k_weight)
+        out, num_q, num_k = qkv_TC.new_empty(qkv_TC.shape), q_weight.numel(), k_weight.numel()
+        q, k = q_weight.data_ptr(), k_weight.data_ptr()
+        self._qk_norm(qkv_TC.data_ptr(), q, num_q, k, num_k, eps, out.data_ptr(), *qkv_TC.shape)
+        if self._recording:
+            self._recording.note("qk_norm", out, qkv_TC, width=qkv_TC.shape[1], kind=num_q, num_out=num_k, a=q, b=k, eps=eps)
+        return out
+
+    def add_layer_norm(
+        self,
+        x_TH: torch.Tensor | None,
+        residual_TH: torch.Tensor,
+        weight_H: torch.Tensor,
+        bias_H: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        _check(residual_TH, weight_H, bias_H, residual_TH if x_TH is None else x_TH)
+        out = residual_TH.new_empty(residual_TH.shape)
+        x, weight, bias = None if x_TH is None else x_TH.data_ptr(), weight_H.data_ptr(), bias_H.data_ptr()
+        self._layer_norm(x, residual_TH.data_ptr(), weight, bias, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            self._recording.note("layer_norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight, b=bias, eps=eps)
+        return out
+
+    def activate(self, x_TI: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `glu.ACTIVATIONS`."""
+        _check(x_TI)
+        out = x_TI.new_empty(x_TI.shape)
+        self._act(act, x_TI.data_ptr(), out.data_ptr(), *x_TI.shape)
+        if self._recording:
+            self._recording.note("act", out, x_TI, kind=act, width=x_TI.shape[1])
         return out
 
     def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:
@@ -207,6 +315,50 @@ class Library:
             raise MemoryError("no memory for adapters")
         if self._recording:
             self._recording.note("lora", None, x_TK, y_TN, num_out=y_TN.shape[1], a=lora)
+
+    def conv(self, states: int, layer: int, projected_TC: torch.Tensor, learned: StateWeights, num_out: int) -> torch.Tensor:
+        """`states`, `layer`: addresses."""
+        weight, bias = learned.conv_KC, learned.conv_bias_C
+        _check(projected_TC, weight, *(() if bias is None else (bias,)))
+        places = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        out = projected_TC.new_empty(projected_TC.shape[0], num_out)
+        self._conv(states, layer, *places, projected_TC.data_ptr(), out.data_ptr())
+        if self._recording:
+            self._recording.note("conv", out, projected_TC, a=layer, b=places[0], c=places[1])
+        return out
+
+    def scan(self, states: int, layer: int, inputs: ScanInputs, learned: StateWeights, num_out: int) -> torch.Tensor:
+        """`states`, `layer`: addresses. The convolved channels are overwritten."""
+        weights = learned.decay, learned.skip_I, learned.step_bias, learned.norm_I
+        given = inputs.mixed_TC, inputs.projected_TC, inputs.steps_TI, inputs.bc_TS2
+        _check(*(tensor for tensor in (*weights, *given) if tensor is not None))
+        b, c, d, e = (None if tensor is None else tensor.data_ptr() for tensor in weights)
+        out = inputs.mixed_TC.new_empty(inputs.mixed_TC.shape[0], num_out)
+        places = (None if tensor is None else tensor.data_ptr() for tensor in given)
+        if self._scan(states, layer, b, c, d, e, learned.eps, *places, out.data_ptr()):
+            raise MemoryError("no memory for a state")
+        if self._recording:
+            self._recording.note("scan", out, *given, a=layer, b=b, c=c, d=d, e=e, eps=learned.eps)
+        return out
+
+    def gate(self, x_TH: torch.Tensor, gate_TH: torch.Tensor) -> torch.Tensor:
+        """x * sigmoid(gate); 8 divides the width."""
+        _check(x_TH, gate_TH)
+        out = x_TH.new_empty(x_TH.shape)
+        self._gate(x_TH.data_ptr(), gate_TH.data_ptr(), out.data_ptr(), *x_TH.shape)
+        if self._recording:
+            self._recording.note("gate", out, x_TH, in_2=gate_TH, width=x_TH.shape[1])
+        return out
+
+    def moe(self, experts: int, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
+        """`experts`: the address of a `MoE`."""
+        _check(x_TH, logits_TL)
+        out = torch.empty_like(x_TH)
+        if self._moe(experts, x_TH.data_ptr(), logits_TL.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            raise MemoryError("no memory for a mixture of experts")
+        if self._recording:
+            self._recording.note("moe", out, x_TH, logits_TL, a=experts)
+        return out
 
     def argmax(self, x_SV: torch.Tensor) -> torch.Tensor:
         _check(x_SV)

@@ -66,7 +66,8 @@ static void enter_token(void *arg, long token, int thread) {
     const attention_job *j = arg;
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
-    long dim = l->head_dim, half = l->num_rotated / 2, page = s->slots[token] / s->page_size, offset = s->slots[token] % s->page_size;
+    long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
+    long page = slot / s->page_size, offset = slot % s->page_size;
     float *q = j->qkv + token * (l->num_heads + 2 * l->num_kv_heads) * dim;
     float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
     for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
@@ -360,7 +361,7 @@ static void attend_tile(void *arg, long task, int thread) {
     long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
     long num_rows = s->tile_len[at] * group, end = s->tile_start[at] + s->tile_len[at];
     long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
-    const int32_t *pages = s->table + s->tile_row[at] * s->table_width;
+    const int32_t *pages = s->tables[l->group] + s->tile_row[at] * s->table_width;
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
     tile t = {padded, group, s->tile_start[at], dim, l->window, l->softcap * LOG2_E, queries, queries + padded * dim, top, total};

@@ -5,37 +5,28 @@ A panel holds, for every group of input features, eight rows side by side, so th
   F32, F16, BF16   [panel][k][8]                       one value each
   Q8, Q8M          [panel][k / 32][8 fours][8][4]      signed codes
   Q4               [panel][k / 32][4 fours][8][4]      codes 0 .. 15; a byte's high half is four f + 4's code
+  MX4              the same                            numbers of E2M1 values, which MX4_CODES has twice as large
 
-and for the Q kinds scales [panel][k / 32][8] (Q8) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset.
+and for these kinds scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset.
 Activations meet the Q kinds as signed bytes with one scale for 32 of them.
 
 An output is summed over k in order, by one chain of operations that is the same for any number of rows and any tile: the bits of a
 row do not depend on the rest of the batch. Integer sums within a group of 32 are exact. */
 #include <stddef.h>
 
+#include "linear.h"
 #include "simd.h"
 #include "tidemill.h"
 
-enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5 };
-#define GROUP 32
-#define LANES 8
 #define ROWS 4        /* of a tile of the Q kinds */
 #define FLOAT_ROWS 8  /* of a tile of the others */
+static const int8_t MX4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4; }
+TM_INLINE int has_offsets(int kind) { return kind == Q8M || kind == Q4; }
+
 #define WIDE_ROWS 8   /* from so many rows on, a panel is unpacked once instead of once a tile */
 
-typedef struct {
-    int kind;
-    const float *x;
-    const void *codes;
-    const uint16_t *scales;
-    const float *bias;
-    float *out;
-    long num_rows, num_in, num_out, num_panels, panels_per_task;
-    int8_t *xq;      /* [row][k] */
-    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes */
-} linear_job;
-
-static void quantize_row(void *arg, long row, int thread) {
+void quantize_row(void *arg, long row, int thread) {
     (void)thread;
     const linear_job *j = arg;
     long num_groups = j->num_in / GROUP;
@@ -63,6 +54,14 @@ static void quantize_row(void *arg, long row, int thread) {
         for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], low, first[r], f);       \
         for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], high, second[r], f);     \
     }
+#define FOUR_OF_TABLE(f)                                                                         \
+    {                                                                                            \
+        u8x32 both = u8x32_load(codes + f * 32);                                                 \
+        u8x32 low = u8x32_look_up(MX4_CODES, u8x32_low(both));                                   \
+        u8x32 high = u8x32_look_up(MX4_CODES, u8x32_high(both));                                 \
+        for (int r = 0; r < n; r++) dot[r] = i32x8_dot(dot[r], low, first[r], f);                \
+        for (int r = 0; r < n; r++) dot[r] = i32x8_dot(dot[r], high, second[r], f);              \
+    }
 #define BYTES(dot_fn, at, half, f)                                          \
     {                                                                       \
         u8x32 w = u8x32_load(codes + at * 32);                              \
@@ -79,7 +78,7 @@ TM_INLINE f32x8 load_scale(const void *scales, long at, int wide) {
 /* One panel by `n` rows from `row` on. `kind`, `wide` and `n` are constants where this is called, so branches go and loops unroll.
    wide: unpacked to a byte a code and float scales. */
 TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x8 *out) {
-    long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES;
+    long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES;
     const int8_t *x = j->xq + row * j->num_in;
     const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
     f32x8 acc[ROWS];
@@ -92,6 +91,9 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
         if (kind == Q4 && !wide) {
             FOUR(0) FOUR(1) FOUR(2) FOUR(3)
             codes += 128;
+        } else if (kind == MX4 && !wide) {
+            FOUR_OF_TABLE(0) FOUR_OF_TABLE(1) FOUR_OF_TABLE(2) FOUR_OF_TABLE(3)
+            codes += 128;
         } else if (kind == Q4) {
             EIGHT(i32x8_dot_unsigned)
             codes += 256;
@@ -101,7 +103,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
         }
         f32x8 d = load_scale(scales, g * num_scales, wide);
         for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
-        if (kind != Q8) {
+        if (has_offsets(kind)) {
             f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
             for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, xs[r * num_groups + g]);
         }
@@ -112,7 +114,7 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
 
 /* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
 TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f32x8 *out) {
-    long num_groups = j->num_in / GROUP, num_scales = kind == Q8 ? LANES : 2 * LANES, code_bytes = kind == Q4 ? 128 : 256;
+    long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES, code_bytes = is_packed(kind) ? 128 : 256;
     const int8_t *x = j->xq;
     f32x8 acc = f32x8_set(0);
     for (long g = 0; g < num_groups; g += 2) {
@@ -127,9 +129,17 @@ TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, con
         dot[p] = i32x8_dot_unsigned(dot[p], u8x32_low(both), first, f);   \
         dot[p] = i32x8_dot_unsigned(dot[p], u8x32_high(both), second, f); \
     }
+#define SINGLE_FOUR_OF_TABLE(f)                                                              \
+    {                                                                                        \
+        u8x32 both = u8x32_load(codes + f * 32);                                             \
+        dot[p] = i32x8_dot(dot[p], u8x32_look_up(MX4_CODES, u8x32_low(both)), first, f);     \
+        dot[p] = i32x8_dot(dot[p], u8x32_look_up(MX4_CODES, u8x32_high(both)), second, f);   \
+    }
 #define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
             if (kind == Q4) {
                 SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
+            } else if (kind == MX4) {
+                SINGLE_FOUR_OF_TABLE(0) SINGLE_FOUR_OF_TABLE(1) SINGLE_FOUR_OF_TABLE(2) SINGLE_FOUR_OF_TABLE(3)
             } else {
                 SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
                 SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
@@ -139,7 +149,7 @@ TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, con
         }
         for (int p = 0; p < n; p++) {
             acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(f32x8_load_f16(scales), j->xd[g + p]));
-            if (kind != Q8) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
+            if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
             scales += num_scales;
         }
     }
@@ -222,9 +232,11 @@ static void store_tile(const linear_job *j, long panel, long row, int n, const f
 Q_SINGLE(single_q4, Q4)
 Q_SINGLE(single_q8, Q8)
 Q_SINGLE(single_q8m, Q8M)
+Q_SINGLE(single_mx4, MX4)
 Q_PANEL(panel_q4, Q4, 0)
 Q_PANEL(panel_q8, Q8, 0)
 Q_PANEL(panel_q8m, Q8M, 0)
+Q_PANEL(panel_mx4, MX4, 0)
 Q_PANEL(wide_q4, Q4, 1)
 Q_PANEL(wide_q8, Q8, 1)
 Q_PANEL(wide_q8m, Q8M, 1)
@@ -269,18 +281,19 @@ static void float_panels(const linear_job *j, long panel, long end) {
 
 /* A byte a code and float scales, in the thread's memory. */
 static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *scales, uint8_t *wide_codes, float *wide_scales) {
-    long num_groups = j->num_in / GROUP, num_scales = num_groups * (j->kind == Q8 ? 1 : 2);
+    long num_groups = j->num_in / GROUP, num_scales = num_groups * (has_offsets(j->kind) ? 2 : 1);
     for (long i = 0; i < num_scales; i++) f32x8_store(wide_scales + i * LANES, f32x8_load_f16(scales + i * LANES));
-    if (j->kind != Q4) return;
+    if (!is_packed(j->kind)) return;
     for (long g = 0; g < num_groups; g++)
         for (int f = 0; f < 4; f++) {
             u8x32 both = u8x32_load(codes + g * 128 + f * 32);
-            u8x32_store(wide_codes + g * 256 + f * 32, u8x32_low(both));
-            u8x32_store(wide_codes + g * 256 + (f + 4) * 32, u8x32_high(both));
+            u8x32 low = u8x32_low(both), high = u8x32_high(both);
+            u8x32_store(wide_codes + g * 256 + f * 32, j->kind == MX4 ? u8x32_look_up(MX4_CODES, low) : low);
+            u8x32_store(wide_codes + g * 256 + (f + 4) * 32, j->kind == MX4 ? u8x32_look_up(MX4_CODES, high) : high);
         }
 }
 
-static void run_panels(void *arg, long task, int thread) {
+void run_panels(void *arg, long task, int thread) {
     const linear_job *j = arg;
     long panel = task * j->panels_per_task;
     long end = panel + j->panels_per_task < j->num_panels ? panel + j->panels_per_task : j->num_panels;
@@ -288,7 +301,7 @@ static void run_panels(void *arg, long task, int thread) {
         float_panels(j, panel, end);
         return;
     }
-    long num_groups = j->num_in / GROUP, code_bytes = j->kind == Q4 ? 128 : 256, num_scales = j->kind == Q8 ? LANES : 2 * LANES;
+    long num_groups = j->num_in / GROUP, code_bytes = is_packed(j->kind) ? 128 : 256, num_scales = has_offsets(j->kind) ? 2 * LANES : LANES;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
     float *wide_scales = j->num_rows >= WIDE_ROWS ? tm_scratch(thread, 1, num_groups * (256 + num_scales * (long)sizeof(float))) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + num_groups * num_scales);
@@ -296,13 +309,14 @@ static void run_panels(void *arg, long task, int thread) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * num_groups * code_bytes;
         const uint16_t *scales = j->scales + panel * num_groups * num_scales;
         if (j->num_rows == 1) {
-            (j->kind == Q4 ? single_q4 : j->kind == Q8 ? single_q8 : single_q8m)(j, panel, codes, scales);
+            (j->kind == Q4 ? single_q4 : j->kind == MX4 ? single_mx4 : j->kind == Q8 ? single_q8 : single_q8m)(j, panel, codes, scales);
             continue;
         }
         if (wide_scales) unpack(j, codes, scales, wide_codes, wide_scales);
         switch (j->kind) {
         case Q8: wide_scales ? wide_q8(j, panel, codes, wide_scales) : panel_q8(j, panel, codes, scales); break;
         case Q8M: wide_scales ? wide_q8m(j, panel, codes, wide_scales) : panel_q8m(j, panel, codes, scales); break;
+        case MX4: wide_scales ? wide_q8(j, panel, wide_codes, wide_scales) : panel_mx4(j, panel, codes, scales); break;
         default: wide_scales ? wide_q4(j, panel, wide_codes, wide_scales) : panel_q4(j, panel, codes, scales);
         }
     }

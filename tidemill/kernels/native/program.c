@@ -19,19 +19,33 @@ typedef struct {
 
 #define STEP(f) {"tm_step." #f, offsetof(tm_step, f)}
 #define LAYER(f) {"tm_layer." #f, offsetof(tm_layer, f)}
+#define STATE_LAYER(f) {"tm_state_layer." #f, offsetof(tm_state_layer, f)}
+#define STATES(f) {"tm_states." #f, offsetof(tm_states, f)}
 #define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
 #define PAIR(f) {"tm_lora_pair." #f, offsetof(tm_lora_pair, f)}
 #define LORA_STEP(f) {"tm_lora_step." #f, offsetof(tm_lora_step, f)}
 #define LORA(f) {"tm_lora." #f, offsetof(tm_lora, f)}
+#define MOE(f) {"tm_moe." #f, offsetof(tm_moe, f)}
+#define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
+        {"tm_state_layer", sizeof(tm_state_layer)}, {"tm_states", sizeof(tm_states)},
+        STATE_LAYER(kind), STATE_LAYER(num_heads), STATE_LAYER(head_dim), STATE_LAYER(state_size), STATE_LAYER(num_groups),
+        STATE_LAYER(kernel), STATE_LAYER(norm_size), STATE_LAYER(num_channels), STATE_LAYER(num_projected), STATE_LAYER(pieces),
+        STATES(num_tokens), STATES(num_chains), STATES(page_bytes), STATES(table_width), STATES(table_stride), STATES(pool),
+        STATES(tables), STATES(segments), STATES(chains),
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
-        LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window), LAYER(cos), LAYER(sin),
+        LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window), LAYER(cos), LAYER(sin),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_stride),
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
-        STEP(table), STEP(positions), STEP(slots),
-        OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        STEP(tables), STEP(positions), STEP(slots), STEP(states),
+        OP(op), OP(in), OP(in_out), OP(out), OP(in_2), OP(in_3), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
+        {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
+        MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
+        MOE(shared_down), MOE(counts), MATRICES(kind), MATRICES(num_in), MATRICES(num_out), MATRICES(codes), MATRICES(scales),
+        MATRICES(bias), MATRICES(code_bytes), MATRICES(num_scales),
+        OP(scale),
         {"tm_lora_pair", sizeof(tm_lora_pair)}, {"tm_lora_step", sizeof(tm_lora_step)}, {"tm_lora", sizeof(tm_lora)},
         PAIR(down), PAIR(up), PAIR(kind), PAIR(rank), PAIR(scale),
         LORA_STEP(num_tokens), LORA_STEP(num_tiles), LORA_STEP(order), LORA_STEP(tiles),
@@ -48,7 +62,27 @@ static int run_linear(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_norm(const tm_op *o, const tm_buffers *at) {
-    norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    norm_op(at->in, o->scale, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_post_norm(const tm_op *o, const tm_buffers *at) {
+    post_norm_op(at->in, at->in_out, o->a, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_qk_norm(const tm_op *o, const tm_buffers *at) {
+    qk_norm_op(at->in, o->a, o->kind, o->b, o->num_out, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_layer_norm(const tm_op *o, const tm_buffers *at) {
+    layer_norm_op(at->in, at->in_out, o->a, o->b, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_act(const tm_op *o, const tm_buffers *at) {
+    act_op((int)o->kind, at->in, at->out, at->num_rows, o->width);
     return 0;
 }
 
@@ -61,6 +95,21 @@ static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
 }
 
+static int run_conv(const tm_op *o, const tm_buffers *at) {
+    conv_op(at->step->states, o->a, o->b, o->c, at->in, at->out);
+    return 0;
+}
+
+static int run_scan(const tm_op *o, const tm_buffers *at) {
+    return scan_op(at->step->states, o->a, (tm_state_learned){o->b, o->c, o->d, o->e, o->eps}, at->in, at->in_out, at->in_2, at->in_3, at->out);
+}
+
+static int run_gate(const tm_op *o, const tm_buffers *at) {
+    gate_op(at->in, at->in_2, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, at->num_rows, at->out); }
 static int run_lora(const tm_op *o, const tm_buffers *at) { return lora_op(o->a, at->in, at->in_out, o->num_out); }
 
 static const struct {
@@ -69,8 +118,16 @@ static const struct {
 } OPS[] = {
     {"linear", run_linear},
     {"norm", run_norm},
+    {"post_norm", run_post_norm},
+    {"qk_norm", run_qk_norm},
+    {"layer_norm", run_layer_norm},
+    {"act", run_act},
     {"glu", run_glu},
     {"attention", run_attention},
+    {"conv", run_conv},
+    {"scan", run_scan},
+    {"gate", run_gate},
+    {"moe", run_moe},
     {"lora", run_lora},
 };
 
@@ -83,7 +140,8 @@ TM_API int tm_replay(const tm_op *ops, long num_ops, float *arena, long num_rows
     for (const tm_op *o = ops; o < ops + num_ops && !failed; o++) {
         const tm_buffers at = {
             o->in < 0 ? NULL : arena + o->in * num_rows, o->in_out < 0 ? NULL : arena + o->in_out * num_rows,
-            o->out < 0 ? NULL : arena + o->out * num_rows, num_rows, step,
+            o->out < 0 ? NULL : arena + o->out * num_rows, o->in_2 < 0 ? NULL : arena + o->in_2 * num_rows,
+            o->in_3 < 0 ? NULL : arena + o->in_3 * num_rows, num_rows, step,
         };
         failed = OPS[o->op].run(o, &at);
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+_INPUTS = ("in_", "in_out", "in_2", "in_3")
 _LONG, _POINTER = ctypes.c_long, ctypes.c_void_p
 
 
@@ -19,16 +20,16 @@ class Op(ctypes.Structure):
     """tm_op of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("op", "in_", "in_out", "out", "kind", "width", "num_out")),
+        *((name, _LONG) for name in ("op", "in_", "in_out", "out", "in_2", "in_3", "kind", "width", "num_out")),
         *((name, _POINTER) for name in ("a", "b", "c", "d", "e", "f")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
     ]
 
 
 @dataclass(slots=True)
 class _Noted:
     fields: dict[str, int | float | None]
-    reads: list[torch.Tensor]  # in_, in_out
+    reads: list[torch.Tensor]
     out: torch.Tensor | None  # None: it only changes in_out
 
 
@@ -45,9 +46,11 @@ class Recording:
         out: torch.Tensor | None,
         in_: torch.Tensor | None,
         in_out: torch.Tensor | None = None,
+        in_2: torch.Tensor | None = None,
+        in_3: torch.Tensor | None = None,
         **fields: int | float | None,
     ) -> None:
-        named = {"in_": in_, "in_out": in_out}
+        named = {"in_": in_, "in_out": in_out, "in_2": in_2, "in_3": in_3}
         places = {name: None if tensor is None else tensor.data_ptr() for name, tensor in named.items()}
         self.ops.append(_Noted({"op": self.numbers[op], **places, **fields}, [t for t in named.values() if t is not None], out))
 
@@ -71,7 +74,7 @@ class Recording:
                 end += 0 if reused else width
                 ops[i].out = columns[address]
             for name, value in noted.fields.items():
-                if name in ("in_", "in_out"):
+                if name in _INPUTS:
                     value = -1 if value is None else columns[int(value)]
                 setattr(ops[i], name, value)
             free += [(columns[t.data_ptr()], widths[t.data_ptr()]) for t in noted.reads if last_read[t.data_ptr()] == i]

@@ -94,6 +94,10 @@ TM_INLINE u8x32 u8x32_low(u8x32 x) {
     int8x16_t mask = vdupq_n_s8(15);
     return (u8x32){vandq_s8(x.a, mask), vandq_s8(x.b, mask)};
 }
+TM_INLINE u8x32 u8x32_look_up(const int8_t table[16], u8x32 x) { /* of indices 0 .. 15 */
+    int8x16_t t = vld1q_s8(table);
+    return (u8x32){vqtbl1q_s8(t, vreinterpretq_u8_s8(x.a)), vqtbl1q_s8(t, vreinterpretq_u8_s8(x.b))};
+}
 TM_INLINE u8x32 u8x32_high(u8x32 x) {
     return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 4)),
                  vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 4))};
@@ -179,6 +183,9 @@ TM_INLINE u8x32 u8x32_load(const void *p) { return _mm256_loadu_si256(p); }
 TM_INLINE void u8x32_store(void *p, u8x32 x) { _mm256_storeu_si256(p, x); }
 TM_INLINE u8x32 u8x32_low(u8x32 x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 TM_INLINE u8x32 u8x32_high(u8x32 x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+TM_INLINE u8x32 u8x32_look_up(const int8_t table[16], u8x32 x) { /* of indices 0 .. 15 */
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), x);
+}
 typedef const int8_t *i8x16;
 TM_INLINE i8x16 i8x16_load(const int8_t *p) { return p; }
 TM_INLINE __m256i i8x16_four(i8x16 x, int f) {

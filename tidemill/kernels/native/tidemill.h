@@ -26,6 +26,7 @@ void tm_unlock(void);
 
 /* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
+    long group; /* whose page table names the layer's pages */
     long num_heads, num_kv_heads, head_dim;
     long num_rotated;       /* dimensions of a head, from the first on */
     long window;            /* a query sees so many keys, its own the last; 0: all before it */
@@ -33,15 +34,30 @@ typedef struct {
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
+/* A layer with a state of constant size (scan.c). */
+typedef struct {
+    long kind, num_heads, head_dim, state_size, num_groups, kernel, norm_size;
+    long num_channels, num_projected;
+    const int32_t *pieces; /* [1 + num_heads][2]: the convolution's state and each head's: page within a block, bytes from its start */
+} tm_state_layer;
+
+/* A step's states. */
+typedef struct {
+    long num_tokens, num_chains, page_bytes, table_width, table_stride; /* entries from a row to the next; from a table to the next */
+    char *pool;
+    const int32_t *tables, *segments, *chains; /* tables: of each page of a block, [row][block]; segments: [n][5], see scan.c; chains: [num_chains + 1], the first segment of each */
+} tm_states;
+
 /* One step of all layers. */
 typedef struct {
     long num_tokens;
-    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: pages a row of the table can name */
+    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: entries from a row of a table to the next */
     long is_bf16;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
-    const int32_t *table;
-    const int64_t *positions, *slots; /* of tokens; slot: page * page_size + offset */
+    const int32_t *const *tables;     /* of each group */
+    const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
+    const tm_states *states;          /* NULL: no layer has one */
 } tm_step;
 
 /* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
@@ -50,6 +66,28 @@ typedef struct {
     const float *sinks;           /* [num_heads]: a score that joins the softmax, without a value */
     float eps;
 } tm_learned;
+
+typedef struct {
+    const float *decay, *skip, *step_bias, *norm; /* NULL: none */
+    float eps;
+} tm_state_learned;
+
+/* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
+typedef struct {
+    long kind, num_in, num_out;
+    const void *codes;
+    const uint16_t *scales;
+    const float *bias; /* [expert][num_out]; NULL: none */
+    long code_bytes, num_scales; /* from one expert to the next */
+} tm_matrices;
+
+/* A mixture of experts. Field by field as in __init__.py. */
+typedef struct {
+    long num_experts, top_k, renormalise, topk_first, act; /* topk_first: the softmax is over the chosen experts */
+    tm_matrices gate_up, down;
+    tm_matrices shared_gate_up, shared_down; /* of an expert that all rows go through; codes NULL: none */
+    int64_t *counts;                         /* [expert]: rows that it got, added to */
+} tm_moe;
 
 /* ---- lora.c. Field by field as in kernels/lora.py. */
 
@@ -86,14 +124,15 @@ int lora_op(const tm_lora *lora, const float *x, float *y, long num_out);
 typedef struct {
     long op;                    /* its number in the table of ops */
     long in, in_out, out;       /* columns; -1: none */
+    long in_2, in_3;            /* what else is read */
     long kind, width, num_out;  /* width: columns of the input */
     const void *a, *b, *c, *d, *e, *f; /* what else the op reads: weights, its layer's cache, its layer */
-    float eps;
+    float eps, scale;
 } tm_op;
 
 /* Where a replay with `num_rows` rows has an op's buffers; NULL: none. */
 typedef struct {
-    float *in, *in_out, *out;
+    float *in, *in_out, *out, *in_2, *in_3;
     long num_rows;
     const tm_step *step;
 } tm_buffers;
@@ -102,7 +141,21 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
-void norm_op(const float *x, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
+void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,
+                long width);
+void layer_norm_op(const float *x, float *residual, const float *weight, const float *bias, float eps, float *out, long num_rows, long width);
+void act_op(int act, const float *x, float *out, long num_rows, long width);
+void conv_op(const tm_states *states, const tm_state_layer *layer, const float *weight, const float *bias, const float *projected, float *out);
+/* mixed is overwritten. */
+int scan_op(const tm_states *states, const tm_state_layer *layer, tm_state_learned learned, float *mixed, const float *projected,
+            const float *steps, const float *bc, float *out);
+/* x * sigmoid(gate) */
+void gate_op(const float *x, const float *gate, float *out, long num_rows, long width);
+void glu_values(int act, const float *gate_up, float *out, long width); /* one row */
+/* logits: [row][num_experts, and one for the shared expert]. */
+int moe_op(const tm_moe *moe, const float *x, const float *logits, long num_rows, float *out);
 void glu_op(int act, const float *gate_up, float *out, long num_rows, long width);
 
 #endif

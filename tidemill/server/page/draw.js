@@ -110,6 +110,22 @@ export function drawMap(canvas, kinds, colours) {
   return where;
 }
 
+/** `rows`: tokens of each layer's experts. Strength is relative to the layer's busiest. */
+export function drawExperts(canvas, rows) {
+  const most = Math.max(...rows.map((row) => row.length), 1);
+  const size = Math.min(Math.max(Math.floor(MAP_HEIGHT / rows.length), 3), 14);
+  const [context, width] = prepare(canvas, rows.length * size);
+  const side = Math.min(width / most, 3 * size);
+  context.fillStyle = colour("decode");
+  rows.forEach((row, y) => {
+    const busiest = Math.max(...row, 1);
+    row.forEach((tokens, x) => {
+      context.globalAlpha = 0.06 + (0.94 * tokens) / busiest;
+      context.fillRect(x * side, y * size, side - 1, size - 1);
+    });
+  });
+}
+
 const STEPS_HEIGHT = 164;
 const STRIP = 24; // below the bars: how many took part
 const BAR = 7;

@@ -2,7 +2,7 @@
 
 import { call, eventsOf } from "./api.js";
 import { $, count, h, seconds } from "./dom.js";
-import { CACHED, colour, drawLine, drawMap, drawSteps, FIRST_REQUEST, FREE, numShown, requestColour, SHARED } from "./draw.js";
+import { CACHED, colour, drawExperts, drawLine, drawMap, drawSteps, FIRST_REQUEST, FREE, numShown, requestColour, SHARED } from "./draw.js";
 
 const AGAIN_MS = 2000;
 const RATE_OVER_S = 2;
@@ -16,6 +16,7 @@ let onKeyNeeded = () => {};
 let engine = {};
 let state = null;
 let pages = { requests: [], kinds: new Uint16Array(0) };
+let experts = null; // tokens of each layer's experts, lately
 let where = null; // how the map was laid out
 let steps = [];
 let history = []; // totals of late frames
@@ -55,6 +56,7 @@ async function watch(signal) {
       say("");
       steps = [];
       history = [];
+      experts = null;
       for await (const [name, data] of eventsOf(reply)) await take(name, JSON.parse(data));
       say("The server closed the connection. Reconnecting.");
     } catch (error) {
@@ -73,6 +75,7 @@ async function watch(signal) {
 async function take(name, data) {
   if (name === "engine") engine = data;
   else if (name === "pages") pages = { requests: data.requests, kinds: await unpack(data.kinds) };
+  else if (name === "experts") experts = data;
   else if (name === "state") takeState(data);
   draw();
 }
@@ -117,6 +120,7 @@ function draw() {
     giveColours();
     drawFigures();
     drawPages();
+    drawLoads();
     drawTimeline();
     drawRequests();
     drawDecisions();
@@ -218,6 +222,20 @@ function sayPage(event) {
   const kind = pages.kinds[page];
   const what = ["empty", "cached, evictable", "shared"][kind] ?? `used by ${short(pages.requests[kind - FIRST_REQUEST][0])}`;
   $("map-says").textContent = `Page ${page + 1}: ${what}.`;
+}
+
+/** A row a layer, a cell an expert: the darker, the more tokens it got. */
+function drawLoads() {
+  $("experts-panel").hidden = !experts;
+  if (!experts) return;
+  drawExperts($("experts"), experts.tokens);
+  const ratios = experts.tokens.map((row) => (Math.max(...row) * row.length) / Math.max(row.reduce((a, b) => a + b, 0), 1));
+  const worst = ratios.indexOf(Math.max(...ratios));
+  const words =
+    `Each row is a layer, each cell an expert. Least even is layer ${experts.layers[worst]}: its busiest expert gets ` +
+    `${ratios[worst].toFixed(1)} times the mean.`;
+  $("experts-says").textContent = words;
+  $("experts").setAttribute("aria-label", words);
 }
 
 function drawTimeline() {

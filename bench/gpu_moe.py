@@ -1,0 +1,379 @@
+"""The experts' kernels on the GPU at hand, at the shape of Qwen3-30B-A3B: held against torch, and bit for bit against themselves
+in other batches, timed beside what memory and tensor cores allow, and searched for the fastest tiles.
+
+    python -m bench.gpu_moe [--only check,time,router,search] [--seconds 70]
+
+Each part stands for itself: if one fails, its traceback is printed and the next one runs. The search prints lines for tiles.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("msgspec") is None:  # the kernels do not need it, only the package's front door does
+    package = types.ModuleType("tidemill")
+    package.__path__ = [str(Path(__file__).parent.parent / "tidemill")]
+    sys.modules["tidemill"] = package
+
+import torch
+import triton
+
+from tidemill.kernels.cuda import compile_server, moe
+from tidemill.kernels.cuda.gemm import Tile, gemm
+from tidemill.kernels.cuda.tuning import time_us
+
+HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 2048, 768, 128, 8, 48
+BANDWIDTH, FLOPS = 4.25e12, 700e12  # read by the best kernels; of the tensor cores at the power limit
+EXPERT_BYTES = 3 * HIDDEN * INNER * 2
+Weights = tuple[torch.Tensor, torch.Tensor]
+
+# Tiles to try by tokens: (rows, outs, ins, stages, warps, bulk, halves), of the first product and of the second.
+_FEW_UP = [
+    (16, 32, 256, 4, 4), (16, 32, 256, 3, 2), (16, 32, 512, 3, 4), (16, 64, 256, 3, 4), (16, 64, 128, 5, 4), (16, 32, 128, 8, 4),
+    (16, 32, 256, 4, 4, 1), (16, 64, 256, 3, 4, 1), (16, 64, 128, 6, 4, 1),
+]  # fmt: skip
+_FEW_DOWN = [
+    (16, 16, 256, 4, 2), (16, 16, 256, 6, 2), (16, 16, 256, 6, 4), (16, 16, 256, 9, 4), (16, 16, 128, 8, 2), (16, 32, 256, 4, 4),
+    (16, 16, 256, 6, 4, 1), (16, 16, 256, 9, 2, 1), (16, 32, 256, 5, 4, 1),
+]  # fmt: skip
+_SOME = [
+    (16, 64, 128, 5, 4), (16, 64, 256, 3, 4), (16, 32, 256, 4, 4), (16, 128, 128, 4, 4), (16, 128, 64, 6, 4),
+    (16, 64, 128, 5, 4, 1), (16, 128, 128, 4, 4, 1), (16, 64, 256, 3, 4, 1),
+]  # fmt: skip
+_MORE = [
+    (16, 128, 128, 4, 4, 1), (32, 64, 128, 5, 4), (32, 128, 128, 4, 4), (32, 128, 64, 5, 4), (32, 64, 128, 5, 4, 1),
+    (32, 128, 128, 4, 4, 1), (32, 128, 64, 6, 4, 1), (32, 256, 64, 4, 8, 1),
+]  # fmt: skip
+_MANY = [
+    (128, 128, 64, 3, 4, 1), (128, 128, 64, 3, 8, 1), (128, 128, 64, 5, 8, 1), (128, 256, 64, 4, 8, 1), (128, 256, 64, 3, 8, 1),
+    (128, 128, 64, 3, 4, 1, 1), (128, 128, 64, 3, 8, 1, 1), (128, 256, 64, 4, 8, 1, 1), (256, 128, 64, 4, 8, 1),
+    (256, 128, 64, 4, 8, 1, 1),
+]  # fmt: skip
+_MEDIUM = [(64, 128, 64, 5, 4, 1), (64, 128, 128, 3, 4, 1), (64, 256, 64, 4, 4, 1), (64, 256, 64, 4, 8, 1)]
+CANDIDATES: dict[int, tuple[list[Any], list[Any]]] = {
+    1: (_FEW_UP, _FEW_DOWN), 256: (_MORE + _MEDIUM, _MORE + _MEDIUM), 2048: (_MEDIUM + _MANY, _MEDIUM + _MANY),
+    64: (_SOME, _SOME), 8192: (_MANY, _MANY), 16: (_SOME, _SOME), 4: (_FEW_UP, _FEW_DOWN), 128: (_SOME + _MORE, _SOME + _MORE),
+    512: (_MORE[3:] + _MEDIUM, _MORE[3:] + _MEDIUM), 32: (_SOME, _SOME),
+}  # fmt: skip
+
+
+def new_weights(seed: int) -> Weights:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    new = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return new(EXPERTS, 2 * INNER, HIDDEN).div_(HIDDEN**0.5), new(EXPERTS, HIDDEN, INNER).div_(INNER**0.5)
+
+
+def new_tokens(num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(num, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return x, torch.randn(num, EXPERTS, device="cuda", generator=generator)
+
+
+@cache
+def all_weights() -> list[Weights]:
+    return [new_weights(seed) for seed in (0, 1)]
+
+
+# ---- checked
+
+
+def reference(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """float32 from bfloat16 weights, rounded where our kernels round."""
+    gate_up, down = weights
+    shares, experts = logits.softmax(1).topk(TOP_K, 1)
+    shares = shares / shares.sum(1, keepdim=True)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(EXPERTS):
+        tokens, rank = (experts == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = (x[tokens].float() @ gate_up[expert].float().T).bfloat16().float().chunk(2, 1)
+            inner = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+            out.index_add_(0, tokens, (inner @ down[expert].float().T).bfloat16().float() * shares[tokens, rank][:, None])
+    return out
+
+
+def run(x: torch.Tensor, logits: torch.Tensor, weights: Weights) -> torch.Tensor:
+    return moe.moe(x, logits, *weights, TOP_K, True, "silu")
+
+
+def check() -> None:
+    weights = all_weights()[0]
+    x, logits = new_tokens(8192, 7)
+    whole = run(x, logits, weights)
+    expected = reference(x, logits, weights)
+    for num in (1, 2, 3, 4, 5, 8, 16, 37, 64, 128, 256, 300, 512, 2048, 8192):
+        first = 8192 - num if num < 8192 else 0
+        some = slice(first, first + num)
+        out = run(x[some].clone(), logits[some].clone(), weights)
+        error = (out.float() - expected[some]).norm() / expected[some].norm()
+        worst = (out.float() - expected[some]).abs().max() / expected.abs().max()
+        padded = num + 3 if num < 8192 else num
+        nan_x, nan_logits = (torch.full((3, width), math.nan, device="cuda", dtype=dtype) for width, dtype in
+                             ((HIDDEN, torch.bfloat16), (EXPERTS, torch.float32)))  # fmt: skip
+        beside = run(torch.cat([x[some], nan_x]), torch.cat([logits[some], nan_logits]), weights)[:num] if padded > num else out
+        equal, equal_padded = torch.equal(out, whole[some]), torch.equal(beside, whole[some])
+        print(
+            f"check T={num}: error {error:.5f} (rms), {worst:.5f} (largest); bits equal {equal}, padded {equal_padded}"
+            f"{'' if error < 0.006 and equal and equal_padded else '   <<< WRONG'}", flush=True,
+        )  # fmt: skip
+    check_options(weights, x, logits)
+    check_graph(weights)
+
+
+def check_options(weights: Weights, x: torch.Tensor, logits: torch.Tensor) -> None:
+    """Biases, both scorings and a shared expert: a token's bits alone and among others."""
+    generator = torch.Generator("cuda").manual_seed(5)
+    new = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)
+    biases, shared = (new(EXPERTS, 2 * INNER), new(EXPERTS, HIDDEN)), new(300, HIDDEN)
+    for scoring, renormalise in (("softmax_then_topk", False), ("softmax_then_topk", True), ("topk_then_softmax", False)):
+        call = partial(moe.moe, top_k=TOP_K, renormalise=renormalise, act="gelu_tanh", scoring=scoring)
+        call = partial(call, gate_up_E2IH=weights[0], down_EHI=weights[1], gate_up_bias_E2I=biases[0], down_bias_EH=biases[1])
+        whole = call(x[:300], logits[:300], shared_TH=shared)
+        alone = [call(x[i : i + n].clone(), logits[i : i + n].clone(), shared_TH=shared[i : i + n].clone())
+                 for i, n in ((7, 1), (20, 3), (40, 20))]  # fmt: skip
+        same = torch.equal(torch.cat(alone), torch.cat([whole[7:8], whole[20:23], whole[40:60]]))
+        print(f"check {scoring}, renormalise {renormalise}, biases, shared: bits equal {same}{'' if same else '   <<< WRONG'}")
+
+
+def check_graph(weights: Weights) -> None:
+    """A captured step takes any routing: also all tokens to the same experts."""
+    for num in (1, 64, 2048):
+        x, logits = new_tokens(num, 11)
+        run(x, logits, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(x, logits, weights)
+        for seed in (12, 13):
+            other_x, other_logits = new_tokens(num, seed)
+            if seed == 13:
+                other_logits[:] = other_logits[:1]
+            x.copy_(other_x)
+            logits.copy_(other_logits)
+            graph.replay()
+            same = torch.equal(out, run(other_x, other_logits, weights))
+            print(f"check graph T={num} seed {seed}: bits equal {same}{'' if same else '   <<< WRONG'}", flush=True)
+
+
+# ---- timed
+
+
+def inputs(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the calls of a graph: few tokens need other experts each time, so that none is in the cache."""
+    return [new_tokens(num, seed) for seed in range(20 if num <= 64 else 4)]
+
+
+def floor_us(num: int, given: list[tuple[torch.Tensor, torch.Tensor]], parts: int) -> float:
+    """What memory or tensor cores take at least for so many of an expert's three matrices."""
+    used = [logits.topk(TOP_K, 1).indices.unique().numel() for _, logits in given]
+    moved = sum(used) / len(used) * EXPERT_BYTES * parts / 3
+    return max(moved / BANDWIDTH, 2 * num * TOP_K * HIDDEN * INNER * parts / FLOPS) * 1e6
+
+
+def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list[Callable[[], Any]], float]]:
+    """The calls of each stage for `time_us`, and the least time they could take."""
+    given = inputs(num)
+    weights = [all_weights()[i % 2] for i in range(len(given))]
+    both = list(zip(given, weights, strict=True))
+    if direct:
+        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both]
+        return {
+            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both],
+                   floor_us(num, given, 2)),
+            "down": ([partial(moe.multiply_directly, rows, w[1], experts, shares, down, TOP_K)
+                      for (rows, experts, shares), w in zip(middle, weights, strict=True)], floor_us(num, given, 1)),
+        }  # fmt: skip
+    routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
+    rows = [moe.multiply_gated(x, w[0], r, up, TOP_K, "silu") for ((x, _), w), r in zip(both, routings, strict=True)]
+    pairs = [moe.multiply(v, w[1], r, down) for v, w, r in zip(rows, weights, routings, strict=True)]
+    moved = num * TOP_K * HIDDEN * 2
+    return {
+        "route": ([partial(moe.route, logits, TOP_K, False, up.rows, down.rows) for _, logits in given], 0.0),
+        "up": ([partial(moe.multiply_gated, x, w[0], r, up, TOP_K, "silu")
+                for ((x, _), w), r in zip(both, routings, strict=True)], floor_us(num, given, 2)),
+        "down": ([partial(moe.multiply, v, w[1], r, down) for v, w, r in zip(rows, weights, routings, strict=True)],
+                 max(floor_us(num, given, 1), moved / BANDWIDTH * 1e6)),
+        "combine": ([partial(moe.combine, p, r.weights_P, TOP_K) for p, r in zip(pairs, routings, strict=True)],
+                    moved * (1 + 1 / TOP_K) / BANDWIDTH * 1e6),
+    }  # fmt: skip
+
+
+def chosen(num: int) -> tuple[Tile, Tile]:
+    return (
+        moe.choose_tile(num, TOP_K, EXPERTS, 2 * INNER, HIDDEN),
+        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER),
+    )
+
+
+def time_all() -> None:
+    router = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    print("microseconds of a layer, from a graph of calls that touch other experts; in brackets the least possible", flush=True)
+    for num in (1, 2, 4, 8, 16, 37, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        up, down = chosen(num)
+        for direct in (True, False) if num <= 8 else (False,):
+            line = []
+            for name, (calls, least) in stages(num, up, down, direct).items():
+                line.append(f"{name} {time_us(calls, 5):.1f} ({least:.1f})")
+            print(f"time T={num}{' direct' if direct else ''}: {', '.join(line)}", flush=True)
+        given = inputs(num)
+        calls = [partial(run, x, logits, all_weights()[i % 2]) for i, (x, logits) in enumerate(given)]
+        took, least = time_us(calls, 5), floor_us(num, given, 3)
+        logits = torch.empty(num, EXPERTS, device="cuda")
+        routing = time_us([partial(gemm, x, router, out=logits) for x, _ in given], 5)
+        rate = 6 * num * TOP_K * HIDDEN * INNER / took / 1e6
+        print(f"time T={num}: all {took:.1f} ({least:.1f}), {took * LAYERS / 1000:.3f} ms for {LAYERS} layers, "
+              f"{rate:.0f} TFLOP/s; router's matmul {routing:.1f}", flush=True)  # fmt: skip
+
+
+def time_router() -> None:
+    """The router's matmul of one token: tiles whose programs are few or many."""
+    routers = [torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(200)]
+    for num in (1, 256):
+        x, out = torch.randn(num, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.empty(num, EXPERTS, device="cuda")
+        for tile in ((16, 16, 512, 4, 2), (16, 16, 512, 5, 4), (16, 16, 1024, 3, 4), (16, 16, 256, 8, 4), (16, 32, 256, 5, 4)):
+            took = time_us([partial(gemm, x, router, Tile(*tile), out=out) for router in routers], 3)
+            print(f"router T={num} {tile}: {took:.2f} us", flush=True)
+
+
+# ---- searched
+
+
+def search(until: float) -> None:
+    """The fastest tile of each product by tokens. Any must give the same bits: one that does not is named and left out."""
+    found: dict[str, dict[str, list[int]]] = {f"{EXPERTS}x{2 * INNER}x{HIDDEN}": {}, f"{EXPERTS}x{HIDDEN}x{INNER}": {}}
+    for num, candidates in CANDIDATES.items():
+        direct = moe.is_direct(num, TOP_K, EXPERTS)
+        for place, stage in enumerate(("up", "down")):
+            seen: dict[Tile, float] = {}
+            expected = None
+            for numbers in candidates[place]:
+                if time.monotonic() > until:
+                    break
+                tile, usual = Tile(*numbers), chosen(num)
+                up, down = (tile, usual[1]) if stage == "up" else (usual[0], tile)
+                try:
+                    calls, least = stages(num, up, down, direct)[stage]
+                    out = calls[0]()
+                    out = out[0] if isinstance(out, tuple) else out
+                    expected = out if expected is None else expected
+                    same = torch.equal(out, expected)
+                    took = time_us(calls, 3)
+                    note = "" if same else "   <<< OTHER BITS"
+                    print(f"search T={num} {stage} {numbers}: {took:.1f} us ({least:.1f}){note}", flush=True)
+                    if same:
+                        seen[tile] = took
+                except Exception as error:
+                    print(f"search T={num} {stage} {numbers}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            if seen:
+                best = min(seen, key=lambda tile: seen[tile])
+                list(found.values())[place][str(num)] = list(astuple(best))
+                print(f"best T={num} {stage}: {list(astuple(best))} {seen[best]:.1f} us", flush=True)
+        torch.cuda.empty_cache()
+    for shape, by_rows in found.items():
+        ordered = {rows: by_rows[rows] for rows in sorted(by_rows, key=int)}
+        print(f'  "{shape}": {json.dumps(ordered)},', flush=True)
+
+
+# ---- compiled ahead
+
+
+def _jobs() -> list[tuple[str, tuple[int, ...], int]]:
+    made: dict[tuple[str, tuple[int, ...], int], None] = {}
+    for num, candidates in CANDIDATES.items():
+        for place, stage in enumerate(("up", "down")):
+            kind = 1 if num <= moe.MOST_DIRECT else 16
+            for tile in (*candidates[place], tuple(astuple(chosen(num)[place]))):
+                made[stage, tile + (0,) * (7 - len(tile)), kind] = None
+    return list(made)
+
+
+def compile_share(number: int, of: int) -> None:
+    """Every `of`-th kernel of the search, run once on a few tokens: it is in Triton's cache then."""
+    fix_keys()
+    weights = torch.zeros(EXPERTS, 2 * INNER, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    pair: Weights = weights, torch.zeros(EXPERTS, HIDDEN, INNER, device="cuda", dtype=torch.bfloat16)
+    x, logits = new_tokens(16, 0)
+    rows = torch.zeros(16 * TOP_K, INNER, device="cuda", dtype=torch.bfloat16)
+    for stage, numbers, num in _jobs()[number::of]:
+        tile = Tile(*numbers)
+        try:
+            if num == 1 and stage == "up":
+                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, False, "silu")
+            elif num == 1:
+                experts = torch.zeros(TOP_K, device="cuda", dtype=torch.int32)
+                moe.multiply_directly(rows[:TOP_K], pair[1], experts, experts.float(), tile, TOP_K)
+            else:
+                routing = moe.route(logits, TOP_K, False, tile.rows, tile.rows)
+                if stage == "up":
+                    moe.multiply_gated(x, pair[0], routing, tile, TOP_K, "silu")
+                else:
+                    moe.multiply(rows, pair[1], routing, tile)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"compile {stage} {numbers}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def fix_keys() -> None:
+    """Triton's cache keys depend on the order in which a process computes them."""
+    compile_server._fix_keys()
+
+
+def compile_all(seconds: float) -> None:
+    num = max(1, min(14, (os.cpu_count() or 2) - 1))
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "bench.gpu_moe", "--compile"]
+    workers = [subprocess.Popen([*command, f"{i},{num}"]) for i in range(num)]
+    for worker in workers:
+        try:
+            worker.wait(max(1.0, begin + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+    print(f"compiled {len(_jobs())} kernels with {num} processes in {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="check,time,router,search", help="parts, separated by commas")
+    parser.add_argument("--seconds", type=float, default=70, help="how long the search may take")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile:
+        compile_share(*map(int, options.compile.split(",")))
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
+    parts: dict[str, Callable[[], None]] = {
+        "check": check, "time": time_all, "router": time_router,
+        "search": lambda: search(time.monotonic() + options.seconds),
+    }  # fmt: skip
+    wanted = options.only.split(",")
+    try:
+        fix_keys()
+        if "search" in wanted:
+            compile_all(150)
+    except Exception:
+        traceback.print_exc()
+    for name in wanted:
+        begin = time.monotonic()
+        try:
+            parts[name]()
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

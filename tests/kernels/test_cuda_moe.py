@@ -1,0 +1,162 @@
+"""The experts' GPU kernels without a GPU: interpreted against torch, and compiled for Hopper. In float32, since the interpreter's
+bfloat16 arithmetic is wrong; bench/gpu_moe.py checks them in bfloat16 on a GPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton")
+
+from tidemill.kernels.cuda import moe
+from tidemill.kernels.cuda.gemm import Tile
+from tidemill.kernels.glu import glu_reference
+
+HIDDEN, INNER = 40, 24
+PLAIN, BULK = Tile(16, 32, 32, 2, 4), Tile(16, 32, 16, 2, 4, bulk=1)
+HALVES = Tile(32, 32, 32, 2, 4, halves=1), Tile(32, 32, 16, 2, 4, bulk=1, halves=1)
+
+
+def reference(x, logits, gate_up, down, top_k, renormalise, act, gate_up_bias=None, down_bias=None, scoring="softmax_then_topk"):
+    order = torch.argsort(logits, dim=1, descending=True, stable=True)[:, :top_k]
+    if scoring == "topk_then_softmax":
+        weights = logits.gather(1, order).softmax(1)
+    else:
+        weights = logits.softmax(1).gather(1, order)
+        weights = weights / weights.sum(1, keepdim=True) if renormalise else weights
+    out = torch.zeros_like(x)
+    for token, (experts, shares) in enumerate(zip(order.tolist(), weights, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            inner = gate_up[expert] @ x[token] + (0 if gate_up_bias is None else gate_up_bias[expert])
+            out[token] += share * (down[expert] @ glu_reference(inner, act) + (0 if down_bias is None else down_bias[expert]))
+    return out
+
+
+def given(num_tokens, num_experts, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x, logits = torch.randn(num_tokens, HIDDEN, generator=g), torch.randn(num_tokens, num_experts, generator=g)
+    gate_up = torch.randn(num_experts, 2 * INNER, HIDDEN, generator=g) / HIDDEN**0.5
+    return x, logits, gate_up, torch.randn(num_experts, HIDDEN, INNER, generator=g) / INNER**0.5
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Products take these instead of what a GPU would."""
+
+    def take(up, down):
+        monkeypatch.setattr(moe, "choose_tile", lambda tokens, top_k, experts, num_out, num_in: up if num_in == HIDDEN else down)
+
+    return take
+
+
+@pytest.mark.parametrize("num_tokens", [1, 21])
+@pytest.mark.parametrize(("up", "down"), [(BULK, PLAIN), HALVES])
+def test_experts(num_tokens, up, down, tiles):
+    tiles(up, down)
+    tensors = given(num_tokens, 5)
+    assert_close(moe.moe(*tensors, 2, True, "silu"), reference(*tensors, 2, True, "silu"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "scoring", "act"),
+    [(1, "softmax_then_topk", "gelu_tanh"), (6, "softmax_then_topk", "gelu_tanh"), (6, "topk_then_softmax", "swiglu_clamped")],
+)
+def test_biases_scoring_and_a_shared_expert(num_tokens, scoring, act, tiles):
+    tiles(PLAIN, BULK)
+    tensors, shared = given(num_tokens, 3, 1), torch.randn(num_tokens, HIDDEN)
+    biases = 8 * torch.randn(3, 2 * INNER), torch.randn(3, HIDDEN)
+    out = moe.moe(*tensors, 2, False, act, *biases, scoring, shared)
+    assert_close(out, reference(*tensors, 2, False, act, *biases, scoring) + shared, atol=2e-5, rtol=1e-5)
+
+
+def test_a_token_has_the_same_bits_alone_among_others_and_padded(tiles):
+    """Through all kernels: two launches for few tokens, five for more. All in one tile, since numpy multiplies here."""
+    tiles(PLAIN, BULK)
+    x, logits, *weights = given(40, 4)
+    logits[:, 2] += 2.0  # one expert has most tokens, and several blocks
+    whole = moe.moe(x, logits, *weights, 2, False, "silu")
+    for tokens in (slice(5, 6), slice(30, 32), slice(20, 37)):
+        assert torch.equal(moe.moe(x[tokens].clone(), logits[tokens].clone(), *weights, 2, False, "silu"), whole[tokens])
+    padded = torch.cat([x[:9], torch.full((7, HIDDEN), float("nan"))]), torch.cat([logits[:9], torch.full((7, 4), float("nan"))])
+    assert torch.equal(moe.moe(*padded, *weights, 2, False, "silu")[:9], whole[:9])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 520])
+def test_routing(num_tokens):
+    """Equal logits go by number; what is not a number still gets experts that exist; every pair is in one block of its expert."""
+    logits = torch.randint(-3, 3, (num_tokens, 60)).float()
+    logits[0, 7:12] = float("nan")
+    logits[-1] = torch.where(logits[-1] == 0, torch.tensor(-0.0), logits[-1])
+    routing = moe.route(logits, 4, True, 16, 32)
+    expected = torch.argsort(logits, dim=1, descending=True, stable=True)[:, :4]
+    experts = routing.experts_P.view(-1, 4)
+    assert torch.equal(experts.long(), expected)
+    if num_tokens <= moe.MOST_DIRECT:
+        x, gate_up = torch.zeros(num_tokens, HIDDEN), torch.zeros(60, 2 * INNER, HIDDEN)
+        _, direct, weights = moe.multiply_gated_directly(x, logits, gate_up, PLAIN, 4, True, "silu")
+        assert torch.equal(direct, routing.experts_P)
+        assert torch.equal(weights.nan_to_num(9.0), routing.weights_P.nan_to_num(9.0))
+    assert_close(routing.weights_P.view(-1, 4)[1:], logits.softmax(1).gather(1, expected)[1:], atol=1e-6, rtol=1e-6)
+    by_expert = torch.argsort(experts.flatten(), stable=True)
+    assert torch.equal(routing.order_P.long(), by_expert)
+    for blocks, rows in ((routing.up_blocks, 16), (routing.down_blocks, 32)):
+        assert len(blocks) == moe.most_blocks(4 * num_tokens, 60, rows)
+        covered = []
+        for expert, first, num, _ in blocks.tolist():
+            assert 0 <= num <= rows
+            assert set(experts.flatten()[by_expert[first : first + num]].tolist()) <= {expert}
+            covered += range(first, first + num)
+        assert covered == list(range(4 * num_tokens))
+
+
+def test_choices_end_where_those_of_matmuls_do():
+    for rule in (moe.choose_tile, lambda tokens, *_: moe.is_direct(tokens, 8, 128)):
+        for low, high in ((2, 4), (5, 16), (129, 192), (513, 2048), (2049, 8192)):
+            assert rule(low, 8, 128, 1536, 2048) == rule(high, 8, 128, 1536, 2048)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tidemill.kernels.cuda import moe
+
+B, F, I = "*bf16", "*fp32", "*i32"
+types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
+             counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B)
+
+def build(kernel, warps=4, stages=3, descs={}, **constants):
+    constants = {name: value for name, value in (constants | {"AHEAD": True}).items() if name in kernel.arg_names}
+    signature = {name: (types | descs).get(name, "i32") for name in kernel.arg_names} | {name: "constexpr" for name in constants}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+               if signature[name].startswith("*") or name in ("num_in", "num_out", "width")}
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    print(kernel.__name__)
+    return done
+
+shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
+             HALVES=True)
+if __name__ == "__main__":
+    build(moe._route, **shape)
+    build(moe._place, **shape)
+    build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
+    few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False)
+    build(moe._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
+    build(moe._down_direct, **shape, **few)
+    many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)
+    desc = "tensordesc<bf16[32, 64]>"
+    build(moe._up, 8, descs=dict(weight=desc), **shape, **many)
+    rows = dict(x="tensordesc<bf16[128, 64]>", half_x="tensordesc<bf16[64, 64]>")
+    build(moe._down, 8, descs=dict(weight=desc, **rows), **shape, **many)
+"""
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path):
+    environment = {"PATH": "/usr/bin:/bin", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == {"_route", "_place", "_combine", "_up_direct", "_down_direct", "_up", "_down"}

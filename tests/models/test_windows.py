@@ -1,0 +1,96 @@
+"""Layers with a window: pages that no query sees any more are given back, and no bit of any answer changes."""
+
+import dataclasses
+
+import pytest
+
+from tests.helpers import engine_config, greedy, load_model, make_core, run
+from tests.models.test_families import LAYERS, SIZES
+from tidemill.cache_layout import lay_out, one_group
+from tidemill.engine.core import EngineCore
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
+
+WINDOW = 20
+
+
+@pytest.fixture(scope="module", params=["some layers", "all layers"])
+def model(request, tmp_path_factory):
+    import transformers
+
+    path = tmp_path_factory.mktemp("windows")
+    if request.param == "all layers":
+        transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=WINDOW)).save_pretrained(path)
+    else:
+        config = transformers.Gemma3TextConfig(**SIZES, head_dim=24, sliding_window=WINDOW, layer_types=LAYERS)
+        transformers.Gemma3ForCausalLM(config).save_pretrained(path)
+    return load_model(path)
+
+
+def without_groups(model, **options) -> EngineCore:
+    """An engine that keeps every page."""
+    config = engine_config(model, **options)
+    layout = one_group(model.config.num_layers, config.page_size)
+    return EngineCore(model, dataclasses.replace(config, layout=layout, num_pages=64))
+
+
+PROMPTS = {f"p{n}": ([(7 * i + n) % 250 + 2 for i in range(n)], greedy(40)) for n in (1, 19, 70, 150)}
+PROMPTS["drawn"] = PROMPTS["p70"][0], SamplingParams(max_tokens=40, seed=3, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return run(without_groups(model), PROMPTS)
+
+
+def test_the_layout_follows_the_windows(model):
+    layout = engine_config(model).layout
+    assert {group.window for group in layout.groups} == ({WINDOW} if model.config.layers[1].window else {0, WINDOW})
+    assert engine_config(model, max_context=WINDOW).layout == one_group(4, 16)
+    assert lay_out([0, 512, 512, 512, 512, 512] * 4 + [512, 512], 16, 4096).layers_per_page == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"token_budget": 16, "max_requests": 8}, {"page_size": 1}, {"prefix_caching": False}, {"max_requests": 1}]
+)
+def test_no_bit_changes(model, expected, options):
+    answers = run(make_core(model, **options), PROMPTS)
+    assert answers == expected
+
+
+def test_a_cached_prefix_and_preemption_change_no_bit(model, expected):
+    core = make_core(model)
+    run(core, PROMPTS)
+    again = run(core, PROMPTS)
+    assert again == expected
+    small = make_core(
+        model, kv_memory_bytes=engine_config(model).layout.num_pages_for(256, 64) * page_bytes(model), token_budget=64
+    )
+    assert run(small, PROMPTS) == expected
+
+
+def page_bytes(model):
+    config = engine_config(model)
+    return config.kv_bytes // config.num_pages
+
+
+def test_samples_of_one_prompt_share_what_they_see(model):
+    prompt = PROMPTS["p70"][0]
+    params = SamplingParams(max_tokens=30, seed=5, temperature=1.0, n=3)
+    keep = run(without_groups(model), {"x": (prompt, params)})
+    assert run(make_core(model), {"x": (prompt, params)}) == keep
+
+
+def test_pages_are_constant_in_the_length(model):
+    """A long answer holds no more pages of a windowed group than a short one."""
+    core = make_core(model, prefix_caching=False, token_budget=64)
+    core.submit(Submit("x", PROMPTS["p150"][0], greedy(100), []))
+    most = {g: group.most_pages(256, 64) for g, group in enumerate(core.scheduler.kv.groups) if group.window}
+    steps = 0
+    while core.has_work:
+        core.step()
+        for request in core.scheduler.holders():
+            tables = core.scheduler.kv.tables(request.seq)
+            assert all(sum(page > 0 for page in tables[g]) <= most[g] for g in most)
+            steps += 1
+    assert steps > 100

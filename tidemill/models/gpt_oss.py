@@ -1,0 +1,136 @@
+"""gpt-oss: windows in every second layer, attention sinks, biases everywhere, and experts whose gate is clamped.
+
+Its own files store experts in mxfp4 (weights/mxfp4.py), rows of gate and up in turn; files without quantization hold transposed
+matrices, columns of gate and up in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from tidemill.config import ModelConfig, MoESpec
+from tidemill.errors import CheckpointError
+from tidemill.kernels.glu import SWIGLU_ALPHA, SWIGLU_LIMIT
+from tidemill.layers.moe import Experts, MoE, read_values
+from tidemill.models.base import optional, required
+from tidemill.models.llama import Block, Llama
+from tidemill.models.mixtral import gguf_experts, hf_experts
+from tidemill.weights.checkpoint import Checkpoint, WeightTensor
+from tidemill.weights.views import View
+
+_EXPERTS, _HF = "blocks.{}.mlp.experts", "model.layers.{}.mlp.experts"
+_ROUTING = {"scoring": "topk_then_softmax", "act": "swiglu_clamped", "has_bias": True}
+
+
+class PairedExperts(Experts):
+    """Also takes matrices in which gate and up alternate: "paired" and "turned" [E, in, out], "paired_blocks" and "turned_blocks"
+    [E, out, in]."""
+
+    def _shapes(self, hidden_size: int, spec: MoESpec) -> dict[str, tuple[int, ...]]:
+        num, size = spec.num_experts, spec.expert_size
+        paired: dict[str, tuple[int, ...]] = {
+            "paired": (num, hidden_size, 2 * size),
+            "paired_blocks": (num, 2 * size, hidden_size),
+            "paired_bias": (num, 2 * size),
+            "turned": (num, size, hidden_size),
+            "turned_blocks": (num, hidden_size, size),
+        }
+        return super()._shapes(hidden_size, spec) | paired
+
+    def _brings(self, part: str) -> set[tuple[str, int]]:
+        kind, _, stored = part.partition("_")
+        if kind not in ("paired", "turned"):
+            return super()._brings(part)
+        return set() if stored == "bias" else super()._brings("gate_ups" if kind == "paired" else "downs")
+
+    @property
+    def missing(self) -> set[str]:
+        return super().missing | ({"paired_bias"} if {"gate", "up"} <= self._wanted_biases else set())
+
+    def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        kind, _, stored = part.partition("_")
+        if kind not in ("paired", "turned"):
+            super().take(part, tensor, row_order)
+            return
+        if stored == "bias":
+            gate, up = read_values(tensor).unflatten(1, (-1, 2)).unbind(2)
+            self._biases |= {"gate": gate.contiguous(), "up": up.contiguous()}
+            self._wanted_biases -= {"gate", "up"}
+            return
+        size = self.spec.expert_size
+        order = torch.arange(2 * size, device="cpu").view(size, 2).t().flatten() if kind == "paired" else None
+        for expert in range(self.num_experts):
+            matrix = tensor.matrix(expert)
+            self._add(
+                "gate_up" if kind == "paired" else "down",
+                expert,
+                matrix if stored else View(matrix, tensor.name, transposed=True),
+                order,
+            )
+
+
+class PairedMoE(MoE):
+    experts_class = PairedExperts
+
+
+class GptOssBlock(Block):
+    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+        spec = config.moe(layer)
+        assert spec is not None
+        return PairedMoE(config.hidden_size, spec, dtype)
+
+
+class GptOss(Llama):
+    block: ClassVar = GptOssBlock
+    has_experts: ClassVar = True
+    NAMES: ClassVar = [
+        *(line for line in Llama.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
+        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
+        ("blocks.{}.attn.sinks", "weight", "=model.layers.{}.self_attn.sinks", "blk.{}.attn_sinks"),
+        ("blocks.{}.mlp.router", "router", "model.layers.{}.mlp.router", "blk.{}.ffn_gate_inp"),
+        (_EXPERTS, "gates", "", "blk.{}.ffn_gate_exps"),
+        (_EXPERTS, "ups", "", "blk.{}.ffn_up_exps"),
+        (_EXPERTS, "downs", "", "blk.{}.ffn_down_exps"),
+        (_EXPERTS, "paired", f"={_HF}.gate_up_proj", ""),
+        (_EXPERTS, "turned", f"={_HF}.down_proj", ""),
+        (_EXPERTS, "paired_blocks", f"={_HF}.gate_up_proj_blocks", ""),
+        (_EXPERTS, "turned_blocks", f"={_HF}.down_proj_blocks", ""),
+        (_EXPERTS, "paired_bias", f"={_HF}.gate_up_proj_bias", ""),
+        (_EXPERTS, "downs.bias", f"={_HF}.down_proj_bias", ""),
+    ]
+
+    def row_order(self, checkpoint_format: str, part: str) -> None:
+        """GGUF keeps this family's rows as they are."""
+        return
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        config = super().read_config(checkpoint)
+        config = cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
+        return replace(config, layers=tuple(replace(spec, has_sinks=True) for spec in config.attention_layers))
+
+    @classmethod
+    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+        data, source = checkpoint.metadata, checkpoint.path / "config.json"
+        for key, value in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+            if optional(data, key, float, value, source) != value:
+                raise CheckpointError(f"{source}: {key} is {data[key]}; only {value} is supported.")
+        spec = hf_experts(checkpoint, config, renormalise=True, **_ROUTING)
+        return replace(config, experts=(spec,) * config.num_layers)
+
+    @classmethod
+    def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+        data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+        window = required(data, f"{arch}.attention.sliding_window", int, source)
+        layers = []
+        for i, layer in enumerate(config.attention_layers):
+            rotation = layer.rotation
+            if rotation is not None and rotation.scaling is not None:  # which the format has no word for
+                rotation = replace(rotation, scaling=replace(rotation.scaling, truncate=False))
+            layers.append(replace(layer, window=0 if i % 2 else window, rotation=rotation))
+        spec = gguf_experts(checkpoint, config, renormalise=True, **_ROUTING)
+        return replace(config, layers=tuple(layers), experts=(spec,) * config.num_layers)

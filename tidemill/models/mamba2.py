@@ -1,0 +1,73 @@
+"""Mamba-2: a state for each head, with one decay; gated norms before the last projection of a layer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from tidemill.config import ModelConfig, StateSpec
+from tidemill.errors import CheckpointError
+from tidemill.layers.mamba import StateMixer
+from tidemill.models import mamba
+from tidemill.models.base import optional, required
+from tidemill.models.mamba import Mamba
+from tidemill.weights.checkpoint import Checkpoint
+
+
+class Block(mamba.Block):
+    def make_mixer(self, config: ModelConfig, layer: int, dtype: str) -> StateMixer:
+        ins = {"in": config.state_layers[0].num_projected}
+        return StateMixer(config, layer, dtype, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
+
+
+class Mamba2(Mamba):
+    block: ClassVar = Block
+    NAMES: ClassVar = [
+        *(line for line in Mamba.NAMES if line[0].rpartition(".")[2] not in ("to_rank", "to_bc", "to_steps")),
+        ("blocks.{}.mixer.parameters_", "step_bias", "=backbone.layers.{}.mixer.dt_bias", "=blk.{}.ssm_dt.bias"),
+        ("blocks.{}.mixer.norm", "weight", "backbone.layers.{}.mixer.norm", "blk.{}.ssm_norm"),
+    ]
+
+    def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
+        """Stored: gate, channels, time steps."""
+        if part.partition(".")[0] != "in":
+            return None
+        spec = self.config.state_layers[0]
+        gate, channels, steps = torch.arange(spec.num_projected, device="cpu").split(
+            [spec.num_inner, spec.num_channels, spec.num_heads]
+        )
+        return torch.cat([channels, gate, steps])
+
+    @classmethod
+    def _of_hf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
+        data, source = checkpoint.metadata, checkpoint.path / "config.json"
+        num_heads, head_dim, size, kernel, groups, layers = (
+            required(data, key, int, source)
+            for key in ("num_heads", "head_dim", "state_size", "conv_kernel", "n_groups", "num_hidden_layers")
+        )
+        low, *high = optional(data, "time_step_limit", list, [0.0, float("inf")], source)
+        if low != 0 or high not in ([float("inf")], ["Infinity"], [{"__float__": "Infinity"}]):
+            raise CheckpointError(f"{source}: time_step_limit {[low, *high]} is not supported.", fix="[0, infinity] is.")
+        # Transformers norms all inner values together, whatever the number of groups.
+        spec = StateSpec(
+            kind="mamba2", num_heads=num_heads, head_dim=head_dim, state_size=size, num_groups=groups, kernel=kernel,
+            norm_size=num_heads * head_dim,
+        )  # fmt: skip
+        return spec, layers
+
+    @classmethod
+    def _of_gguf(cls, checkpoint: Checkpoint) -> tuple[StateSpec, int]:
+        """Here the time step's rank is the number of heads, and a group is normed on its own."""
+        data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+        inner, size, kernel, heads, groups = (
+            required(data, f"{arch}.ssm.{key}", int, source)
+            for key in ("inner_size", "state_size", "conv_kernel", "time_step_rank", "group_count")
+        )
+        if not heads or not groups or inner % heads or inner % groups:
+            raise CheckpointError(f"{source}: {inner} inner values cannot be cut into {heads} heads and {groups} groups.")
+        spec = StateSpec(
+            kind="mamba2", num_heads=heads, head_dim=inner // heads, state_size=size, num_groups=groups, kernel=kernel,
+            norm_size=inner // groups,
+        )  # fmt: skip
+        return spec, required(data, f"{arch}.block_count", int, source)

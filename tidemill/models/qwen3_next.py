@@ -1,0 +1,168 @@
+"""Qwen3-Next: three layers of a gated delta rule to one of attention, whose output is gated; experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from tidemill.config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
+from tidemill.errors import CheckpointError
+from tidemill.kernels.gate import gated
+from tidemill.layers.attention import Attention, AttentionStep
+from tidemill.layers.linear import Linear
+from tidemill.layers.mamba import StateMixer, StateParameters
+from tidemill.layers.moe import feed_forward
+from tidemill.layers.norm import RMSNorm
+from tidemill.models.base import optional, required
+from tidemill.models.llama import Llama
+from tidemill.models.mixtral import gguf_experts, hf_experts
+from tidemill.models.qwen3 import Qwen3
+from tidemill.models.qwen_moe import Qwen2MoE, are_sparse
+from tidemill.weights.checkpoint import Checkpoint
+
+_ATTENTION_EVERY = 4
+
+
+class GatedAttention(Attention):
+    """Of each head, the stored projection of queries has the query's rows and then the gate's."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+        super().__init__(config, layer, dtype)
+        size, num_q, num_kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        outs, bias = {"q": num_q, "k": num_kv, "v": num_kv}, config.attention_bias
+        self.qkv = Linear(size, outs, bias=bias, dtype=dtype, stored=outs | {"q": 2 * num_q})
+        self.gate = Linear(size, {"output_gate": num_q}, bias=bias, dtype=dtype, stored={"output_gate": 2 * num_q})
+
+    def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        attended = step.attend(self.layer, self.qkv(x_TH), self._learned())
+        return self.out(gated(attended, self.gate(x_TH)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+        super().__init__()
+        spec = config.layers[layer]
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if isinstance(spec, StateSpec):
+            ins = {"qkv": spec.num_channels, "z": spec.num_inner, "ba": 2 * spec.num_heads}
+            both = spec.num_channels + spec.num_inner  # Hugging Face stores them as one matrix
+            self.mixer = StateMixer(config, layer, dtype, ins, stored=ins | {"qkv": both, "z": both}, conv_bias=False)
+        else:
+            self.attn = GatedAttention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = feed_forward(config, layer, dtype)
+
+    def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: Any) -> torch.Tensor:
+        """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
+        x_TH = self.attn_norm.add(delta_TH, residual_TH)
+        mixed_TH = self.mixer(x_TH, step) if hasattr(self, "mixer") else self.attn(x_TH, step)
+        return self.mlp(self.mlp_norm.add(mixed_TH, residual_TH))
+
+
+class Qwen3Next(Llama):
+    block: ClassVar = Block
+    has_experts: ClassVar = True
+    NAMES: ClassVar = [
+        *(line for line in Qwen3.NAMES if line[0] not in ("blocks.{}.mlp_norm", "ropes.0")),
+        *(line for line in Qwen2MoE.NAMES if line not in Llama.NAMES),
+        ("blocks.{}.attn.gate", "output_gate", "model.layers.{}.self_attn.q_proj", "blk.{}.attn_q"),
+        ("blocks.{}.mixer.ins", "qkv", "model.layers.{}.linear_attn.in_proj_qkvz", "blk.{}.attn_qkv"),
+        ("blocks.{}.mixer.ins", "z", "model.layers.{}.linear_attn.in_proj_qkvz", "blk.{}.attn_gate"),
+        ("blocks.{}.mixer.ins", "ba", "model.layers.{}.linear_attn.in_proj_ba", "blk.{}.ssm_ba"),
+        ("blocks.{}.mixer.conv", "conv", "model.layers.{}.linear_attn.conv1d", "blk.{}.ssm_conv1d"),
+        ("blocks.{}.mixer.parameters_", "decay", "=model.layers.{}.linear_attn.A_log", "=blk.{}.ssm_a"),
+        ("blocks.{}.mixer.parameters_", "step_bias", "=model.layers.{}.linear_attn.dt_bias", "=blk.{}.ssm_dt.bias"),
+        ("blocks.{}.mixer.norm", "weight", "model.layers.{}.linear_attn.norm", "blk.{}.ssm_norm"),
+        ("blocks.{}.mixer.out", "out", "model.layers.{}.linear_attn.out_proj", "blk.{}.ssm_out"),
+        ("blocks.{}.mlp_norm", "weight", "model.layers.{}.post_attention_layernorm", "blk.{}.post_attention_norm"),
+    ]
+    IGNORED: ClassVar[tuple[str, ...]] = (*Llama.IGNORED, r"mtp\..*")  # drafts of further tokens
+
+    def loaded(self, checkpoint_format: str) -> None:
+        """Hugging Face's files hold what is added to a norm's weight of 1, except of the gated norm."""
+        for module in self.modules():
+            if isinstance(module, RMSNorm) and checkpoint_format == "hf":
+                module.weight.add_(1)
+            if isinstance(module, StateParameters):
+                module.settle(is_log=checkpoint_format == "hf")
+
+    def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
+        """Queries and gates go by turns, head by head; the delta rule's inputs, key head by key head."""
+        name, heads, dim = part.partition(".")[0], self.config.num_heads, self.config.head_dim
+        if name in ("q", "output_gate"):
+            return torch.arange(2 * heads * dim, device="cpu").view(heads, 2, dim)[:, 0 if name == "q" else 1].flatten()
+        if name not in ("qkv", "z", "ba", "conv") or (name == "z" and checkpoint_format == "gguf"):
+            return None
+        return _delta_order(self.config.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
+
+    @classmethod
+    def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:
+        config = replace(super().read_config(checkpoint), qk_norm=True, gated_attention=True)
+        return cls._of_gguf(config, checkpoint) if checkpoint.format == "gguf" else cls._of_hf(config, checkpoint)
+
+    @classmethod
+    def _of_gguf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+        data, source, arch = checkpoint.metadata, checkpoint.path, checkpoint.architecture
+        heads, inner, size, groups, kernel = (
+            required(data, f"{arch}.ssm.{key}", int, source)
+            for key in ("time_step_rank", "inner_size", "state_size", "group_count", "conv_kernel")
+        )
+        if not heads or inner % heads:
+            raise CheckpointError(f"{source}: {inner} inner values cannot be cut into {heads} heads.")
+        interval = optional(data, f"{arch}.full_attention_interval", int, _ATTENTION_EVERY, source) or _ATTENTION_EVERY
+        shared = required(data, f"{arch}.expert_shared_feed_forward_length", int, source)
+        experts = gguf_experts(checkpoint, config, renormalise=True, shared_size=shared)
+        are_states = [(layer + 1) % interval > 0 for layer in range(config.num_layers)]
+        state = _delta(heads, inner // heads, size, groups, kernel)
+        return _assembled(config, are_states, state, experts, [True] * config.num_layers)
+
+    @classmethod
+    def _of_hf(cls, config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+        data, num, source = checkpoint.metadata, config.num_layers, checkpoint.path / "config.json"
+        interval = optional(data, "full_attention_interval", int, _ATTENTION_EVERY, source) or _ATTENTION_EVERY
+        kinds = optional(data, "layer_types", list, None, source) or [
+            "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num)
+        ]
+        if len(kinds) != num or set(kinds) - {"linear_attention", "full_attention"}:
+            raise CheckpointError(f"{source}: layer_types must name linear_attention or full_attention for each layer.")
+        state = _delta(*(required(data, f"linear_{key}", int, source) for key in _KEYS))
+        shared = required(data, "shared_expert_intermediate_size", int, source)
+        experts = hf_experts(checkpoint, config, renormalise=data.get("norm_topk_prob") is not False, shared_size=shared)
+        return _assembled(config, [kind == "linear_attention" for kind in kinds], state, experts, are_sparse(checkpoint, num))
+
+
+_KEYS = ("num_value_heads", "value_head_dim", "key_head_dim", "num_key_heads", "conv_kernel_dim")
+
+
+def _delta(num_heads: int, head_dim: int, key_dim: int, num_keys: int, kernel: int) -> StateSpec:
+    return StateSpec(
+        kind="delta", num_heads=num_heads, head_dim=head_dim, state_size=key_dim, num_groups=num_keys, kernel=kernel,
+        norm_size=head_dim,
+    )  # fmt: skip
+
+
+def _assembled(config: ModelConfig, are_states: list[bool], state: StateSpec, experts: Any, sparse: list[bool]) -> ModelConfig:
+    layers: list[LayerSpec] = [state if is_state else spec for is_state, spec in zip(are_states, config.layers, strict=True)]
+    if not any(isinstance(spec, AttentionSpec) for spec in layers):
+        raise CheckpointError("A Qwen3-Next without attention layers is not supported.")
+    return replace(config, layers=tuple(layers), experts=tuple(experts if is_sparse else None for is_sparse in sparse))
+
+
+def _delta_order(spec: StateSpec, part: str) -> torch.Tensor:
+    """Rows as they are stored to [values | keys | queries], to the gate, and to [time steps | strengths]."""
+    keys, per_key = spec.state_size, spec.num_heads // spec.num_groups
+    if part == "conv":
+        queries_keys_values = torch.arange(spec.num_channels, device="cpu").split(
+            [spec.num_groups * keys, spec.num_groups * keys, spec.num_inner]
+        )
+        return torch.cat(queries_keys_values[::-1])
+    if part == "ba":
+        strengths, steps = torch.arange(2 * spec.num_heads, device="cpu").view(-1, 2, per_key).unbind(1)
+        return torch.cat([steps.flatten(), strengths.flatten()])
+    values = per_key * spec.head_dim
+    rows = torch.arange(spec.num_channels + spec.num_inner, device="cpu").view(spec.num_groups, -1)
+    query, key, value, gate = rows.split([keys, keys, values, values], dim=1)
+    return gate.flatten() if part == "z" else torch.cat([value.flatten(), key.flatten(), query.flatten()])

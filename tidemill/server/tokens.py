@@ -1,0 +1,81 @@
+"""Text to token ids and back, under the names of vLLM, SGLang and llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from tidemill.errors import InvalidRequest
+from tidemill.server.body import body_of, schema_of
+from tidemill.server.models import Models
+from tidemill.server.openai import json_response
+from tidemill.server.openai_types import DetokenizeRequest, TokenizeRequest
+from tidemill.server.service import Service
+
+
+def make_router(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return _tokenizer_card(models.default)
+
+    @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+    async def tokenize(body: TokenizeRequest = Depends(body_of(TokenizeRequest))) -> Response:
+        service = models.of(body.model)
+        if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
+            raise InvalidRequest("Give one of prompt, content and messages.", param="prompt")
+        return json_response(await _tokenized(service, body))
+
+    @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+    async def detokenize(body: DetokenizeRequest = Depends(body_of(DetokenizeRequest))) -> Response:
+        service = models.of(body.model)
+        text = await service.decode(body.tokens, body.skip_special_tokens)
+        return json_response({"prompt": text, "content": text, "text": text})  # as vLLM, llama.cpp and SGLang call it
+
+    for route in (tokenize, detokenize):
+        router.add_api_route(f"/v1/{route.__name__}", route, methods=["POST"], include_in_schema=False)  # SGLang's names
+    return router
+
+
+def _tokenizer_card(service: Service) -> dict[str, Any]:
+    """The names are those of tokenizer_config.json."""
+    tokenizer, template = service.tokenizer, service.tokenizer.chat_template
+    ends = tokenizer.eos_token_ids
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None if tokenizer.bos_token_id is None else tokenizer.token_name(tokenizer.bos_token_id),
+        "eos_token": tokenizer.token_name(ends[0]) if ends else None,
+        "model_max_length": service.max_context,
+        "chat_template": None if template is None else template.source,
+    }
+
+
+async def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    if body.messages is not None:
+        chat = body.chat()
+        ids = await service.encode_chat(chat.conversation(), **chat.how())
+    else:
+        text = body.prompt if body.prompt is not None else body.content or ""
+        given = body.add_special_tokens if body.add_special_tokens is not None else body.add_special
+        add_special = body.prompt is not None if given is None else given
+        if isinstance(text, list):
+            several = [await service.encode(one, add_special) for one in text]
+            return {"tokens": several, "count": list(map(len, several)), "max_model_len": service.max_context}
+        ids = await service.encode(text, add_special)
+    made: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.max_context, "token_strs": None}
+    if body.return_token_strs:
+        made["token_strs"] = [service.tokenizer.token_name(token) for token in ids]
+    if body.with_pieces:
+        made["tokens"] = [{"id": token, "piece": _piece(service.tokenizer.token_bytes(token))} for token in ids]
+    return made
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token's text; its bytes if they are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

@@ -1,0 +1,65 @@
+"""Weights in mxfp4, as gpt-oss's safetensors hold them: 32 values of four bits (E2M1) share a power of two (E8M0).
+
+Two stored tensors, `X_blocks` [..., groups, 16] and `X_scales` [..., groups], are read as one, `X_blocks` [..., groups * 32].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.errors import CheckpointError
+from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Codes
+
+_BIAS = 127  # of a scale's exponent
+_HIGHEST = 15  # power of two in 16 bits
+_POWERS = np.ldexp(np.float32(1), np.arange(256) - _BIAS - 1)  # half of what a scale means
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+class Mxfp4Tensor:
+    """`blocks`, `scales`: views of safetensors, which read what they are indexed by. `number`: of one of a stack of matrices."""
+
+    type_name = "MXFP4"
+
+    def __init__(self, name: str, blocks: Any, scales: Any, number: int | None = None) -> None:
+        self.name, self._blocks, self._scales, self._number = name, blocks, scales, number
+        stored, scale_shape = tuple(blocks.get_shape()), tuple(scales.get_shape())
+        types = str(blocks.get_dtype()), str(scales.get_dtype())
+        if stored[-1:] != (GROUP // 2,) or stored[:-1] != scale_shape or len(stored) < 3 or types != ("U8", "U8"):
+            raise CheckpointError(
+                f"Tensor {name} ({types[0]}) has shape {list(stored)} and its scales ({types[1]}) {list(scale_shape)}.",
+                fix="mxfp4 has 16 bytes to a scale.",
+            )
+        shape = (*stored[:-2], stored[-2] * GROUP)
+        self.shape = shape if number is None else shape[1:]
+        self.num_bytes = math.prod(self.shape) // GROUP * (GROUP // 2 + 1)
+
+    def matrix(self, number: int) -> Mxfp4Tensor:
+        return Mxfp4Tensor(self.name, self._blocks, self._scales, number)
+
+    def _read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Twice the values, and half their scales: codes int8 [rows, width], exponents [rows, groups]."""
+        at = slice(None) if self._number is None else self._number
+        raw, exponents = self._blocks[at].numpy(), self._scales[at].numpy()
+        pairs = np.stack([raw & 15, raw >> 4], axis=-1)  # the low half is the first value
+        codes = MX4_CODES[pairs].reshape(-1, self.shape[-1])
+        return codes, exponents.reshape(codes.shape[0], -1).astype(np.int32) - _BIAS - 1
+
+    def read_into(self, out: torch.Tensor) -> None:
+        """On the device of `out`: only what is stored is copied there."""
+        at = slice(None) if self._number is None else self._number
+        raw, scales = self._blocks[at].to(out.device), self._scales[at].to(out.device)
+        pairs = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+        values = torch.from_numpy(MX4_CODES).to(out.device, torch.float32)[pairs.int()]
+        out.copy_((values * torch.from_numpy(_POWERS).to(out.device)[scales.int()][..., None]).reshape(out.shape))
+
+    def codes(self) -> Codes:
+        codes, exponents = self._read()
+        if exponents.max() > _HIGHEST:
+            raise CheckpointError(f"Tensor {self.name} holds scales that are too large for 16 bits.", fix="Use --dtype float32.")
+        scales = np.ldexp(np.float32(1), exponents).astype(np.float16)  # below 2^-24, where all values are below 1e-6, they are 0
+        return Codes(4, torch.from_numpy(codes), torch.from_numpy(scales), None)

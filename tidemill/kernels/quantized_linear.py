@@ -16,7 +16,7 @@ from tidemill.kernels.linear import Weight, to_panels
 
 GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
-_MX4_NUMBERS = np.array([int(np.argmax(MX4_CODES == code)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
+_MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
 
 

@@ -30,7 +30,7 @@ class UnloadRequest(Body):
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/load_lora_adapter", openapi_extra=schema_of(LoadRequest))
+    @router.post("/v1/load_lora_adapter", openapi_extra=schema_of(LoadRequest), response_class=PlainTextResponse)
     async def load(body: LoadRequest = Depends(body_of(LoadRequest))) -> Response:
         service = models.of(body.base_model_name)
         if isinstance(service, AdapterService):
@@ -44,7 +44,7 @@ def make_router(models: Models) -> APIRouter:
         info = await service.client.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{info.name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter", openapi_extra=schema_of(UnloadRequest))
+    @router.post("/v1/unload_lora_adapter", openapi_extra=schema_of(UnloadRequest), response_class=PlainTextResponse)
     async def unload(body: UnloadRequest = Depends(body_of(UnloadRequest))) -> Response:
         service = models.adapter(body.lora_name)
         if service is None:

@@ -121,7 +121,8 @@ class Harness:
     def step(self, *items: tuple[int, int, list[int]]) -> torch.Tensor:
         """Items are (row, start, ids). Logits of all their tokens."""
         rows, starts, counts = np.array([(row, start, len(ids)) for row, start, ids in items]).T
-        embedded = self.model.embed_tokens(torch.tensor([i for _, _, ids in items for i in ids]))
+        ids = torch.tensor([i for _, _, ids in items for i in ids])
+        embedded = self.model.embed_tokens(ids, torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in items]))
         return self.model.logits(self.model(embedded, self.plan(rows, starts, counts)))
 
 

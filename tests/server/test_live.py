@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import load_model, make_core
 from tidemill.engine.client import EngineClient
 from tidemill.errors import QueueFull
+from tidemill.events import ExpertsUsed
 from tidemill.kv.manager import FIRST_OWNER, SHARED
 from tidemill.sampling import SamplingParams
 from tidemill.server.explain import Explainer
@@ -164,3 +165,11 @@ async def test_a_crowd_is_told_in_part(tiny_folder):
     state = await next_of(frames, "state")
     assert len(state["requests"]) + state["num_unlisted"] == 300
     assert len(state["requests"]) < 100
+
+
+async def test_experts_are_a_frame_of_their_own(tiny_folder):
+    watched = Watched(tiny_folder)
+    frames = watched.watch("someone").frames()
+    watched.live.take([ExpertsUsed(0.0, 64, ((1, (3, 0, 5)), (2, (4, 4, 0))))])
+    experts = await next_of(frames, "experts")
+    assert (experts["layers"], experts["tokens"]) == ([1, 2], [[3, 0, 5], [4, 4, 0]])

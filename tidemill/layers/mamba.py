@@ -159,9 +159,8 @@ class MambaMixer(StateMixer):
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
         super().__init__(config, layer, dtype, {"in": spec.num_projected}, bias=bias, conv_bias=conv_bias)
-        rows = spec.rank + 2 * spec.state_size  # of one stored matrix; each of these takes its own
-        self.to_rank = Linear(spec.num_inner, {"rank": spec.rank}, dtype=dtype, stored={"rank": rows})
-        self.to_bc = Linear(spec.num_inner, {"bc": 2 * spec.state_size}, dtype=dtype, stored={"bc": rows})
+        self.to_rank = Linear(spec.num_inner, {"rank": spec.rank}, dtype=dtype)
+        self.to_bc = Linear(spec.num_inner, {"bc": 2 * spec.state_size}, dtype=dtype)
         self.to_steps = Linear(spec.rank, {"steps": spec.num_inner}, bias=True, dtype=dtype)
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:

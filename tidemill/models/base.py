@@ -35,7 +35,7 @@ class CausalLM(nn.Module, ABC):
 
     # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in
     # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
-    # A tensor that several lines name is cut by rows, in their order.
+    # A tensor that several lines name is cut by rows, in their order; or each takes the rows of its `row_order`.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 

@@ -51,12 +51,6 @@ class Mamba(Llama):
     ]
     IGNORED: ClassVar[tuple[str, ...]] = ()
 
-    def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
-        spec = self.config.state_layers[0]
-        if part == "rank":
-            return torch.arange(spec.rank, device="cpu")
-        return torch.arange(spec.rank, spec.rank + 2 * spec.state_size, device="cpu") if part == "bc" else None
-
     def loaded(self, checkpoint_format: str) -> None:
         for module in self.modules():
             if isinstance(module, StateParameters):

@@ -73,9 +73,10 @@ def joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def cut(tensor: WeightTensor, shapes: list[tuple[int, ...]]) -> list[WeightTensor]:
-    """The tensor's rows, shared out among pieces of these shapes; a single one gets it as it is."""
-    if len(shapes) == 1:
-        return [tensor]
+    """The tensor's rows, shared out among pieces of these shapes. Where each has the shape of the whole, each takes the rows it
+    wants."""
+    if len(shapes) == 1 or all(shape == tuple(tensor.shape) for shape in shapes):
+        return [tensor] * len(shapes)
     if tuple(tensor.shape) != joined(shapes):
         raise CheckpointError(
             f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(joined(shapes))}."

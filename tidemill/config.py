@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.machine import Machine
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
@@ -18,6 +18,7 @@ QUANTIZED_TYPES = {
 }  # fmt: skip
 _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
+_ENCODER_BUDGET = 1024
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
@@ -60,6 +61,8 @@ class AttentionSpec:
     window: int = 0  # a query sees this many keys, its own the last; 0: all before it
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
+    is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
+    has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -69,6 +72,7 @@ class AttentionSpec:
                 f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
                 fix="The first must be a multiple of the second.",
             )
+        assert not (self.is_bidirectional and self.window), "no kernel has both"
 
 
 def _check_size(name: str, value: object, most: int = 2**31) -> None:
@@ -83,8 +87,18 @@ def alike(num_layers: int, spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pooler:
+    """What an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
+
+    how: str  # mean, cls (the first token's) or score
+    is_normalized: bool = True  # embeddings have length 1
+    num_labels: int = 0  # of a cross-encoder
+    activation: str = "identity"  # of its scores: identity or sigmoid
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder, whatever file it came from."""
+    """The shape of a model, whatever file it came from."""
 
     architecture: str
     vocab_size: int
@@ -100,6 +114,10 @@ class ModelConfig:
     qk_norm: bool = False  # of each query and key head, before rotation
     act: str = "silu"  # of the gate, a name in kernels/glu.py
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
+    is_gated: bool = True  # the feed-forward block
+    num_positions: int = 0  # learned; 0: none
+    num_token_types: int = 0  # learned, of the texts of a pair
+    pooler: Pooler | None = None  # an encoder has one; None: the model generates text
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
@@ -126,12 +144,38 @@ class ModelConfig:
         return self.layers[0].head_dim
 
     @property
+    def num_kv_layers(self) -> int:
+        """Layers whose keys and values are kept. An encoder computes a sequence in one step: its layers use the same memory."""
+        return self.num_layers if self.pooler is None else 1
+
+    @property
+    def own_pooling(self) -> str | None:
+        """What it does with a prompt: pool its hidden states, or (None) generate."""
+        return None if self.pooler is None else self.pooler.how
+
+    def check_pooling(self, pooling: str | None) -> None:
+        """Raises unless the model can do it. None: generate."""
+        own = self.own_pooling
+        if pooling is None and own is not None:
+            does = "scores pairs of texts" if own == "score" else "makes embeddings"
+            fix = "Use /v1/score or /v1/rerank." if own == "score" else "Use /v1/embeddings, /v1/score or /v1/rerank."
+            raise InvalidRequest(f"This model is an encoder: it {does} and generates no text.", fix=fix, param="model")
+        if pooling == "score" and own != "score":
+            raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
+        if pooling not in (None, "score") and own == "score":
+            fix = "Use /v1/score or /v1/rerank, or serve an embedding model."
+            raise InvalidRequest("This model is a cross-encoder: it has scores of pairs, no embeddings.", fix=fix, param="model")
+        if pooling == "cls" and own is None:
+            fix = "Use mean or last."
+            raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")
+
+    @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
         attention = h * d * (self.num_heads + 2 * self.num_kv_heads) + h * d * self.num_heads
-        layer = attention + 3 * h * self.intermediate_size + 2 * h
-        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
+        layer = attention + (3 if self.is_gated else 2) * h * self.intermediate_size + 2 * h
+        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * h
         return self.num_layers * layer + embeddings + h
 
     @property
@@ -157,7 +201,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_layers * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * self.num_kv_layers * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
@@ -246,23 +290,26 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         value, reasons[name] = decision
         return value
 
-    device = settle("device", decide_device(options, machine))
+    device = settle("device", decide_device(options, machine, model))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device))
-    token_budget = settle("token_budget", _token_budget(options, device, max_requests))
-    background_tokens = settle("background_tokens", _background_tokens(device, token_budget))
-    background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
+    token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
+    background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
+    background_budget = settle("background_budget", _background_budget(device, token_budget, model))
     fast_math = settle("fast_math", _fast_math(options, device))
     memory = _memory(options, device, dtype, kv_dtype, page_size, context, max_requests, token_budget, model, machine)
-    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * context))
+    num_tokens, num_pages_of_each = max_requests * context, -(-context // page_size)
+    if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
+        num_tokens = min(num_tokens, token_budget + 2 * max_requests * page_size)
+    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, num_tokens))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
-    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * -(-context // page_size)))
+    num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * num_pages_of_each))
     reasons["policy"] = "scheduling policy"
-    reasons["prefix_caching"] = "prefix caching: identical prefixes are computed once"
+    prefix_caching = settle("prefix_caching", _prefix_caching(options, model))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -276,7 +323,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         background_tokens=background_tokens,
         background_budget=background_budget,
         policy=options.policy,
-        prefix_caching=options.prefix_caching,
+        prefix_caching=prefix_caching,
         threads=threads,
         fast_math=fast_math,
         structured_backend=options.structured_backend,
@@ -287,8 +334,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     )
 
 
-def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
-    asked = options.device
+def decide_device(options: EngineOptions, machine: Machine, model: ModelConfig | None = None) -> Decision[str]:
+    asked, is_encoder = options.device, model is not None and model.pooler is not None
     if asked not in ("auto", *DTYPES):
         raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
     if asked == "cuda" and not machine.gpu:
@@ -297,8 +344,12 @@ def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
             fix="Use --device cpu, or install torch for CUDA.",
             param="device",
         )
+    if asked == "cuda" and is_encoder:
+        raise ConfigError("Encoders are not supported on a GPU yet.", fix="Use --device cpu.", param="device")
     if asked != "auto":
         return asked, "given"
+    if is_encoder:
+        return "cpu", "encoders are not supported on a GPU yet"
     return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
 
 
@@ -361,7 +412,11 @@ def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
     return 64, "slots; more would only make each request slower on a CPU"
 
 
-def _token_budget(options: EngineOptions, device: str, max_requests: int) -> Decision[int]:
+def _token_budget(
+    options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig
+) -> Decision[int]:
+    if model.pooler is not None:
+        return _encoder_budget(options, max_requests, context)
     if options.token_budget is None:
         default = 2048 if device == "cuda" else 256
         return max(default, max_requests), "tokens per step: keeps a step short beside a long prompt"
@@ -374,16 +429,37 @@ def _token_budget(options: EngineOptions, device: str, max_requests: int) -> Dec
     return options.token_budget, "given"
 
 
-def _background_tokens(device: str, token_budget: int) -> Decision[float]:
+def _encoder_budget(options: EngineOptions, max_requests: int, context: int) -> Decision[int]:
+    least = max(context, max_requests)
+    if options.token_budget is None:
+        return max(_ENCODER_BUDGET, least), "tokens per step: an encoder computes an input whole"
+    if options.token_budget < least:
+        raise ConfigError(
+            f"token_budget is {options.token_budget}; an encoder computes an input whole, so it must hold {least} tokens.",
+            fix=f"Raise --token-budget to {least}, or lower --max-context and --max-requests.",
+            param="token_budget",
+        )
+    return options.token_budget, "given"
+
+
+def _prefix_caching(options: EngineOptions, model: ModelConfig) -> Decision[bool]:
+    if model.pooler is not None:
+        return False, "no prefix caching: a token of an encoder sees those after it, too"
+    return options.prefix_caching, "prefix caching: identical prefixes are computed once"
+
+
+def _background_tokens(device: str, token_budget: int, model: ModelConfig) -> Decision[float]:
     rest = "background requests hardly slow down others, and never stop"
+    if model.pooler is not None:
+        return token_budget / 32, f"added up until an input fits: {rest}"
     if device == "cuda":
         return token_budget / 32, f"a step loads the weights anyway: {rest}"
     return 1 / 8, f"each token lengthens a step on a CPU: {rest}"
 
 
-def _background_budget(device: str, token_budget: int) -> Decision[int]:
+def _background_budget(device: str, token_budget: int, model: ModelConfig) -> Decision[int]:
     why = "a request that arrives meanwhile is queued for one step"
-    return (token_budget, why) if device == "cuda" else (min(token_budget, 64), f"{why}; longer ones are no faster on a CPU")
+    return (token_budget, why) if device == "cuda" or model.pooler is not None else (min(token_budget, 64), f"{why}; longer ones are no faster on a CPU")
 
 
 def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:

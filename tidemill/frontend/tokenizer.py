@@ -282,9 +282,14 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                 table[token_id] = bytes([int(token[3:5], 16)])
             else:
                 table[token_id] = token.replace("▁", " ").encode() if token_id not in added else token.encode()
+    elif '"WordPiece"' in decoder:
+        prefix = backend.decoder.prefix
+        for token, token_id in vocab.items():
+            continued = token.startswith(prefix) and token_id not in added
+            table[token_id] = (token.removeprefix(prefix) if continued else token if token_id in added else f" {token}").encode()
     else:
         raise CheckpointError(
-            f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level and SentencePiece are."
+            f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level, SentencePiece and WordPiece are."
         )
     return table, special
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -39,6 +40,15 @@ class PagedKV:
     table: torch.Tensor  # [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
+    biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
+
+    def __post_init__(self) -> None:
+        if not self.biases:
+            object.__setattr__(self, "biases", [None] * len(self.specs))
+
+    def place(self, layer: int) -> int:
+        """Where a layer's keys and values are. The layers of an encoder use one place in turn."""
+        return layer % self.cache.shape[1]
 
     @property
     def num_heads(self) -> int:

@@ -1,10 +1,11 @@
-"""The gated feed-forward block."""
+"""The feed-forward block, gated or not."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from tidemill.kernels.activation import activate
 from tidemill.layers.linear import GatedLinear, Linear
 
 
@@ -16,3 +17,16 @@ class GatedMLP(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x_TH))
+
+
+class MLP(nn.Module):
+    """`act`: a name in `kernels/activation.py`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str, act: str) -> None:
+        super().__init__()
+        self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, dtype=dtype)
+        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype)
+        self._act = act
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self.down(activate(self.up(x_TH), self._act))

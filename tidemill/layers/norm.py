@@ -1,12 +1,13 @@
-"""RMSNorm with its learned scale."""
+"""RMSNorm with its learned scale; LayerNorm with its scale and bias."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from tidemill.kernels.norm import add_rms_norm
+from tidemill.kernels.norm import add_layer_norm, add_rms_norm
 from tidemill.layers.base import Layer
+from tidemill.weights.checkpoint import WeightTensor
 
 
 class RMSNorm(Layer):
@@ -21,3 +22,23 @@ class RMSNorm(Layer):
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
+
+
+class LayerNorm(Layer):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__({"weight": (size,), "weight.bias": (size,)})
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
+        value = torch.empty(self.parts[part], dtype=torch.float32, device="cpu")
+        tensor.read_into(value)
+        setattr(self, part.removeprefix("weight."), nn.Parameter(value, requires_grad=False))
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return add_layer_norm(None, x_TH, self.weight, self.bias, self.eps)
+
+    def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
+        """Adds x, if any, to the residual in place and returns the norm of the sum."""
+        return add_layer_norm(x_TH, residual_TH, self.weight, self.bias, self.eps)

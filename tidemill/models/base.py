@@ -1,4 +1,4 @@
-"""CausalLM: the interface of a model to the runner, and how any model is loaded from a checkpoint."""
+"""Model: what a runner needs of a model, and how any is loaded from a checkpoint. CausalLM: one that generates text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -26,11 +26,12 @@ _NUMBERS_BELOW = 2**31
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder. Built on the meta device, then loaded tensor by tensor."""
+class Model(nn.Module, ABC):
+    """Built on the meta device, then loaded tensor by tensor."""
 
     # One line per stored tensor: our layer, its part, and the tensor's name in each format. {} is the layer's number.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
+    PREFIX: ClassVar[str] = ""  # that some files of Hugging Face put before these names, and others do not
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
     blocks: nn.ModuleList
@@ -49,8 +50,8 @@ class CausalLM(nn.Module, ABC):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """What the first layer starts from, [T, H]."""
+    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+        """What the first layer starts from, [T, H]. `types_T`: of the texts of pairs; None: all 0."""
 
     @abstractmethod
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -74,6 +75,16 @@ class CausalLM(nn.Module, ABC):
             tables[rotation] = rope.build(num_positions, device)
         return [tables[spec.rotation] for spec in self.config.layers]
 
+    def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:
+        """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's position less the query's, from
+        1 - num_positions on."""
+        return [None] * self.config.num_layers
+
+    def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
+        """Of some tokens of a sequence, in float64: the sum for a mean, else the last's or the first's hidden state."""
+        states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
+        return states.double().sum(0)
+
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
         for linear in self._linears():
@@ -86,9 +97,6 @@ class CausalLM(nn.Module, ABC):
 
     def _linears(self) -> Iterator[Linear]:
         return (module for module in self.modules() if isinstance(module, Linear) and not isinstance(module, Embedding | Head))
-
-    @abstractmethod
-    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """How the rows of a stored matrix must be reordered; None: as they are."""
@@ -103,7 +111,7 @@ class CausalLM(nn.Module, ABC):
         progress: ProgressFn | None = None,
         device: str = "cpu",
         random: bool = False,
-    ) -> CausalLM:
+    ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
         of the right shapes instead of the checkpoint's."""
         num_stored = sum(config.stored.values())
@@ -148,9 +156,11 @@ class CausalLM(nn.Module, ABC):
         return
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
+        made = set()
         for name, places in targets.items():
             layer, part = places[0]
-            if not layer.optional:
+            if not layer.optional and (layer, part) not in made:
+                made.add((layer, part))
                 yield RandomTensor(name, layer.parts[part])
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
@@ -165,8 +175,23 @@ class CausalLM(nn.Module, ABC):
                 assert isinstance(layer, Layer)
                 for suffix, our_part in ((".weight", part), (".bias", f"{part}.bias")):
                     if our_part in layer.parts:
-                        targets.setdefault(stored.format(i) + suffix, []).append((layer, our_part))
+                        for prefix in {self.PREFIX, ""} if checkpoint_format == "hf" else ("",):
+                            targets.setdefault(prefix + stored.format(i) + suffix, []).append((layer, our_part))
         return targets
+
+
+class CausalLM(Model):
+    """A decoder: it has logits of the next token."""
+
+    @abstractmethod
+    def embed_tokens(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """What the first layer starts from, [T, H]."""
+
+    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+        return self.embed_tokens(ids_T)
+
+    @abstractmethod
+    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:

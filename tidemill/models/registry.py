@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from tidemill.errors import CheckpointError
-from tidemill.models.base import CausalLM
+from tidemill.models.base import Model
 from tidemill.weights.checkpoint import Checkpoint
 
 # (format, name the format uses) to "module:class", imported when first needed
@@ -17,6 +17,17 @@ ARCHITECTURES = {
     ("hf", "Gemma2ForCausalLM"): "tidemill.models.gemma:Gemma2",
     ("hf", "Gemma3ForCausalLM"): "tidemill.models.gemma:Gemma3",
     ("hf", "Qwen3ForCausalLM"): "tidemill.models.qwen3:Qwen3",
+    ("hf", "BertModel"): "tidemill.models.bert:Bert",
+    ("hf", "BertForMaskedLM"): "tidemill.models.bert:Bert",
+    ("hf", "BertForSequenceClassification"): "tidemill.models.bert:BertCrossEncoder",
+    ("hf", "RobertaModel"): "tidemill.models.roberta:Roberta",
+    ("hf", "RobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
+    ("hf", "RobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
+    ("hf", "XLMRobertaModel"): "tidemill.models.roberta:Roberta",
+    ("hf", "XLMRobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
+    ("hf", "XLMRobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
+    ("hf", "MPNetModel"): "tidemill.models.mpnet:MPNet",
+    ("hf", "MPNetForMaskedLM"): "tidemill.models.mpnet:MPNet",
     ("gguf", "llama"): "tidemill.models.llama:Llama",
     ("gguf", "qwen2"): "tidemill.models.qwen2:Qwen2",
     ("gguf", "gemma2"): "tidemill.models.gemma:Gemma2",
@@ -25,7 +36,7 @@ ARCHITECTURES = {
 }
 
 
-def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
+def model_class(checkpoint: Checkpoint) -> type[Model]:
     target = ARCHITECTURES.get((checkpoint.format, checkpoint.architecture))
     if target is None:
         known = ", ".join(sorted({name for kind, name in ARCHITECTURES if kind == checkpoint.format}))
@@ -34,5 +45,5 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
             fix=f"Supported in this format: {known}.",
         )
     module, _, name = target.partition(":")
-    cls: type[CausalLM] = getattr(importlib.import_module(module), name)
+    cls: type[Model] = getattr(importlib.import_module(module), name)
     return cls

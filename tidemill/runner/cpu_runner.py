@@ -9,7 +9,7 @@ from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
-from tidemill.models.base import CausalLM
+from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
@@ -21,14 +21,16 @@ from tidemill.sched.plan import StepItem, StepPlan
 class CpuRunner:
     steps_ahead = 0  # a step is done when its launch returns
 
-    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_cache(num_pages, shape.num_layers, shape.num_kv_heads, config.page_size, shape.head_dim, config.kv_dtype)
+        sizes = shape.num_kv_layers, shape.num_kv_heads, config.page_size, shape.head_dim
+        self.cache = new_cache(num_pages, *sizes, config.kv_dtype)
         self.state = RowState(config.max_requests, config.max_context, config.page_size)
         self.sampler = Sampler(self.state)
-        kv = PagedKV(self.cache, self.state.pages, shape.layers, model.angles(config.max_context))
+        tables = model.angles(config.max_context), model.distance_biases(config.max_context)
+        kv = PagedKV(self.cache, self.state.pages, shape.layers, *tables)
         self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
         self._program = None
         if isinstance(self.attention, NativeAttention):
@@ -62,7 +64,7 @@ class CpuRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         step = self.attention.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_T)
-        embedded_TH = self.model.embed_tokens(batch.ids_T)
+        embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
         if self._program:
             assert isinstance(step, NativeStep)
             return step.replay(self._program, embedded_TH)
@@ -79,12 +81,14 @@ class CpuRunner:
         return result
 
     def _draw(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
-        sampling = [i for i, item in enumerate(items) if item.samples]
+        pooled = {item.row: 0 for item in items if item.samples and self.state.is_pooled(item.row)}  # they draw nothing
+        sampling = [i for i, item in enumerate(items) if item.samples and item.row not in pooled]
         if not sampling:
-            return StepResult()
+            return StepResult(pooled)
+        assert isinstance(self.model, CausalLM)
         rows = [items[i].row for i in sampling]
         positions = [items[i].start + items[i].count for i in sampling]
         logits_SV = self.model.logits(hidden_TH[batch.last_token[sampling]])
         sampled = self.sampler.sample(logits_SV, rows, positions)
         self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        return StepResult(dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)
+        return StepResult(pooled | dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)

@@ -202,7 +202,8 @@ class Service:
 
     async def _prove(self, within_s: float) -> None:
         token = min(self.tokenizer.eos_token_ids, default=0)
-        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=PROBE)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=self.ready.model.own_pooling)
+        probe = Submit(new_id("probe"), [token], params, priority=PROBE)
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return

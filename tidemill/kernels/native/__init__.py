@@ -41,7 +41,8 @@ class LayerSpec(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
-        *((name, _POINTER) for name in ("cos", "sin")),
+        *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
+        *((name, _POINTER) for name in ("bias", "cos", "sin")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
@@ -51,7 +52,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
-        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
+        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")),
         *((name, _POINTER) for name in ("table", "positions", "slots")),
     ]
 
@@ -104,6 +105,12 @@ class Library:
         self._norm = lib.tm_add_rms_norm
         self._norm.argtypes = [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._norm.restype = None
+        self._layer_norm = lib.tm_add_layer_norm
+        self._layer_norm.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._layer_norm.restype = None
+        self._act = lib.tm_act
+        self._act.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
+        self._act.restype = None
         self._glu = lib.tm_glu
         self._glu.argtypes = [_INT, _POINTER, _POINTER, _LONG, _LONG]
         self._glu.restype = None
@@ -147,6 +154,27 @@ class Library:
         self._norm(x, residual_TH.data_ptr(), weight_H.data_ptr(), eps, out.data_ptr(), *residual_TH.shape)
         if self._recording:
             self._recording.note("norm", out, x_TH, residual_TH, width=residual_TH.shape[1], a=weight_H.data_ptr(), eps=eps)
+        return out
+
+    def add_layer_norm(
+        self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        _check(residual_TH, weight_H, bias_H, residual_TH if x_TH is None else x_TH)
+        out = residual_TH.new_empty(residual_TH.shape)
+        x, learned = None if x_TH is None else x_TH.data_ptr(), (weight_H.data_ptr(), bias_H.data_ptr())
+        self._layer_norm(x, residual_TH.data_ptr(), *learned, eps, out.data_ptr(), *residual_TH.shape)
+        if self._recording:
+            width = residual_TH.shape[1]
+            self._recording.note("layer_norm", out, x_TH, residual_TH, width=width, a=learned[0], b=learned[1], eps=eps)
+        return out
+
+    def activate(self, x_TI: torch.Tensor, act: int) -> torch.Tensor:
+        """`act`: a number of `activation.ACTIVATIONS`."""
+        _check(x_TI)
+        out = x_TI.new_empty(x_TI.shape)
+        self._act(act, x_TI.data_ptr(), out.data_ptr(), *x_TI.shape)
+        if self._recording:
+            self._recording.note("act", out, x_TI, kind=act, num_out=x_TI.shape[1])
         return out
 
     def glu(self, gate_up_TI2: torch.Tensor, act: int) -> torch.Tensor:

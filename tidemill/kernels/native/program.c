@@ -24,9 +24,11 @@ typedef struct {
 TM_API const field *tm_layout(void) {
     static const field fields[] = {
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
-        LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window), LAYER(cos), LAYER(sin),
+        LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window),
+        LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_stride),
         STEP(table_width), STEP(is_bf16), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
+        STEP(tile_end),
         STEP(table), STEP(positions), STEP(slots),
         OP(op), OP(in), OP(in_out), OP(out), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
         {NULL, 0},
@@ -50,6 +52,16 @@ static int run_glu(const tm_op *o, const tm_buffers *at) {
     return 0;
 }
 
+static int run_layer_norm(const tm_op *o, const tm_buffers *at) {
+    layer_norm_op(at->in, at->in_out, o->a, o->b, o->eps, at->out, at->num_rows, o->width);
+    return 0;
+}
+
+static int run_act(const tm_op *o, const tm_buffers *at) {
+    act_op((int)o->kind, at->in, at->out, at->num_rows, o->num_out);
+    return 0;
+}
+
 static int run_attention(const tm_op *o, const tm_buffers *at) {
     return attention_op(at->step, o->f, (tm_learned){o->c, o->d, o->e, o->eps}, at->in, (void *)o->a, (void *)o->b, at->out);
 }
@@ -62,6 +74,8 @@ static const struct {
     {"norm", run_norm},
     {"glu", run_glu},
     {"attention", run_attention},
+    {"layer_norm", run_layer_norm},
+    {"act", run_act},
 };
 
 /* The name of op number `i`; NULL after the last. */

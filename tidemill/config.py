@@ -412,9 +412,7 @@ def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
     return 64, "slots; more would only make each request slower on a CPU"
 
 
-def _token_budget(
-    options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig
-) -> Decision[int]:
+def _token_budget(options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig) -> Decision[int]:
     if model.pooler is not None:
         return _encoder_budget(options, max_requests, context)
     if options.token_budget is None:
@@ -459,7 +457,9 @@ def _background_tokens(device: str, token_budget: int, model: ModelConfig) -> De
 
 def _background_budget(device: str, token_budget: int, model: ModelConfig) -> Decision[int]:
     why = "a request that arrives meanwhile is queued for one step"
-    return (token_budget, why) if device == "cuda" or model.pooler is not None else (min(token_budget, 64), f"{why}; longer ones are no faster on a CPU")
+    if device == "cuda" or model.pooler is not None:
+        return token_budget, why
+    return min(token_budget, 64), f"{why}; longer ones are no faster on a CPU"
 
 
 def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:

@@ -37,6 +37,7 @@ class Tokenizer:
         bos_token_id: int | None = None,
         add_bos: bool = False,
         add_eos: bool = False,
+        separator_id: int | None = None,
         bos_in_chat: bool = True,
         chat_template: str | None = None,
     ) -> None:
@@ -47,7 +48,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))  # the first is the one to write
         self.bos_token_id = bos_token_id
         self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
-        self._after = list(self.eos_token_ids[:1]) if add_eos else []
+        end = [separator_id] if separator_id is not None else list(self.eos_token_ids[:1])
+        self._after = end if add_eos else []
         self._before_chat = self._before if bos_in_chat else []
         self.vocab_size = backend.get_vocab_size()
         self._token_bytes, self.special_ids = _byte_table(backend)
@@ -77,18 +79,58 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
         is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
-        if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
+        ids: list[int] = self._encoded(text, self._marked_backend if marked else self._backend).ids
+        return [*self._before, *ids, *self._after] if add_special else ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        if len(text) > max_tokens * self._longest_bytes:
             raise ContextTooLong(
                 f"This model's maximum context length is {max_tokens} tokens; the prompt's {len(text)} characters cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )
+
+    @staticmethod
+    def _encoded(text: str, backend: Backend) -> Any:
         try:
-            backend = self._marked_backend if marked else self._backend
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
-        return [*self._before, *ids, *self._after] if add_special else ids
+
+    def encode_cut(self, text: str, max_tokens: int, *, side: str = "right", add_special: bool = True) -> list[int]:
+        """As `encode`, of a text that is cut at this side so that it fits, the tokens around it included."""
+        before, after = (self._before, self._after) if add_special else ([], [])
+        room = max(max_tokens - len(before) - len(after), 1)
+        ids = self._encoded_cut(text, room, side).ids
+        return [*before, *(ids[:room] if side == "right" else ids[-room:]), *after]
+
+    def encode_pair(self, first: str, second: str, *, max_tokens: int, truncate: bool = False) -> tuple[list[int], int]:
+        """Ids of two texts as the model expects a pair, and where tokens of type 1 begin (0: nowhere). With `truncate`, the
+        longer of the two is cut until they fit; else a pair that does not is for the engine to refuse."""
+        if truncate:
+            room = max(max_tokens - self._backend.num_special_tokens_to_add(True), 2)
+            parts = [self._encoded_cut(text, room, "right") for text in (first, second)]
+            for part, num in zip(parts, _fitted(len(parts[0].ids), len(parts[1].ids), room), strict=True):
+                part.truncate(num)
+        else:
+            for text in (first, second):
+                self._check_length(text, max_tokens)
+            parts = [self._encoded(text, self._backend) for text in (first, second)]
+        joined = self._backend.post_process(parts[0], parts[1], True)
+        return joined.ids, joined.type_ids.index(1) if 1 in joined.type_ids else 0
+
+    def _encoded_cut(self, text: str, room: int, side: str) -> Any:
+        """At least so many tokens, if there are, without looking at more of the text than that takes. Cut between words."""
+        num_chars = 8 * room
+        while num_chars < len(text):
+            words = text[:num_chars].rsplit(None, 1) if side == "right" else text[-num_chars:].split(None, 1)
+            made = self._encoded(words[0 if side == "right" else -1] if words else "", self._backend)
+            if len(made.ids) >= room:
+                return made
+            num_chars *= 2
+        return self._encoded(text, self._backend)
 
     def use_template(self, template: Template) -> None:
         """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
@@ -212,6 +254,16 @@ class Tokenizer:
         skipped = self.special_ids if skip_special else frozenset()
         text = b"".join([self.token_bytes(token) for token in token_ids if token not in skipped])
         return text.decode("utf-8", errors="replace")
+
+
+def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept: the longer is cut first, then both alike, as tokenizers do it."""
+    short, long = sorted((first, second))
+    if short + long > room:
+        long = max(short, room - short)
+        if short + long > room:
+            short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)
 
 
 def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
@@ -347,12 +399,16 @@ def _from_folder(path: Path) -> Tokenizer:
     at = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
     before, after = full[:at], full[at + len(plain) :]  # what its post-processor writes around a text
     bos = before[0] if before else _token_id(backend, settings.get("bos_token"))
+    separator = _token_id(backend, settings.get("sep_token"))  # an encoder's: it ends a text, and parts two
+    if after[:1] != [separator]:
+        separator = None
     return Tokenizer(
         backend,
         eos_token_ids=eos,
         bos_token_id=bos,
         add_bos=bool(before),
-        add_eos=bool(after) and after[0] in eos,
+        add_eos=bool(after) and (after[0] in eos or separator is not None),
+        separator_id=separator,
         bos_in_chat=False,  # a folder's template writes its own
         chat_template=_folder_template(path, settings),
     )

@@ -10,7 +10,7 @@ from tidemill.kernels import native
 from tidemill.kernels.glu import GELU_CUBIC, GELU_LINEAR
 
 ACTIVATIONS = {"gelu": 0, "gelu_tanh": 1, "relu": 2}  # and their numbers in encoder.c
-# 1 - erf(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z), for z >= 0: Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most.
+# 1 - erf(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z), z >= 0: Abramowitz and Stegun 7.1.26, off by 1.5e-7.
 _ERF_P, _ERF = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 

@@ -1,4 +1,5 @@
-"""Attention of a mixed step over paged KV, causal or over the whole sequence, in torch: any number of query tokens per request, grouped query heads.
+"""Attention of a mixed step over paged KV, in torch: any number of query tokens per request, grouped query heads. Causal, or over
+the whole sequence.
 
 The result of a query depends on its position and the tokens before it, never on how the step was cut:
 
@@ -134,7 +135,7 @@ def plan_attention(
     is_bidirectional: bool = False,
 ) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
-    `page_tables`: [requests, pages], at least as wide as the last block. `window`, `is_bidirectional`: of the layers this is for."""
+    `page_tables`: [requests, pages], at least as wide as the last block. `window`, `is_bidirectional`: of the layers."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
     small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
@@ -152,9 +153,7 @@ def plan_attention(
         first = starts[request] + offset
         ends = (starts + counts)[request] if is_bidirectional else first + lens
         tokens = first_token[request] + offset
-        groups += _make_groups(
-            request, tokens, first, lens, ends, PREFILL_TILE, page_tables, kv, window, is_bidirectional
-        )
+        groups += _make_groups(request, tokens, first, lens, ends, PREFILL_TILE, page_tables, kv, window, is_bidirectional)
     return AttentionPlan(groups, int(counts.sum()))
 
 

@@ -54,7 +54,9 @@ class NativeAttention:
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
         first_token = np.cumsum(counts) - counts
         lens = np.minimum(counts[request] - offset, tile_tokens)
-        tiles = np.stack([first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]])
+        tiles = np.stack(
+            [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
+        )
         # Longest first, so that no thread starts the longest when the others are done.
         tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
         step = native.Step(

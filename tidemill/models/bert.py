@@ -53,7 +53,7 @@ class Bert(Model):
         ("blocks.{}.mlp.down", "down", "encoder.layer.{}.output.dense", ""),
         ("blocks.{}.mlp_norm", "weight", "encoder.layer.{}.output.LayerNorm", ""),
     ]
-    IGNORED: ClassVar = (
+    IGNORED: ClassVar[tuple[str, ...]] = (
         r"(\w+\.)?embeddings\.(position_ids|token_type_ids)",
         r"(\w+\.)?pooler\.dense\.(weight|bias)",  # of next-sentence prediction
         r"(cls|lm_head)\..*",  # of masked language models

@@ -1,4 +1,4 @@
-"""MPNet: a RoBERTa whose scores have a learned bias by the distance of query and key, the same in all layers, and without types."""
+"""MPNet: a RoBERTa without types, whose scores have a learned bias by the distance of query and key, the same in all layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_BUCKETS, _MAX_DISTANCE = 32, 128
 
 
 class DistanceBias(Layer):
-    """A number for each head and bucket of distances: near ones have a bucket each, the others share them on a logarithmic scale."""
+    """A number for each head and bucket of distances: near ones have one each, the others share them on a logarithmic scale."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__({"weight": (_NUM_BUCKETS, num_heads)})

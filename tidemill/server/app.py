@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from tidemill.errors import TidemillError
-from tidemill.server import anthropic, batches, errors, files, llamacpp, ollama, openai, page, responses
+from tidemill.server import anthropic, batches, embeddings, errors, files, llamacpp, ollama, openai, page, rerank, responses
 from tidemill.server.call import Called, RequestLog
 from tidemill.server.guard import Access, Guard
 from tidemill.server.listen import UnderPath
@@ -39,6 +39,8 @@ def create_app(
     for service in models:
         service.allows_templates = access.request_templates
     app.include_router(openai.make_router(models))
+    app.include_router(embeddings.make_router(models))
+    app.include_router(rerank.make_router(models))
     app.include_router(responses.make_router(models))
     app.include_router(anthropic.make_router(models))
     app.include_router(llamacpp.make_router(models))

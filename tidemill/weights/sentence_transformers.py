@@ -1,5 +1,5 @@
-"""What the folder of an embedding model says beside its weights, in the files of sentence-transformers: how hidden states become an
-embedding, and how long an input may be."""
+"""What the folder of an embedding model says beside its weights, in the files of sentence-transformers: how hidden states become
+an embedding, and how long an input may be."""
 
 from __future__ import annotations
 

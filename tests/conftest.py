@@ -28,6 +28,8 @@ if native.lib:
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
     *(f"equal_transformers[{family}-torch" for family in ("Qwen2", "Qwen2 with windows", "Mistral", "SmolLM3", "Gemma2")),
+    *(f"among_others[{name}-torch" for name in ("BertModel", "RobertaModel", "BertForMaskedLM")),
+    "test_scores_of_pairs_equal_transformers[torch-XLM",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[sinks",
     "server/test_agents.py",

@@ -109,19 +109,29 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, *, max_tokens: int, truncate: bool = False) -> tuple[list[int], int]:
         """Ids of two texts as the model expects a pair, and where tokens of type 1 begin (0: nowhere). With `truncate`, the
         longer of the two is cut until they fit; else a pair that does not is for the engine to refuse."""
+        before, between, after, has_types = self._pair
         if truncate:
-            room = max(max_tokens - self._backend.num_special_tokens_to_add(True), 2)
-            parts = [self._encoded_cut(text, room, "right") for text in (first, second)]
-            for part, num in zip(parts, _fitted(len(parts[0].ids), len(parts[1].ids), room), strict=True):
-                part.truncate(num)
+            room = max(max_tokens - len(before) - len(between) - len(after), 2)
+            one, other = (self._encoded_cut(text, 4 * room).ids for text in (first, second))  # enough to tell the longer
+            num, num_other = _fitted(len(one), len(other), room)
+            one, other = one[:num], other[:num_other]
         else:
-            for text in (first, second):
-                self._check_length(text, max_tokens)
-            parts = [self._encoded(text, self._backend) for text in (first, second)]
-        joined = self._backend.post_process(parts[0], parts[1], True)
-        return joined.ids, joined.type_ids.index(1) if 1 in joined.type_ids else 0
+            one, other = (self.encode(text, add_special=False, max_tokens=max_tokens) for text in (first, second))
+        start = len(before) + len(one) + len(between)
+        return [*before, *one, *between, *other, *after], start if has_types else 0
 
-    def _encoded_cut(self, text: str, room: int, side: str) -> Any:
+    @cached_property
+    def _pair(self) -> tuple[list[int], list[int], list[int], bool]:
+        """What the tokenizer writes before, between and after two texts, and whether tokens of the second have another type. Not
+        by its own truncation, which makes all parts of one text times all of the other."""
+        plain, full = self._encoded("a", self._backend).ids, self._backend.encode("a", "a")
+        at = [i for i in range(len(full.ids) - len(plain) + 1) if full.ids[i : i + len(plain)] == plain]
+        if len(at) < 2:
+            raise InvalidRequest("This model's tokenizer does not join two texts.", param="model")
+        end = at[0] + len(plain), at[-1] + len(plain)
+        return full.ids[: at[0]], full.ids[end[0] : at[-1]], full.ids[end[1] :], full.type_ids[at[-1]] == 1
+
+    def _encoded_cut(self, text: str, room: int, side: str = "right") -> Any:
         """At least so many tokens, if there are, without looking at more of the text than that takes. Cut between words."""
         num_chars = 8 * room
         while num_chars < len(text):

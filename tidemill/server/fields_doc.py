@@ -12,7 +12,7 @@ from tidemill.server.openai_types import NEUTRAL
 BEGIN, END = "<!-- Made by `python -m tidemill.server.fields_doc`. -->", "<!-- End of the table. -->"
 _APIS = {
     "openai_types": "OpenAI", "responses_types": "Responses", "anthropic_types": "Anthropic", "ollama_types": "Ollama",
-    "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp",
+    "ggml": "Ollama, llama.cpp", "llamacpp": "llama.cpp", "rerank": "vLLM",
 }  # fmt: skip
 
 

@@ -31,6 +31,8 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
+    *(f"among_others[{name}-torch" for name in ("BertModel", "RobertaModel", "BertForMaskedLM")),
+    "test_scores_of_pairs_equal_transformers[torch-XLM",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[sinks",
     *(f"transformers[{name}-torch" for name in ("Mamba", "Mamba with biases", "Qwen3Next")),
@@ -78,6 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "smollm2 torch" in item.nodeid and ("greedy" in item.nodeid or "penalties" in item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if "test_families.py" in item.nodeid and "-torch]" in item.nodeid and "Gemma3-" not in item.nodeid:
+            item.add_marker(pytest.mark.slow)  # the reference ops of one family that has them all are enough
         if any(part in item.nodeid for part in _ONLY_WHEN_SLOW):
             item.add_marker(pytest.mark.slow)
 

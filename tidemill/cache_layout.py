@@ -111,6 +111,11 @@ def one_group(num_layers: int, page_size: int) -> CacheLayout:
     return CacheLayout((Group(page_size),), tuple(Place(0, i) for i in range(num_layers)), num_layers)
 
 
+def one_place(num_layers: int, page_size: int) -> CacheLayout:
+    """Layers that use the same memory in turn."""
+    return CacheLayout((Group(page_size),), (Place(0, 0),) * num_layers, 1)
+
+
 def lay_out(windows: Sequence[int], page_size: int, max_context: int) -> CacheLayout:
     """`windows`: of each layer; 0 sees all. A window as long as the context is none."""
     if not windows:

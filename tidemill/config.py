@@ -7,8 +7,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
-from tidemill.cache_layout import CacheLayout, StateLayout, lay_out
-from tidemill.errors import ConfigError
+from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.machine import Machine
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
@@ -23,6 +23,7 @@ _OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 GPU_PAGE = 64
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
+_ENCODER_BUDGET = 1024
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_LAYERS = 2**14
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
@@ -74,6 +75,8 @@ class AttentionSpec(LayerSpec):
     window: int = 0  # a query sees this many keys, its own the last; 0: all before it
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
+    is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
+    has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -83,6 +86,7 @@ class AttentionSpec(LayerSpec):
                 f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
                 fix="The first must be a multiple of the second.",
             )
+        assert not (self.is_bidirectional and self.window), "no kernel has both"
 
 
 STATE_KINDS = ("mamba", "mamba2", "delta")
@@ -206,8 +210,18 @@ def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pooler:
+    """What an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
+
+    how: str  # mean, cls (the first token's) or score
+    is_normalized: bool = True  # embeddings have length 1
+    num_labels: int = 0  # of a cross-encoder
+    activation: str = "identity"  # of its scores: identity or sigmoid
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder, whatever file it came from."""
+    """The shape of a model, whatever file it came from."""
 
     architecture: str
     vocab_size: int
@@ -231,6 +245,8 @@ class ModelConfig:
     residual_scale: float = 1.0  # multiplies what a layer adds
     logits_scale: float = 1.0  # multiplies logits
     logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
+    num_token_types: int = 0  # learned, of the texts of a pair
+    pooler: Pooler | None = None  # an encoder has one; None: the model generates text
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
@@ -271,6 +287,32 @@ class ModelConfig:
         return self.attention_layers[0].head_dim if self.attention_layers else 0
 
     @property
+    def num_kv_layers(self) -> int:
+        """Layers whose keys and values are kept. An encoder computes a sequence in one step: its layers use the same memory."""
+        return self.num_layers if self.pooler is None else 1
+
+    @property
+    def own_pooling(self) -> str | None:
+        """What it does with a prompt: pool its hidden states, or (None) generate."""
+        return None if self.pooler is None else self.pooler.how
+
+    def check_pooling(self, pooling: str | None) -> None:
+        """Raises unless the model can do it. None: generate."""
+        own = self.own_pooling
+        if pooling is None and own is not None:
+            does = "scores pairs of texts" if own == "score" else "makes embeddings"
+            fix = "Use /v1/score or /v1/rerank." if own == "score" else "Use /v1/embeddings, /v1/score or /v1/rerank."
+            raise InvalidRequest(f"This model is an encoder: it {does} and generates no text.", fix=fix, param="model")
+        if pooling == "score" and own != "score":
+            raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
+        if pooling not in (None, "score") and own == "score":
+            fix = "Use /v1/score or /v1/rerank, or serve an embedding model."
+            raise InvalidRequest("This model is a cross-encoder: it has scores of pairs, no embeddings.", fix=fix, param="model")
+        if pooling == "cls" and own is None:
+            fix = "Use mean or last."
+            raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")
+
+    @property
     def num_parameters(self) -> int:
         """Stored values: a tied embedding counts once."""
         h, d = self.hidden_size, self.head_dim
@@ -278,8 +320,8 @@ class ModelConfig:
         mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
-        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h * (self.num_positions + 1)
+        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * h
+        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h
 
     @property
     def num_active_parameters(self) -> int:
@@ -325,7 +367,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * len(self.attention_layers) * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.head_dim * self.num_kv_layers * KV_BYTES[kv_dtype]
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
@@ -437,7 +479,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         value, reasons[name] = decision
         return value
 
-    device = settle("device", decide_device(options, machine))
+    device = settle("device", decide_device(options, machine, model))
     if device == "cuda" and model.state_layers:
         raise ConfigError("Models with states of constant size do not run on a GPU yet.", fix="Use --device cpu.", param="device")
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
@@ -445,10 +487,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     page_size = settle("page_size", _page_size(options, device))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device))
-    token_budget = settle("token_budget", _token_budget(options, device, max_requests, model))
-    background_tokens = settle("background_tokens", _background_tokens(device, token_budget))
-    background_budget = settle("background_budget", _background_budget(device, token_budget))
     context = settle("max_context", _wanted_context(options, model))
+    token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
+    background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
+    background_budget = settle("background_budget", _background_budget(device, token_budget, model))
     fast_math = settle("fast_math", _fast_math(options, device))
     max_loras = settle("max_loras", _max_loras(options))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
@@ -456,11 +498,14 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     layout = settle("layout", _layout(model, kv_dtype, page_size, context))
     memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_requests, token_budget, model, machine)
     memory = replace(memory, lora_bytes=lora_bytes)
-    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, max_requests * memory.num_pages_for(context)))
+    most_pages = max_requests * memory.num_pages_for(context)
+    if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
+        most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
+    kv_bytes = settle("kv_bytes", _kv_bytes(options, memory, most_pages))
     context = settle("max_context", _possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
-    reasons["prefix_caching"] = "prefix caching: identical prefixes are computed once"
+    prefix_caching = settle("prefix_caching", _prefix_caching(options, model))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -475,7 +520,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         background_tokens=background_tokens,
         background_budget=background_budget,
         policy=options.policy,
-        prefix_caching=options.prefix_caching,
+        prefix_caching=prefix_caching,
         threads=threads,
         fast_math=fast_math,
         structured_backend=options.structured_backend,
@@ -489,8 +534,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     )
 
 
-def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
-    asked = options.device
+def decide_device(options: EngineOptions, machine: Machine, model: ModelConfig | None = None) -> Decision[str]:
+    asked, is_encoder = options.device, model is not None and model.pooler is not None
     if asked not in ("auto", *DTYPES):
         raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
     if asked == "cuda" and not machine.gpu:
@@ -499,8 +544,12 @@ def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
             fix="Use --device cpu, or install torch for CUDA.",
             param="device",
         )
+    if asked == "cuda" and is_encoder:
+        raise ConfigError("Encoders are not supported on a GPU yet.", fix="Use --device cpu.", param="device")
     if asked != "auto":
         return asked, "given"
+    if is_encoder:
+        return "cpu", "encoders are not supported on a GPU yet"
     return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
 
 
@@ -563,7 +612,9 @@ def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
     return 64, "slots; more would only make each request slower on a CPU"
 
 
-def _token_budget(options: EngineOptions, device: str, max_requests: int, model: ModelConfig) -> Decision[int]:
+def _token_budget(options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig) -> Decision[int]:
+    if model.pooler is not None:
+        return _encoder_budget(options, max_requests, context)
     if options.token_budget is None:
         default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
         if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
@@ -587,16 +638,39 @@ def _tokens_for_experts(model: ModelConfig) -> int:
     return min(wanted, _MOST_TOKENS)
 
 
-def _background_tokens(device: str, token_budget: int) -> Decision[float]:
+def _encoder_budget(options: EngineOptions, max_requests: int, context: int) -> Decision[int]:
+    least = max(context, max_requests)
+    if options.token_budget is None:
+        return max(_ENCODER_BUDGET, least), "tokens per step: an encoder computes an input whole"
+    if options.token_budget < least:
+        raise ConfigError(
+            f"token_budget is {options.token_budget}; an encoder computes an input whole, so it must hold {least} tokens.",
+            fix=f"Raise --token-budget to {least}, or lower --max-context and --max-requests.",
+            param="token_budget",
+        )
+    return options.token_budget, "given"
+
+
+def _prefix_caching(options: EngineOptions, model: ModelConfig) -> Decision[bool]:
+    if model.pooler is not None:
+        return False, "no prefix caching: a token of an encoder sees those after it, too"
+    return options.prefix_caching, "prefix caching: identical prefixes are computed once"
+
+
+def _background_tokens(device: str, token_budget: int, model: ModelConfig) -> Decision[float]:
     rest = "background requests hardly slow down others, and never stop"
+    if model.pooler is not None:
+        return token_budget / 32, f"added up until an input fits: {rest}"
     if device == "cuda":
         return token_budget / 32, f"a step loads the weights anyway: {rest}"
     return 1 / 8, f"each token lengthens a step on a CPU: {rest}"
 
 
-def _background_budget(device: str, token_budget: int) -> Decision[int]:
+def _background_budget(device: str, token_budget: int, model: ModelConfig) -> Decision[int]:
     why = "a request that arrives meanwhile is queued for one step"
-    return (token_budget, why) if device == "cuda" else (min(token_budget, 64), f"{why}; longer ones are no faster on a CPU")
+    if device == "cuda" or model.pooler is not None:
+        return token_budget, why
+    return min(token_budget, 64), f"{why}; longer ones are no faster on a CPU"
 
 
 def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
@@ -632,6 +706,8 @@ def _max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
 
 
 def _layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
+    if model.pooler is not None:
+        return one_place(model.num_layers, page_size), "an encoder's layers use one place in turn"
     layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
     windowed = [group.window for group in layout.groups if group.window]
     if model.state_layers:

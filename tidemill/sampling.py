@@ -34,6 +34,7 @@ INTEGERS = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "pair_start": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
 REALS = {
@@ -158,7 +159,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to
-    pooling: str | None = None  # mean or last: report the prompt's hidden states, pooled, instead of generating
+    pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
+    pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
@@ -185,8 +187,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             msgspec.structs.force_setattr(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens and self.is_given("max_tokens"):
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
-        if self.pooling not in (None, "mean", "last"):
-            raise InvalidRequest(f"pooling is mean or last; got {self.pooling!r}.", param="pooling")
+        if self.pooling not in (None, "mean", "last", "cls", "score"):
+            raise InvalidRequest(f"pooling is mean, last, cls or score; got {self.pooling!r}.", param="pooling")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):

@@ -94,6 +94,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             raise InvalidRequest(
                 f"The prompt holds token {wrong}, which is out of vocabulary: tokens are 0 to {vocab_size - 1}.", param="prompt"
             )
+        if self.params.pooling is not None:  # nothing is generated
+            if num > context:
+                raise ContextTooLong(
+                    f"This model takes inputs of {context} tokens; this one has {num}.",
+                    fix="Shorten it, or let it be truncated (truncate_prompt_tokens: -1).",
+                    param="input",
+                )
+            return
         if num >= context:
             raise ContextTooLong(
                 f"This model's maximum context length is {context} tokens, one of them for the output; the prompt has {num}.",

@@ -20,7 +20,7 @@ from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
-from tidemill.models.base import CausalLM, ProgressFn
+from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
@@ -39,7 +39,7 @@ _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and th
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
-def inspect(model: str) -> tuple[Checkpoint, type[CausalLM], ModelConfig]:
+def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
     """A checkpoint, without its weights."""
     checkpoint = open_checkpoint(locate(model))
     architecture = model_class(checkpoint)
@@ -47,7 +47,7 @@ def inspect(model: str) -> tuple[Checkpoint, type[CausalLM], ModelConfig]:
 
 
 class EngineCore:
-    def __init__(self, model: CausalLM, config: EngineConfig, clock: Clock | None = None) -> None:
+    def __init__(self, model: Model, config: EngineConfig, clock: Clock | None = None) -> None:
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
@@ -66,6 +66,7 @@ class EngineCore:
             emit=self._events,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
+            whole_prompts=model.config.pooler is not None,
         )
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
         self._adapter_of: dict[str, Adapter] = {}  # by request id
@@ -120,6 +121,7 @@ class EngineCore:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
             self._check_queue(request)
+        self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.max_context)
         if not request.adapter:
             self._submit(request, compiled)
@@ -166,7 +168,8 @@ class EngineCore:
         if adapter is not None:
             self.adapters.hold(adapter)
             self._adapter_of[request.request_id] = adapter
-        live = self._live[request.request_id] = Live(request.request_id)
+        pooler = self.model_config.pooler
+        live = self._live[request.request_id] = Live(request.request_id, pooler is None or pooler.is_normalized)
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -23,6 +24,7 @@ from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
+from tidemill.frontend.scoring import check_scores, cosine, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams, sample_seed
 from tidemill.weights.locate import locate
@@ -53,7 +55,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "quantization": (None, "gguf"),
     "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,), "kv_cache_dtype": (None, "auto"),
     "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
-    "runner": (None, "auto", "generate"), "task": (None, "auto", "generate"),
+    "runner": (None, "auto", "generate", "pooling"), "task": (None, "auto", "generate", "embed", "score"),
 }  # fmt: skip
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -82,6 +84,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached: int = 0  # prompt tokens found in the prefix cache
     error: TidemillError | None = None
+    pooled: list[float] | None = None  # its embedding or scores, if they were asked for
 
     @property
     def outputs(self) -> list[Completion]:
@@ -97,6 +100,29 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return self.error is not None or all(sample.finish_reason for sample in self.samples)
+
+
+@dataclass(slots=True)
+class _Pooled:
+    prompt_token_ids: list[int]
+    error: TidemillError | None = None
+
+    @property
+    def outputs(self) -> Self:
+        """As vLLM has it: `output.outputs.embedding`."""
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+@dataclass(slots=True)
+class EmbeddingOutput(_Pooled):
+    embedding: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ScoreOutput(_Pooled):
+    score: float = 0.0
 
 
 @dataclass(slots=True)
@@ -189,6 +215,59 @@ class LLM:
             return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
 
         return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0, lora)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embeddings of texts or token ids. `pooling`: mean, last or cls; by default the model's own, or the mean.
+        `truncate_prompt_tokens`: keep so many of each text, -1: what the model takes; otherwise a text that is too long fails."""
+        batch, is_list = _prompt_list(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self.model_config.own_pooling or "mean")
+        self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)
+        encode = partial(self._encode_cut, num=self._num_kept(truncate_prompt_tokens))
+        made = self._run(batch, is_list, encode, params, _shows(progress, use_tqdm), 0, None)
+        return [EmbeddingOutput(one.prompt_token_ids, one.error, one.pooled or []) for one in made]
+
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+    ) -> list[ScoreOutput]:
+        """Scores of one text with each of a list, or of the texts of two lists: by a cross-encoder, or the cosine of embeddings.
+        `truncate_prompt_tokens`: as of `embed`."""
+        texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
+        pairs = pairs_of(texts[0], texts[1], ("first", "second"), most=_NO_LIMIT)
+        most, shows = self._num_kept(truncate_prompt_tokens), _shows(progress, use_tqdm)
+        if not check_scores(self.model_config):
+            given = [*texts[0], *texts[1]]
+            made = self.embed(given, truncate_prompt_tokens=truncate_prompt_tokens, progress=shows)
+            return [_cosine_output(made[i], made[len(texts[0]) + j]) for i, j in pairs]
+        how: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
+        encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **how) for i, j in pairs]
+        params = [SamplingParams(max_tokens=1, temperature=0.0, pooling="score", pair_start=start) for _, start in encoded]
+        outputs = self._run([ids for ids, _ in encoded], True, self._encode, params, shows, 0, None)
+        return [ScoreOutput(one.prompt_token_ids, one.error, (one.pooled or [0.0])[0]) for one in outputs]
+
+    def _num_kept(self, num: int | None) -> int | None:
+        if num == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
+        return num if num is None else self.config.max_context if num < 0 else min(num, self.config.max_context)
+
+    def _encode_cut(self, prompt: Any, num: int | None) -> tuple[str | None, list[int]]:
+        if num is None or not isinstance(prompt, str):
+            text, ids = self._encode(prompt)
+            return text, ids[:num]
+        return prompt, self.tokenizer.encode_cut(prompt, num)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora: str | None = None) -> Iterator[str]:
         """Text of one completion as it is generated. Leaving the loop early ends the request."""
@@ -337,6 +416,8 @@ class LLM:
         sample.token_ids += delta.token_ids[: text.num_tokens]
         if sample.logprobs is not None and delta.logprobs:
             sample.logprobs += delta.logprobs[: text.num_tokens]
+        if delta.embedding is not None:
+            pending.output.pooled = delta.embedding
         if delta.prompt_logprobs is not None:
             pending.output.prompt_logprobs = delta.prompt_logprobs
         pending.output.num_cached = max(pending.output.num_cached, delta.num_cached if delta.index == 0 else 0)
@@ -346,6 +427,12 @@ class LLM:
             sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
         if pending.output.finished:
             del self._pending[delta.request_id]
+
+
+def _cosine_output(first: EmbeddingOutput, second: EmbeddingOutput) -> ScoreOutput:
+    error = first.error or second.error
+    score = 0.0 if error else cosine(first.embedding, second.embedding)
+    return ScoreOutput([*first.prompt_token_ids, *second.prompt_token_ids], error, score)
 
 
 # ---- what a script gives

@@ -19,6 +19,7 @@ class Live:
     """A submitted request: its samples that have not ended, and what is known about its prompt so far."""
 
     request_id: str
+    is_normalized: bool = True  # an embedding has length 1
     samples: dict[int, int] = field(default_factory=dict)  # seq to index
     requests: dict[int, Request] = field(default_factory=dict)  # index to request
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -53,8 +54,17 @@ class Live:
             prompt_logprobs=list(self.prompt_logprobs) if wants_prompt else None,
             num_cached=request.num_cached,
             timings=Timings(*request.spans(now)) if done.finish_reason else None,
-            embedding=_unit(self.pooled) if is_first and self.pooled is not None else None,
+            embedding=self._embedding(request) if is_first else None,
         )
+
+    def _embedding(self, request: Request) -> list[float] | None:
+        """Or the scores of a cross-encoder."""
+        pooling = request.params.pooling
+        if self.pooled is None or pooling == "score":
+            return None if self.pooled is None else self.pooled.tolist()
+        if self.is_normalized:
+            return _unit(self.pooled)
+        return (self.pooled / (request.num_prompt if pooling == "mean" else 1)).tolist()
 
 
 def make_deltas(

@@ -186,9 +186,9 @@ class EngineProcess:
 def _measure_step(core: EngineCore) -> float:
     """Seconds that a step of one token takes: the faster of two, since the first may be slow. An engine that cannot compute it
     has not started, so that a later failure is some request's doing."""
-    took = []
+    took, pooling = [], core.model_config.own_pooling
     for _ in range(2):
-        core.submit(Submit("start", [0], SamplingParams(max_tokens=1, temperature=0.0), salt="start"))
+        core.submit(Submit("start", [0], SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling), salt="start"))
         began = time.monotonic()
         while core.has_work:
             _, failed = core.step()

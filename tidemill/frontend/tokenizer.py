@@ -38,6 +38,7 @@ class Tokenizer:
         bos_token_id: int | None = None,
         add_bos: bool = False,
         add_eos: bool = False,
+        separator_id: int | None = None,
         bos_in_chat: bool = True,
         chat_template: str | None = None,
     ) -> None:
@@ -48,7 +49,8 @@ class Tokenizer:
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))  # the first is the one to write
         self.bos_token_id = bos_token_id
         self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
-        self._after = list(self.eos_token_ids[:1]) if add_eos else []
+        end = [separator_id] if separator_id is not None else list(self.eos_token_ids[:1])
+        self._after = end if add_eos else []
         self._before_chat = self._before if bos_in_chat else []
         self.vocab_size = backend.get_vocab_size()
         self._token_bytes, self.special_ids = _byte_table(backend)
@@ -78,18 +80,68 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True, max_tokens: int | None = None, marked: bool = False) -> list[int]:
         """Ids of a text; with `add_special` it starts as the model expects texts to start. A text that cannot fit `max_tokens`
         is refused before any work is done on it. `marked`: control tokens with a mark inside are plain text."""
-        if max_tokens is not None and len(text) > max_tokens * self._longest_bytes:
+        if max_tokens is not None:
+            self._check_length(text, max_tokens)
+        ids: list[int] = self._encoded(text, self._marked_backend if marked else self._backend).ids
+        return [*self._before, *ids, *self._after] if add_special else ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        if len(text) > max_tokens * self._longest_bytes:
             raise ContextTooLong(
                 f"This model's maximum context length is {max_tokens} tokens; the prompt's {len(text)} characters cannot fit.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )
+
+    @staticmethod
+    def _encoded(text: str, backend: Backend) -> Any:
         try:
-            backend = self._marked_backend if marked else self._backend
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(text, add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):  # which one depends on the version of the library
             raise InvalidRequest("The prompt holds a lone surrogate, which is not text.", param="prompt") from None
-        return [*self._before, *ids, *self._after] if add_special else ids
+
+    def encode_cut(self, text: str, max_tokens: int, *, side: str = "right", add_special: bool = True) -> list[int]:
+        """As `encode`, of a text that is cut at this side so that it fits, the tokens around it included."""
+        before, after = (self._before, self._after) if add_special else ([], [])
+        room = max(max_tokens - len(before) - len(after), 1)
+        ids = self._encoded_cut(text, room, side).ids
+        return [*before, *(ids[:room] if side == "right" else ids[-room:]), *after]
+
+    def encode_pair(self, first: str, second: str, *, max_tokens: int, truncate: bool = False) -> tuple[list[int], int]:
+        """Ids of two texts as the model expects a pair, and where tokens of type 1 begin (0: nowhere). With `truncate`, the
+        longer of the two is cut until they fit; else a pair that does not is for the engine to refuse."""
+        before, between, after, has_types = self._pair
+        if truncate:
+            room = max(max_tokens - len(before) - len(between) - len(after), 2)
+            one, other = (self._encoded_cut(text, 4 * room).ids for text in (first, second))  # enough to tell the longer
+            num, num_other = _fitted(len(one), len(other), room)
+            one, other = one[:num], other[:num_other]
+        else:
+            one, other = (self.encode(text, add_special=False, max_tokens=max_tokens) for text in (first, second))
+        start = len(before) + len(one) + len(between)
+        return [*before, *one, *between, *other, *after], start if has_types else 0
+
+    @cached_property
+    def _pair(self) -> tuple[list[int], list[int], list[int], bool]:
+        """What the tokenizer writes before, between and after two texts, and whether tokens of the second have another type. Not
+        by its own truncation, which makes all parts of one text times all of the other."""
+        plain, full = self._encoded("a", self._backend).ids, self._backend.encode("a", "a")
+        at = [i for i in range(len(full.ids) - len(plain) + 1) if full.ids[i : i + len(plain)] == plain]
+        if len(at) < 2:
+            raise InvalidRequest("This model's tokenizer does not join two texts.", param="model")
+        end = at[0] + len(plain), at[-1] + len(plain)
+        return full.ids[: at[0]], full.ids[end[0] : at[-1]], full.ids[end[1] :], full.type_ids[at[-1]] == 1
+
+    def _encoded_cut(self, text: str, room: int, side: str = "right") -> Any:
+        """At least so many tokens, if there are, without looking at more of the text than that takes. Cut between words."""
+        num_chars = 8 * room
+        while num_chars < len(text):
+            words = text[:num_chars].rsplit(None, 1) if side == "right" else text[-num_chars:].split(None, 1)
+            made = self._encoded(words[0 if side == "right" else -1] if words else "", self._backend)
+            if len(made.ids) >= room:
+                return made
+            num_chars *= 2
+        return self._encoded(text, self._backend)
 
     def use_template(self, template: Template) -> None:
         """Render with this one from now on; tried at once, so that what it cannot do is logged at start."""
@@ -215,6 +267,16 @@ class Tokenizer:
         return text.decode("utf-8", errors="replace")
 
 
+def _fitted(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts are kept: the longer is cut first, then both alike, as tokenizers do it."""
+    short, long = sorted((first, second))
+    if short + long > room:
+        long = max(short, room - short)
+        if short + long > room:
+            short, long = room // 2, room - room // 2
+    return (short, long) if first <= second else (long, short)
+
+
 def _marks_survive(template: Template, variables: dict[str, Any]) -> bool:
     """Render a conversation without control tokens and one with all of them: both must have as many that are whole."""
     for roles in (["system", "user", "assistant", "user"], ["user", "assistant", "user"], ["user"]):
@@ -283,9 +345,14 @@ def _byte_table(backend: Backend) -> tuple[dict[int, bytes], frozenset[int]]:
                 table[token_id] = bytes([int(token[3:5], 16)])
             else:
                 table[token_id] = token.replace("▁", " ").encode() if token_id not in added else token.encode()
+    elif '"WordPiece"' in decoder:
+        prefix = backend.decoder.prefix
+        for token, token_id in vocab.items():
+            continued = token.startswith(prefix) and token_id not in added
+            table[token_id] = (token.removeprefix(prefix) if continued else token if token_id in added else f" {token}").encode()
     else:
         raise CheckpointError(
-            f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level and SentencePiece are."
+            f"The tokenizer's decoder is not supported: {decoder[:200]}.", fix="Byte-level, SentencePiece and WordPiece are."
         )
     return table, special
 
@@ -345,12 +412,16 @@ def _from_folder(path: Path) -> Tokenizer:
     at = next((i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain), 0)
     before, after = full[:at], full[at + len(plain) :]  # what its post-processor writes around a text
     bos = before[0] if before else _token_id(backend, settings.get("bos_token"))
+    separator = _token_id(backend, settings.get("sep_token"))  # an encoder's: it ends a text, and parts two
+    if after[:1] != [separator]:
+        separator = None
     return Tokenizer(
         backend,
         eos_token_ids=eos,
         bos_token_id=bos,
         add_bos=bool(before),
-        add_eos=bool(after) and after[0] in eos,
+        add_eos=bool(after) and (after[0] in eos or separator is not None),
+        separator_id=separator,
         bos_in_chat=False,  # a folder's template writes its own
         chat_template=_folder_template(path, settings),
     )

@@ -1,4 +1,5 @@
-"""Causal attention of a mixed step over paged KV, in torch: any number of query tokens per request, grouped query heads.
+"""Attention of a mixed step over paged KV, in torch: any number of query tokens per request, grouped query heads. Causal, or over
+the whole sequence.
 
 The result of a query depends on its position and the tokens before it, never on how the step was cut:
 
@@ -40,14 +41,17 @@ def attention_reference(
     positions_T: torch.Tensor,
     spec: AttentionSpec,
     sinks_N: torch.Tensor | None = None,
+    bias_NW: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One request, keys in a row: what the paged version must compute."""
+    """One request, keys in a row: what the paged version must compute. `bias_NW`: by distance, that of 0 in the middle."""
     num_repeats = q_TND.shape[1] // k_LGD.shape[1]
     k = k_LGD.repeat_interleave(num_repeats, dim=1)
     v = v_LGD.repeat_interleave(num_repeats, dim=1)
     scores = capped(torch.einsum("tnd,lnd->ntl", q_TND, k) * spec.scale, spec.softcap)
     keys, queries = torch.arange(k.shape[0]), positions_T[:, None]
-    hidden = keys > queries
+    if bias_NW is not None:
+        scores = scores + bias_NW[:, keys - queries + bias_NW.shape[1] // 2]
+    hidden = (keys > queries) & (not spec.is_bidirectional)
     if spec.window:
         hidden |= keys <= queries - spec.window
     scores = scores.masked_fill(hidden, float("-inf"))
@@ -98,6 +102,7 @@ class _Block:
     num_tiles: int
     runs: torch.Tensor  # of the first layer's keys, see `runs_of_pages`; ordered [tile, G, page]
     hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query, or before its window; None if there are none
+    first_key: int
     num_keys: int
 
 
@@ -110,6 +115,7 @@ class _Tiles:
     tokens: torch.Tensor  # [n * tile_len] into the step's tokens; padding repeats the tile's first token
     valid: torch.Tensor | None  # which of them are not padding; None: all
     blocks: list[_Block]
+    positions: torch.Tensor  # [n, tile_len] of the tokens
 
 
 @dataclass(slots=True)
@@ -121,35 +127,42 @@ class AttentionPlan:
 
 
 def plan_attention(
-    starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV, window: int = 0
+    starts: np.ndarray,
+    counts: np.ndarray,
+    page_tables: np.ndarray,
+    kv: PagedKV,
+    window: int = 0,
+    is_bidirectional: bool = False,
 ) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
-    `page_tables`: [requests, pages], at least as wide as the last block. `window`: of the layers this is for."""
+    `page_tables`: [requests, pages], at least as wide as the last block. `window`, `is_bidirectional`: of the layers."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
     small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
     decoding = np.flatnonzero(counts == 1) if small == 1 else np.array([], np.int64)
     if decoding.size:
         ones = np.ones_like(decoding)
-        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, 1, page_tables, kv, window)
+        ends = starts[decoding] + 1
+        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, window)
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
         request = np.repeat(prefilling, num_tiles)
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
-        groups += _make_groups(
-            request, first_token[request] + offset, starts[request] + offset, lens, PREFILL_TILE, page_tables, kv, window
-        )
+        first = starts[request] + offset
+        ends = (starts + counts)[request] if is_bidirectional else first + lens
+        tokens = first_token[request] + offset
+        groups += _make_groups(request, tokens, first, lens, ends, PREFILL_TILE, page_tables, kv, window, is_bidirectional)
     return AttentionPlan(groups, int(counts.sum()))
 
 
 def _make_groups(
-    request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, tile_len: int,
-    page_tables: np.ndarray, kv: PagedKV, window: int,
+    request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, ends: np.ndarray, tile_len: int,
+    page_tables: np.ndarray, kv: PagedKV, window: int, is_bidirectional: bool = False,
 ) -> list[_Tiles]:  # fmt: skip
-    """Tiles of one shape, sorted by reach and cut into groups of bounded memory."""
-    order = np.argsort(-(position + lens), kind="stable")
+    """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the last key each tile sees."""
+    order = np.argsort(-ends, kind="stable")
     rows = max(2, tile_len * (kv.num_heads // kv.num_kv_heads))
     at_once = max(1, _MAX_SCORE_BYTES // (4 * kv.num_kv_heads * rows * _LAST_BLOCK))
     groups = []
@@ -159,7 +172,8 @@ def _make_groups(
         valid = in_tile < lens[part, None]
         step_tokens = np.where(valid, token[part, None] + in_tile, token[part, None])
         positions = np.where(valid, position[part, None] + in_tile, position[part, None])
-        reach = position[part] + lens[part]
+        reach = ends[part]
+        last_keys = np.broadcast_to(ends[part, None] - 1, positions.shape) if is_bidirectional else positions
         blocks = []
         for lo, hi in block_bounds(int(reach[0])):
             n = int(np.count_nonzero(reach > lo))
@@ -167,13 +181,13 @@ def _make_groups(
                 continue  # nobody sees it
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
             hidden = None
-            if positions[:n].min() < hi - 1 or (window and lo <= positions[:n].max() - window):
-                keys, queries = np.arange(lo, hi)[None, None, :], positions[:n, :, None]
-                unseen = keys > queries  # [n, tile_len, B]
+            if last_keys[:n].min() < hi - 1 or (window and lo <= positions[:n].max() - window):
+                keys = np.arange(lo, hi)[None, None, :]
+                unseen = keys > last_keys[:n, :, None]  # [n, tile_len, B]
                 if window:
-                    unseen |= keys <= queries - window
+                    unseen |= keys <= positions[:n, :, None] - window
                 hidden = torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
-            blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, hi - lo))
+            blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, lo, hi - lo))
         groups.append(
             _Tiles(
                 part.size,
@@ -181,6 +195,7 @@ def _make_groups(
                 torch.from_numpy(step_tokens.reshape(-1)),
                 None if valid.all() else torch.from_numpy(valid.reshape(-1)),
                 blocks,
+                torch.from_numpy(positions),
             )
         )
     return groups
@@ -193,10 +208,11 @@ def paged_attention(
     plan: AttentionPlan,
     spec: AttentionSpec,
     sinks_N: torch.Tensor | None = None,
+    bias_NW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q_TND)
     for group in plan.groups:
-        result = _attend(q_TND, cache, layer, group, spec, sinks_N)
+        result = _attend(q_TND, cache, layer, group, spec, sinks_N, bias_NW)
         tokens = group.tokens
         if group.valid is not None:
             result, tokens = result[group.valid], tokens[group.valid]
@@ -205,8 +221,9 @@ def paged_attention(
 
 
 def _attend(
-    q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None
-) -> torch.Tensor:
+    q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None,
+    bias_NW: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
     num_kv_heads, page_size, dim = cache.shape[3:]
     n, tile_len = group.num_tiles, group.tile_len
@@ -227,6 +244,8 @@ def _attend(
         batch = block.num_tiles * num_kv_heads
         k = flat.index_select(0, block.runs + 2 * layer * num_kv_heads).view(batch, block.num_keys, dim).float()
         scores = capped(torch.bmm(q[:batch], k.transpose(1, 2)), spec.softcap)
+        if bias_NW is not None:
+            scores[:, : tile_len * num_repeats] += _biases(bias_NW, group, block, num_kv_heads)
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
@@ -243,6 +262,16 @@ def _attend(
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
 
 
+def _biases(bias_NW: torch.Tensor, group: _Tiles, block: _Block, num_kv_heads: int) -> torch.Tensor:
+    """For each query and key of a block, as the scores are: [tiles * KV heads, tile_len * heads of a group, keys]. Of distances
+    that no key within the context has, some other."""
+    keys = torch.arange(block.first_key, block.first_key + block.num_keys)
+    middle = bias_NW.shape[1] // 2
+    distances = (keys - group.positions[: block.num_tiles, :, None]).clamp_(-middle, middle) + middle
+    made = bias_NW[:, distances].unflatten(0, (num_kv_heads, -1))  # [G, heads of a group, tiles, tile_len, keys]
+    return made.permute(2, 0, 3, 1, 4).reshape(block.num_tiles * num_kv_heads, -1, block.num_keys)
+
+
 class TorchAttention:
     """The backend that runs anywhere torch does."""
 
@@ -253,16 +282,16 @@ class TorchAttention:
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
     ) -> TorchStep:
         kv = self._kv
-        kinds = {(place.group, spec.window) for place, spec in zip(kv.places, kv.specs, strict=True)}
+        kinds = {(place.group, spec.window, spec.is_bidirectional) for place, spec in zip(kv.places, kv.specs, strict=True)}
         tables = [table.numpy()[rows] for table in kv.tables]
-        plans = {(group, window): plan_attention(starts, counts, tables[group], kv, window) for group, window in kinds}
+        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, *kind[1:]) for kind in kinds}
         return TorchStep(kv, plans, slots_GT, positions_T)
 
 
 @dataclass(slots=True)
 class TorchStep:
     kv: PagedKV
-    plans: dict[tuple[int, int], AttentionPlan]  # by the layers' group and window
+    plans: dict[tuple[int, int, bool], AttentionPlan]  # by the layers' group, window and whether they are bidirectional
     slots_GT: torch.Tensor  # where this step's keys and values go, in each group
     positions_T: torch.Tensor
 
@@ -281,5 +310,5 @@ class TorchStep:
             positions = self.positions_T
             turning = apply_rope(turning, angles.cos.index_select(0, positions), angles.sin.index_select(0, positions))
         write_kv(kv.cache, at.index, self.slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
-        queries = turning[:, : kv.num_heads]
-        return paged_attention(queries, kv.cache, at.index, self.plans[at.group, spec.window], spec, learned.sinks).flatten(1)
+        queries, plan = turning[:, : kv.num_heads], self.plans[at.group, spec.window, spec.is_bidirectional]
+        return paged_attention(queries, kv.cache, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)

@@ -8,20 +8,36 @@ import torch
 
 from tidemill.kernels import native
 
-# Activations, and their numbers in rows.c. Each is x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
+# Activations, and their numbers in rows.c. Three are x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
 # gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x, where x is at most 7, up within
 # -7 .. 7, and the product is by up + 1.
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2, "gelu": 3, "relu": 4}
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
+# 1 - erf(z) = t (a1 + t (a2 + ...)) exp(-z^2), t = 1 / (1 + p z), z >= 0: Abramowitz and Stegun 7.1.26, off by 1.5e-7.
+_ERF_P, _ERF = 0.3275911, (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def activate_reference(x: torch.Tensor, act: str) -> torch.Tensor:
     """Written with exp instead of torch's silu and gelu, whose vector and scalar paths round differently: an element's bits
     would depend on where a thread's share of the tensor ends."""
+    if act == "relu":
+        return x.clamp(min=0)
+    if act == "gelu":
+        return _gelu(x)
     out = torch.neg(x) if act == "silu" else (x * x).mul_(-GELU_CUBIC).sub_(GELU_LINEAR).mul_(x)
     return torch.div(x, out.exp_().add_(1.0), out=out)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    size = x.abs().mul_(math.sqrt(0.5))
+    t = torch.reciprocal(size * _ERF_P + 1.0)
+    tail = torch.full_like(t, _ERF[-1])
+    for coefficient in reversed(_ERF[:-1]):
+        tail.mul_(t).add_(coefficient)
+    tail.mul_(t).mul_((size * size).neg_().exp_()).mul_(size).mul_(math.sqrt(0.5))
+    return x.clamp(min=0).sub_(tail)
 
 
 def activate(x_TI: torch.Tensor, act: str) -> torch.Tensor:

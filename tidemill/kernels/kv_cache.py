@@ -3,7 +3,8 @@ run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -42,6 +43,11 @@ class PagedKV:
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
     places: tuple[Place, ...]  # of each layer
+    biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
+
+    def __post_init__(self) -> None:
+        if not self.biases:
+            object.__setattr__(self, "biases", [None] * len(self.specs))
 
     @property
     def num_heads(self) -> int:

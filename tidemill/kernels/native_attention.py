@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
 from tidemill.config import AttentionSpec
@@ -19,6 +20,8 @@ from tidemill.kernels.native.program import Program
 # keep more threads busy. Bits do not depend on it.
 _MIN_TILE_ROWS, _MAX_TILE_ROWS = 32, 192  # the latter as in attention.c
 _TASKS_PER_THREAD = 8
+_TILE_FIELDS = ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
+_BLOCK = 32  # keys; as in attention.c
 
 
 class NativeAttention:
@@ -27,7 +30,9 @@ class NativeAttention:
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._group = kv.num_heads // kv.num_kv_heads
-        self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, strict=True)]
+        tables = {id(bias): None if bias is None else _bias_table(bias) for bias in kv.biases}  # layers may share one
+        self._biases = [tables[id(bias)] for bias in kv.biases]
+        self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
             for spec, at in zip(self._specs, kv.places, strict=True)
@@ -51,7 +56,9 @@ class NativeAttention:
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
         first_token = np.cumsum(counts) - counts
         lens = np.minimum(counts[request] - offset, tile_tokens)
-        tiles = np.stack([first_token[request] + offset, lens, starts[request] + offset, rows[request]])
+        tiles = np.stack(
+            [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
+        )
         # Longest first, so that no thread starts the longest when the others are done.
         tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
         step = native.Step(
@@ -61,7 +68,7 @@ class NativeAttention:
             table_width=kv.tables[0].stride(0),
             is_bf16=kv.cache.dtype == torch.bfloat16,
             num_tiles=tiles.shape[1],
-            **{name: tiles[i].ctypes.data for i, name in enumerate(("tile_token", "tile_len", "tile_start", "tile_row"))},
+            **{name: tiles[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
             tables=ctypes.addressof(self._tables),
             positions=positions_T.data_ptr(),
             slots=slots_GT.data_ptr(),
@@ -69,7 +76,12 @@ class NativeAttention:
         return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
 
 
-def _spec(spec: AttentionSpec, angles: Angles | None, place: Place) -> native.LayerSpec:
+def _bias_table(bias: torch.Tensor) -> torch.Tensor:
+    """With room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
+    return F.pad(bias.float(), (_BLOCK + 1, _BLOCK)).contiguous()
+
+
+def _spec(spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
     return native.LayerSpec(
         group=place.group,
         num_heads=spec.num_heads,
@@ -77,6 +89,9 @@ def _spec(spec: AttentionSpec, angles: Angles | None, place: Place) -> native.La
         head_dim=spec.head_dim,
         num_rotated=0 if angles is None else 2 * angles.cos.shape[1],
         window=spec.window,
+        is_bidirectional=spec.is_bidirectional,
+        bias_stride=0 if bias is None else bias.shape[1],
+        bias=None if bias is None else bias.data_ptr(),
         cos=None if angles is None else angles.cos.data_ptr(),
         sin=None if angles is None else angles.sin.data_ptr(),
         scale=spec.scale,

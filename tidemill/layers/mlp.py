@@ -20,6 +20,8 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
+    """`act`: a name in `kernels/glu.py`."""
+
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str, act: str) -> None:
         super().__init__()
         self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, dtype=dtype)

@@ -40,6 +40,9 @@ class LayerNorm(Layer):
         tensor.read_into(value)
         setattr(self, part.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
 
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return add_layer_norm(None, x_TH, self.weight, self.bias, self.eps)
+
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
         return add_layer_norm(x_TH, residual_TH, self.weight, self.bias, self.eps)

@@ -1,4 +1,4 @@
-"""CausalLM: the interface of a model to the runner, and how any model is loaded from a checkpoint."""
+"""Model: what a runner needs of a model, and how any is loaded from a checkpoint. CausalLM: one that generates text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -30,13 +30,14 @@ _NUMBERS_BELOW = 2**31
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder. Built on the meta device, then loaded tensor by tensor."""
+class Model(nn.Module, ABC):
+    """Built on the meta device, then loaded tensor by tensor."""
 
     # One line per part of a layer: our layer, its part, and the stored tensor's name in each format. {} is the layer's number; in
     # a part, and a second time in names, an expert's. ".weight" or ".bias" is added to names unless they begin with "=".
     # A tensor that several lines name is cut by rows, in their order; or each takes the rows of its `row_order`.
     NAMES: ClassVar[list[tuple[str, str, str, str]]] = []  # (layer, part, Hugging Face, GGUF)
+    PREFIX: ClassVar[str] = ""  # that some files of Hugging Face put before these names, and others do not
     IGNORED: ClassVar[tuple[str, ...]] = ()  # stored tensors that are derived and need not be read (patterns)
 
     blocks: nn.ModuleList
@@ -55,8 +56,8 @@ class CausalLM(nn.Module, ABC):
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig: ...
 
     @abstractmethod
-    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """What the first layer starts from, [T, H]."""
+    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+        """What the first layer starts from, [T, H]. `types_T`: of the texts of pairs; None: all 0."""
 
     @abstractmethod
     def forward(self, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -80,6 +81,16 @@ class CausalLM(nn.Module, ABC):
             assert isinstance(rope, Rope)
             tables[rotation] = rope.build(num_positions, device)
         return [tables[spec.rotation] if isinstance(spec, AttentionSpec) else None for spec in self.config.layers]
+
+    def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:
+        """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's position less the query's, from
+        1 - num_positions on."""
+        return [None] * self.config.num_layers
+
+    def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
+        """Of some tokens of a sequence, in float64: the sum for a mean, else the last's or the first's hidden state."""
+        states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
+        return states.double().sum(0)
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
@@ -109,9 +120,6 @@ class CausalLM(nn.Module, ABC):
             if isinstance(layer, Linear) and not isinstance(layer, Embedding | Head) and part in layer.outs
         }
 
-    @abstractmethod
-    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
-
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """How the rows of a stored matrix must be reordered; None: as they are."""
         return None
@@ -125,7 +133,7 @@ class CausalLM(nn.Module, ABC):
         progress: ProgressFn | None = None,
         device: str = "cpu",
         random: bool = False,
-    ) -> CausalLM:
+    ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
         of the right shapes instead of the checkpoint's."""
         num_stored = sum(config.stored.values())
@@ -178,9 +186,11 @@ class CausalLM(nn.Module, ABC):
 
     def _random_tensors(self, targets: dict[str, list[tuple[Layer, str]]]) -> Iterator[RandomTensor]:
         """Stacks of matrices before single ones, which are the same matrices."""
+        made = set()
         for name, places in sorted(targets.items(), key=lambda target: -len(target[1][0][0].parts[target[1][0][1]])):
             layer, part = places[0]
-            if layer.lacks(part):
+            if layer.lacks(part) and places[0] not in made:
+                made.add(places[0])
                 yield RandomTensor(name, joined([layer.parts[part] for layer, part in places]))
 
     def _targets(self, checkpoint_format: str) -> dict[str, list[tuple[Layer, str]]]:
@@ -191,12 +201,14 @@ class CausalLM(nn.Module, ABC):
             stored = hf_name if checkpoint_format == "hf" else gguf_name
             if not stored:
                 continue
+            prefixes = {self.PREFIX, ""} if checkpoint_format == "hf" else {""}
             for i, layer in _layers_at(path, modules, self.config.num_layers):
                 for number in range(getattr(layer, "num_experts", 1)) if "{}" in part else (0,):
                     for suffix, our_part in _stored_parts(stored, part.format(number)):
                         if our_part in layer.parts:
                             name = stored.removeprefix("=").format(i, number) + suffix
-                            targets.setdefault(name, []).append((layer, our_part))
+                            for prefix in prefixes:
+                                targets.setdefault(prefix + name, []).append((layer, our_part))
         return targets
 
     def take_expert_counts(self) -> dict[int, list[int]]:
@@ -222,6 +234,20 @@ def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Ite
 def _stored_parts(stored: str, part: str) -> tuple[tuple[str, str], ...]:
     """Endings of a stored name, and the part that each is."""
     return (("", part),) if stored.startswith("=") else ((".weight", part), (".bias", f"{part}.bias"))
+
+
+class CausalLM(Model):
+    """A decoder: it has logits of the next token."""
+
+    @abstractmethod
+    def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """What the first layer starts from, [T, H]."""
+
+    def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
+        return self.embed_tokens(ids_T, positions_T)
+
+    @abstractmethod
+    def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 def stored_values(checkpoint: Checkpoint) -> dict[str, int]:

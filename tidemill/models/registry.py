@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from tidemill.errors import CheckpointError
-from tidemill.models.base import CausalLM
+from tidemill.models.base import Model
 from tidemill.weights.checkpoint import Checkpoint
 
 # (format, name the format uses) to "module:class", imported when first needed
@@ -28,6 +28,17 @@ ARCHITECTURES = {
     ("hf", "Qwen3MoeForCausalLM"): "tidemill.models.qwen_moe:Qwen3MoE",
     ("hf", "OlmoeForCausalLM"): "tidemill.models.olmoe:Olmoe",
     ("hf", "GptOssForCausalLM"): "tidemill.models.gpt_oss:GptOss",
+    ("hf", "BertModel"): "tidemill.models.bert:Bert",
+    ("hf", "BertForMaskedLM"): "tidemill.models.bert:Bert",
+    ("hf", "BertForSequenceClassification"): "tidemill.models.bert:BertCrossEncoder",
+    ("hf", "RobertaModel"): "tidemill.models.roberta:Roberta",
+    ("hf", "RobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
+    ("hf", "RobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
+    ("hf", "XLMRobertaModel"): "tidemill.models.roberta:Roberta",
+    ("hf", "XLMRobertaForMaskedLM"): "tidemill.models.roberta:Roberta",
+    ("hf", "XLMRobertaForSequenceClassification"): "tidemill.models.roberta:RobertaCrossEncoder",
+    ("hf", "MPNetModel"): "tidemill.models.mpnet:MPNet",
+    ("hf", "MPNetForMaskedLM"): "tidemill.models.mpnet:MPNet",
     ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
     ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
     ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
@@ -51,7 +62,7 @@ ARCHITECTURES = {
 }
 
 
-def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
+def model_class(checkpoint: Checkpoint) -> type[Model]:
     name = checkpoint.architecture
     if name == "llama" and checkpoint.metadata.get("llama.expert_count"):
         name = "llama with experts"  # GGUF's word for Mixtral
@@ -63,5 +74,5 @@ def model_class(checkpoint: Checkpoint) -> type[CausalLM]:
             fix=f"Supported in this format: {known}.",
         )
     module, _, class_name = target.partition(":")
-    cls: type[CausalLM] = getattr(importlib.import_module(module), class_name)
+    cls: type[Model] = getattr(importlib.import_module(module), class_name)
     return cls

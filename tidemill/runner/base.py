@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tidemill.layers.lora import Loras
-from tidemill.models.base import CausalLM
+from tidemill.models.base import CausalLM, Model
 from tidemill.runner.sampler import Scores
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
@@ -97,7 +97,7 @@ class PromptReport:
 
 
 def look_at_prompt(
-    model: CausalLM,
+    model: Model,
     state: RowState,
     item: StepItem,
     hidden_TH: torch.Tensor,
@@ -110,10 +110,10 @@ def look_at_prompt(
         return None
     report = PromptReport(item.row, params.prompt_logprobs or 0)
     if params.prompt_logprobs is not None:
+        assert isinstance(model, CausalLM)
         _score_prompt(model, state, item, hidden_TH, score, logits, report)
     if params.pooling is not None:
-        states = hidden_TH if params.pooling == "mean" else hidden_TH[-1:]
-        report.pooled = states.double().sum(0)
+        report.pooled = model.pool(hidden_TH, params.pooling)
     return report
 
 

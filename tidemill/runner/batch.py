@@ -22,6 +22,7 @@ class Batch:
     ids_T: torch.Tensor
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
+    types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
 
 
 def gather_batch(items: list[StepItem], state: RowState) -> Batch:
@@ -39,4 +40,13 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
         ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
         positions_T=torch.from_numpy(positions),
         slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
+        types_T=_types(state, rows, counts, positions),
     )
+
+
+def _types(state: RowState, rows: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
+    pairs = np.array([0 if params is None else params.pair_start for params in (state.params[row] for row in rows)])
+    if not pairs.any():
+        return None
+    start = np.repeat(pairs, counts)
+    return torch.from_numpy(((start > 0) & (positions >= start)).astype(np.int64))

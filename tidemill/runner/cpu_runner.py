@@ -12,7 +12,7 @@ from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
-from tidemill.models.base import CausalLM
+from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
@@ -32,7 +32,7 @@ def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.
 class CpuRunner:
     steps_ahead = 0  # a step is done when its launch returns
 
-    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
@@ -53,7 +53,8 @@ class CpuRunner:
         angles, kv, states = self.model.angles(config.max_context), None, None
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
-            kv = PagedKV(self.cache, state.kv_tables, shape.attention_layers, own, layout.places)
+            biases = self.model.distance_biases(config.max_context)
+            kv = PagedKV(self.cache, state.kv_tables, shape.attention_layers, own, layout.places, biases)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
@@ -93,7 +94,7 @@ class CpuRunner:
 
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
         step = self.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
-        embedded_TH = self.model.embed_tokens(batch.ids_T, batch.positions_T)
+        embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
         if program:
             return step.replay(program, embedded_TH)
         return self.model(embedded_TH, step)
@@ -109,12 +110,14 @@ class CpuRunner:
         return result
 
     def _draw(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
-        sampling = [i for i, item in enumerate(items) if item.samples]
+        pooled = {item.row: 0 for item in items if item.samples and self.state.is_pooled(item.row)}  # they draw nothing
+        sampling = [i for i, item in enumerate(items) if item.samples and item.row not in pooled]
         if not sampling:
-            return StepResult()
+            return StepResult(pooled)
+        assert isinstance(self.model, CausalLM)
         rows = [items[i].row for i in sampling]
         positions = [items[i].start + items[i].count for i in sampling]
         logits_SV = self.model.logits(hidden_TH[batch.last_token[sampling]])
         sampled = self.sampler.sample(logits_SV, rows, positions)
         self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        return StepResult(dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)
+        return StepResult(pooled | dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)

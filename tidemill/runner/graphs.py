@@ -8,7 +8,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.mixers import MixedStep, Mixers
 from tidemill.kernels.native.program import Program
-from tidemill.models.base import CausalLM
+from tidemill.models.base import Model
 
 # Tokens from which a step reaches every path of the kernels: unpacked panels (WIDE_ROWS of linear.c), norms by more than one
 # thread (SERIAL_VALUES of rows.c).
@@ -16,7 +16,7 @@ _WIDE_ROWS, _SERIAL_VALUES = 8, 8192
 
 
 @torch.inference_mode()
-def record_forward(model: CausalLM, mixers: Mixers, cache: torch.Tensor) -> Program | None:
+def record_forward(model: Model, mixers: Mixers, cache: torch.Tensor) -> Program | None:
     """Run the model on two tokens and note its kernels. None if a replay does not give the model's bits, for two tokens or for
     many: then the model does something in between that was not noted, and must run op by op. Uses pages, and clears them."""
     try:
@@ -27,7 +27,7 @@ def record_forward(model: CausalLM, mixers: Mixers, cache: torch.Tensor) -> Prog
             table[0] = 0
 
 
-def _record(model: CausalLM, mixers: Mixers, num_pages: int) -> Program | None:
+def _record(model: Model, mixers: Mixers, num_pages: int) -> Program | None:
     assert native.lib is not None
     step, embedded = _sequence(model, mixers, num_pages, 2)
     with native.lib.recording() as recording:
@@ -46,7 +46,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def _sequence(model: CausalLM, mixers: Mixers, num_pages: int, num_tokens: int) -> tuple[MixedStep, torch.Tensor]:
+def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> tuple[MixedStep, torch.Tensor]:
     """A prefill of so many tokens, or as many as the cache and the context hold, and its embeddings."""
     while sum(-(-num_tokens // size) for _, size in mixers.tables) >= num_pages:
         num_tokens -= 1
@@ -61,4 +61,4 @@ def _sequence(model: CausalLM, mixers: Mixers, num_pages: int, num_tokens: int) 
         first += num
     slots_GT = torch.stack(slots) if slots else positions[None][:0]
     step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
-    return step, model.embed_tokens(positions % model.config.vocab_size, positions)
+    return step, model.embed_at(positions % model.config.vocab_size, positions, None)

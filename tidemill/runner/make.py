@@ -6,16 +6,17 @@ import torch
 
 from tidemill.config import EngineConfig, fmt_bytes
 from tidemill.errors import ConfigError
-from tidemill.models.base import CausalLM
+from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
 from tidemill.runner.cpu_runner import CpuRunner
 
 
-def make_runner(model: CausalLM, config: EngineConfig) -> Runner:
+def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
         return CpuRunner(model, config)
     from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
 
+    assert isinstance(model, CausalLM), "resolve() gives encoders a CPU"
     try:
         return CudaRunner(model, config)
     except torch.OutOfMemoryError as error:

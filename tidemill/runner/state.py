@@ -96,6 +96,11 @@ class RowState:
             nums[update.group] = max(nums[update.group], end)
         self.masks = {row: np.frombuffer(words, np.int32) for row, words in plan.masks.items()}
 
+    def is_pooled(self, row: int) -> bool:
+        """Its request asks for the pooled states of its prompt, not for tokens."""
+        params = self.params[row]
+        return params is not None and params.pooling is not None
+
     def _add(self, part: int, row: int, column: int, values: list[int]) -> None:
         self._writes.add(self._offsets[part] + row * self._widths[part] + column, values)
 

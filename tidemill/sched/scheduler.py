@@ -47,9 +47,11 @@ class Scheduler:
         emit: EventSink,
         background_tokens: float = 1.0,
         background_budget: int | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
-        how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end."""
+        how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
+        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -65,6 +67,7 @@ class Scheduler:
         self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
         self._background_tokens = background_tokens
         self._background_budget = background_budget or token_budget
+        self._whole_prompts = whole_prompts
         self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
@@ -92,7 +95,7 @@ class Scheduler:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
         `resumed`: only these samples, each from the output it has; they are computed like preempted ones."""
         now = self._clock.now()
-        assert 0 < len(prompt_ids) < self.max_context, "checked by the engine"
+        assert 0 < len(prompt_ids) <= self.max_context, "checked by the engine"
         room = self.max_context - len(prompt_ids)
         made: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
@@ -233,7 +236,7 @@ class Scheduler:
         if not others_run and not others_come:
             self._background_saved = float(self._background_budget)
         else:
-            most = max(self._background_tokens, 1.0)
+            most = self.token_budget if self._whole_prompts else max(self._background_tokens, 1.0)
             self._background_saved = min(self._background_saved + self._background_tokens, most)
         return max(int(self._background_saved), 0)
 
@@ -311,7 +314,7 @@ class Scheduler:
             if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
-                count = self.policy.chunk(started.num_needed, state)
+                count = self._chunk(started.num_needed, state)
                 state.num_left += kept
                 if count == 0:
                     return
@@ -342,7 +345,7 @@ class Scheduler:
                 self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
             state.num_running += 1
-            count = self.policy.chunk(request.num_needed, state) if state.num_left > 0 else 0
+            count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
             if count:
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
@@ -369,9 +372,13 @@ class Scheduler:
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
-        if state.num_left > 0 and self.policy.chunk(self._num_to_compute(request), state) == 0:
+        if state.num_left > 0 and self._chunk(self._num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""
+
+    def _chunk(self, num_needed: int, state: StepState) -> int:
+        count = self.policy.chunk(num_needed, state)
+        return 0 if self._whole_prompts and count < num_needed else count
 
     def _num_to_compute(self, request: Request) -> int:
         """Of a waiting request: what the prefix cache does not hold."""

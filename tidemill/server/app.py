@@ -16,6 +16,7 @@ from tidemill.server import (
     anthropic,
     batches,
     chat_batch,
+    embeddings,
     errors,
     files,
     llamacpp,
@@ -23,6 +24,7 @@ from tidemill.server import (
     ollama,
     openai,
     page,
+    rerank,
     responses,
     sglang,
     tokens,
@@ -54,6 +56,8 @@ def create_app(
         service.allows_templates = access.request_templates
     app.include_router(openai.make_router(models))
     app.include_router(chat_batch.make_router(models))
+    app.include_router(embeddings.make_router(models))
+    app.include_router(rerank.make_router(models))
     app.include_router(responses.make_router(models))
     app.include_router(anthropic.make_router(models))
     app.include_router(tokens.make_router(models))

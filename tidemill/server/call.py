@@ -32,6 +32,8 @@ _PREFIXES = {
     "/v1/messages": "msg",
     "/v1/embeddings": "embd",
     "/generate": "gen",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
 }
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/chat/completions/input_tokens", "/responses"})  # llama.cpp's names
 _UNDERSCORED = frozenset({"resp", "msg", "fc", "rs"})  # as OpenAI and Anthropic write them

@@ -396,21 +396,12 @@ async def _embeddings(
     """The vectors as JSON, and how many tokens they are of."""
     if not texts:
         return [], 0
-    prompts = [await _cut(service, text) if truncate else await service.encode(text) for text in texts]
+    most = service.max_context
+    prompts = [await service.encode_cut(text, most) if truncate else await service.encode(text) for text in texts]
     model, respond = models.whole_responses["/v1/embeddings"]
     asked = json.dumps({"model": service.model_name, "input": prompts, **more}).encode()
     made = msgspec.json.decode(await respond(parse(model, asked), caller), type=_Vectors)
     return [one.embedding for one in made.data], made.usage.prompt_tokens
-
-
-async def _cut(service: Service, text: str) -> list[int]:
-    """As many tokens of the text as the context can hold, without looking at more of it than that takes."""
-    most, num_chars = service.max_context - 1, 8 * service.max_context
-    while True:
-        ids = await service.encode(text[:num_chars])
-        if len(ids) > most or num_chars >= len(text):
-            return ids[:most]
-        num_chars *= 2
 
 
 # ---- what is said about a model

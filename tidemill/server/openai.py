@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import math
-import struct
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -33,7 +30,6 @@ from tidemill.server.openai_types import (
     MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     Mixed,
     SamplingRequest,
     is_mixed,
@@ -43,8 +39,6 @@ from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
 from tidemill.wire import Delta, Timings
-
-_EMBEDDED_AT_ONCE = 64  # texts of one request
 
 _FINGERPRINT = f"b{__version__}"  # of the build, as llama.cpp writes it
 
@@ -163,11 +157,6 @@ def make_router(models: Models) -> APIRouter:
     async def chat_completions(request: Request, body: ChatRequest = Depends(body_of(ChatRequest))) -> Response:
         return await _respond(models, request, body, prepare_chat)
 
-    @router.post("/v1/embeddings", openapi_extra=schema_of(EmbeddingRequest))
-    async def embeddings(request: Request, body: EmbeddingRequest = Depends(body_of(EmbeddingRequest))) -> Response:
-        made = await until_disconnect(request, _embeddings(models, body, request.state.caller))
-        return Response(made, media_type="application/json")
-
     @router.post("/invocations", openapi_extra=schema_of(ChatRequest))
     async def invocations(request: Request) -> Response:
         """As SageMaker calls it: what the body asks for tells the route."""
@@ -180,7 +169,8 @@ def make_router(models: Models) -> APIRouter:
         if "prompt" in names:
             return await _respond(models, request, parse(CompletionRequest, raw, call), _prepare_completion)
         if "input" in names:
-            made = _embeddings(models, parse(EmbeddingRequest, raw, call), request.state.caller)
+            model, respond = models.whole_responses["/v1/embeddings"]
+            made = respond(parse(model, raw, call), request.state.caller)
             return Response(await until_disconnect(request, made), media_type="application/json")
         return await _respond(models, request, parse(ChatRequest, raw, call), prepare_chat)
 
@@ -216,7 +206,6 @@ def make_router(models: Models) -> APIRouter:
     models.whole_responses |= {
         "/v1/completions": (CompletionRequest, partial(_respond_whole, models, _prepare_completion)),
         "/v1/chat/completions": (ChatRequest, partial(_respond_whole, models, prepare_chat)),
-        "/v1/embeddings": (EmbeddingRequest, partial(_embeddings, models)),
     }
     return router
 
@@ -312,8 +301,8 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if body.suffix:
         prompts, params = await _filled_in(service, body, params)
     else:
-        prompts = await _prompts(service, body.prompt, body.add_special_tokens)
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
+        prompts = await prompts_of(service, body.prompt, body.add_special_tokens)
+    prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
@@ -338,7 +327,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
     params = await _params(service, body)
     _check_template(service, body, caller)
     prompts = [await service.encode_chat(body.conversation(), **body.how())]
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
+    prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
     params = reading.gated(params)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
@@ -356,15 +345,15 @@ async def _params(service: Service, body: CompletionRequest | ChatRequest) -> Sa
     return msgspec.structs.replace(params, bad_word_ids=tuple(dict.fromkeys(tuple(word) for word in words if word)))
 
 
-def _truncated(
-    service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None = 1, side: str | None = None
+def truncated(
+    service: Service, prompts: list[list[int]], num: int | None, max_tokens: int | None, side: str | None = None
 ) -> list[list[int]]:
     """The last `num` tokens of each, or the first if the right side is cut; -1: as many as leave room for the output."""
     if num is None:
         return prompts
     if num == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more.", param="truncate_prompt_tokens")
-    num = num if num > 0 else max(service.max_context - (max_tokens or 1), 1)
+    num = num if num > 0 else max(service.max_context - (1 if max_tokens is None else max_tokens), 1)
     return [prompt[:num] if side == "right" else prompt[-num:] for prompt in prompts]
 
 
@@ -476,57 +465,7 @@ async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tupl
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embeddings(models: Models, body: EmbeddingRequest, caller: Caller) -> bytes:
-    service = models.of(body.model)
-    if (body.input is None) == (body.messages is None):
-        raise InvalidRequest("Give one of input and messages.", param="input")
-    if body.messages is not None:
-        chat = body.chat()
-        prompts = [await service.encode_chat(chat.conversation(), **chat.how())]
-    else:
-        prompts = await _prompts(service, body.input, body.add_special_tokens)
-    prompts = _truncated(service, prompts, body.truncate_prompt_tokens, side=body.truncation_side)
-    size = service.ready.model.hidden_size
-    if body.dimensions is not None and body.dimensions > size:
-        raise InvalidRequest(f"The model's embeddings have {size} dimensions; got {body.dimensions}.", param="dimensions")
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, pooling=body.pooling)
-    vectors = [msgspec.Raw(b"[]")] * len(prompts)
-    left = iter(enumerate(prompts))
-    streams = [_embedded(service, caller, left, params) for _ in range(min(_EMBEDDED_AT_ONCE, len(prompts)))]
-    async with aclosing(merge(streams)) as merged:
-        async for _, (i, vector) in merged:  # encoded as they arrive, not all at the end
-            vectors[i] = msgspec.Raw(_encoded_vector(_shortened(vector, body.dimensions), body.encoding_format == "base64"))
-    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
-    num_tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
-    made = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
-    return _json(made | {"data": data, "usage": usage})
-
-
-async def _embedded(
-    service: Service, caller: Caller, left: Iterator[tuple[int, list[int]]], params: SamplingParams
-) -> AsyncGenerator[tuple[int, list[float]], None]:
-    """Of one prompt after another, while there are any left: all at once would take everybody's places in the queue."""
-    for i, prompt in left:
-        async with aclosing(service.stream(caller, prompt, params, i)) as outputs:
-            async for delta, _ in outputs:
-                if delta.embedding is not None:
-                    yield i, delta.embedding
-
-
-def _shortened(vector: list[float], num: int | None) -> list[float]:
-    """The first dimensions, of length 1 again."""
-    if num is None or num == len(vector):
-        return vector
-    norm = math.sqrt(sum(value * value for value in vector[:num])) or 1.0
-    return [value / norm for value in vector[:num]]
-
-
-def _encoded_vector(vector: list[float], as_base64: bool) -> bytes:
-    return _json(base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if as_base64 else vector)
-
-
-async def _prompts(service: Service, prompt: Any, add_special: bool = True) -> list[list[int]]:
+async def prompts_of(service: Service, prompt: Any, add_special: bool = True) -> list[list[int]]:
     """Of any of the four kinds that the request model accepts."""
     if isinstance(prompt, str):
         return [await service.encode(prompt, add_special)]

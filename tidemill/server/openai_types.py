@@ -374,7 +374,7 @@ class EmbeddingRequest(Body):
     add_special_tokens: bool = True
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1)  # the first of them, normalized again
-    pooling: Literal["mean", "last"] = "mean"
+    pooling: Literal["mean", "last", "cls"] | None = None  # None: the model's own, else the mean
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
 

@@ -110,10 +110,24 @@ class Service:
         return self.ready.config.max_context
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            await asyncio.sleep(0)  # a request may have thousands of texts: let others have a turn
-            return self.tokenizer.encode(text, add_special=add_special, max_tokens=self.max_context)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
+        work = partial(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
+        return await self._tokenized(work, len(text))
+
+    async def encode_cut(self, text: str, num: int, side: str = "right", add_special: bool = True) -> list[int]:
+        """The text's first tokens, or its last if the left side is cut: at most `num`."""
+        work = partial(self.tokenizer.encode_cut, text, num, side=side, add_special=add_special)
+        return await self._tokenized(work, len(text))
+
+    async def encode_pair(self, first: str, second: str, truncate: int | None = None) -> tuple[list[int], int]:
+        """As a cross-encoder takes them, and where tokens of type 1 begin. `truncate`: to so many tokens; None: not at all."""
+        how: Any = {"max_tokens": truncate or self.max_context, "truncate": truncate is not None}
+        return await self._tokenized(partial(self.tokenizer.encode_pair, first, second, **how), len(first) + len(second))
+
+    async def _tokenized(self, work: Callable[[], T], num_chars: int) -> T:
+        if num_chars >= _LONG_TEXT:
+            return await asyncio.to_thread(work)
+        await asyncio.sleep(0)  # a request may have thousands of texts: let others have a turn
+        return work()
 
     async def decode(self, token_ids: list[int], skip_special: bool = False) -> str:
         limit, vocab_size = max(MAX_DETOKENIZED, self.max_context), self.ready.model.vocab_size
@@ -128,12 +142,19 @@ class Service:
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
     async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
+        self.check_chat()
         work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
+        self.check_chat()
         work = partial(self._with_template, Tokenizer.render_chat, messages, **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
+
+    def check_chat(self) -> None:
+        """Raises for an encoder, which has no use for a conversation."""
+        if self.ready.model.pooler is not None:
+            self.ready.model.check_pooling(None)
 
     def _with_template(self, work: Callable[..., T], *given: Any, template: str | None = None, **how: Any) -> T:
         """`template`: of the request. It gets a worker process of its own."""
@@ -204,7 +225,8 @@ class Service:
 
     async def _prove(self, within_s: float) -> None:
         token = min(self.tokenizer.eos_token_ids, default=0)
-        probe = Submit(new_id("probe"), [token], SamplingParams(max_tokens=1, temperature=0.0), priority=PROBE)
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=self.ready.model.own_pooling)
+        probe = Submit(new_id("probe"), [token], params, priority=PROBE)
         async with aclosing(self.client.submit(probe, timeout_s=within_s)) as deltas:
             async for _ in deltas:
                 return
@@ -253,6 +275,7 @@ class Service:
         is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
+        self.ready.model.check_pooling(params.pooling)
         tenant, call = caller.tenant, caller.call
         priority = caller.priority_of(priority)
         params = self.with_defaults(params, prompt_ids)

@@ -42,7 +42,8 @@ class LayerSpec(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
-        *((name, _POINTER) for name in ("cos", "sin")),
+        *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
+        *((name, _POINTER) for name in ("bias", "cos", "sin")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
@@ -52,7 +53,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
-        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row")),
+        *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")),
         *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
     ]
 

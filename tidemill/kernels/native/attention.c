@@ -1,4 +1,4 @@
-/* Rotation of queries and keys, their entry into the paged cache, and causal attention over it.
+/* Rotation of queries and keys, their entry into the paged cache, and attention over it: causal, or over the whole sequence.
 
 Queries are taken in tiles: some tokens of one request, times the query heads that share a KV head. Keys are taken in blocks of 32
 positions, counted from the request's first token. For every query the blocks are merged in order by the online softmax, each sum
@@ -31,7 +31,11 @@ typedef struct {
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
     long num_rows, group, start, dim; /* start: position of the first token */
+    long num_biased;                  /* rows without those that only fill a register tile */
     long window;
+    long reach;         /* position of the last key that all rows see; -1: each its own, the tile is causal */
+    const float *bias;  /* of the KV head's first query head, for distance 0; NULL: none */
+    long bias_stride;
     float softcap; /* of scores as they are here, logarithms to base 2 */
     float *queries, *sums, *top, *total;
 } tile;
@@ -318,6 +322,17 @@ static void cap(float *scores, int n, float softcap) {
     }
 }
 
+/* Position of the last key that a row sees. */
+TM_INLINE long last_key(const tile *t, long row) { return t->reach >= 0 ? t->reach : t->start + row / t->group; }
+
+/* To a row's scores of a block, what its head has learned about the distance of each key. The table goes on for a block past the
+   largest distance. */
+static void add_bias(const tile *t, long row, long first, float *scores) {
+    const float *bias = t->bias + row % t->group * t->bias_stride + first - (t->start + row / t->group);
+    for (long k = 0; k < BLOCK; k += 8)
+        f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(bias + k), f32x8_set(LOG2_E)));
+}
+
 /* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL. */
 static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16,
                          const float *copied) {
@@ -326,7 +341,7 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     int size = dim == 64 ? 0 : dim == 128 ? 1 : 2;
     for (long row = 0; row < t->num_rows; row += together) {
         int n = t->num_rows - row < together ? t->num_rows - row : together;
-        long last = t->start + (row + n - 1) / t->group; /* position of the last row's token */
+        long last = last_key(t, row + n - 1);
         if (last < first || (t->window && first + BLOCK <= t->start + row / t->group - t->window + 1)) continue;
         const float *q = t->queries + row * dim;
         if (copied)
@@ -334,12 +349,14 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         else
             SCORES[is_bf16][size](q, keys, dim, n, scores);
         if (t->softcap) cap(scores, n, t->softcap);
+        if (t->bias)
+            for (int r = 0; r < n && row + r < t->num_biased; r++) add_bias(t, row + r, first, scores + r * BLOCK);
         if (t->window && first <= last - t->window)
             for (int r = 0; r < n; r++)
                 for (long k = 0; k < BLOCK && first + k <= t->start + (row + r) / t->group - t->window; k++) scores[r * BLOCK + k] = -INFINITY;
-        if (t->start + row / t->group + 1 - first < BLOCK)
+        if (last_key(t, row) + 1 - first < BLOCK)
             for (int r = 0; r < n; r++)
-                for (long k = t->start + (row + r) / t->group + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
+                for (long k = last_key(t, row + r) + 1 - first; k < BLOCK; k++) scores[r * BLOCK + (k > 0 ? k : 0)] = -INFINITY;
         soften_rows(scores, n, t->top + row, t->total + row, shrink);
         float *acc = t->sums + row * dim;
         for (int r = 0; r < n; r++)
@@ -359,12 +376,15 @@ static void attend_tile(void *arg, long task, int thread) {
     const tm_layer *l = j->layer;
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads;
     long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
-    long num_rows = s->tile_len[at] * group, end = s->tile_start[at] + s->tile_len[at];
+    long num_rows = s->tile_len[at] * group, end = l->is_bidirectional ? s->tile_end[at] : s->tile_start[at] + s->tile_len[at];
     long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     const int32_t *pages = s->tables[l->group] + s->tile_row[at] * s->table_width;
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
-    tile t = {padded, group, s->tile_start[at], dim, l->window, l->softcap * LOG2_E, queries, queries + padded * dim, top, total};
+    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = s->tile_start[at], .dim = dim, .window = l->window,
+              .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
+              .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
+              .queries = queries, .sums = queries + padded * dim, .top = top, .total = total};
     for (long row = 0; row < padded; row++) {
         long token = s->tile_token[at] + row / group;
         const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;

@@ -197,9 +197,23 @@ typedef struct {
     int act;
 } glu_job;
 
-/* x / (1 + exp(-z)) */
+/* By the approximation of erf in glu.py. */
+TM_INLINE f32x8 gelu(f32x8 x) {
+    f32x8 one = f32x8_set(1), size = f32x8_mul1(f32x8_abs(x), 0.70710678118f);
+    f32x8 t = f32x8_div(one, f32x8_fma1(one, size, 0.3275911f));
+    f32x8 tail = f32x8_fma1(f32x8_set(-1.453152027f), t, 1.061405429f);
+    tail = f32x8_fma(f32x8_set(1.421413741f), tail, t);
+    tail = f32x8_fma(f32x8_set(-0.284496736f), tail, t);
+    tail = f32x8_mul(f32x8_fma(f32x8_set(0.254829592f), tail, t), t);
+    tail = f32x8_mul(tail, f32x8_exp(f32x8_sub(f32x8_set(0), f32x8_mul(size, size))));
+    return f32x8_sub(f32x8_max(x, f32x8_set(0)), f32x8_mul(tail, f32x8_mul1(size, 0.70710678118f)));
+}
+
+/* silu and gelu_tanh: x / (1 + exp(-z)) */
 TM_INLINE f32x8 activated(int act, f32x8 x) {
     f32x8 one = f32x8_set(1), z = x;
+    if (act == 3) return gelu(x);
+    if (act == 4) return f32x8_max(x, f32x8_set(0));
     if (act == 2) { /* the clamped value last: on x86, too, a NaN stays one */
         x = f32x8_min(f32x8_set(7), x);
         z = f32x8_mul1(x, 1.702f);

@@ -30,6 +30,9 @@ typedef struct {
     long num_heads, num_kv_heads, head_dim;
     long num_rotated;       /* dimensions of a head, from the first on */
     long window;            /* a query sees so many keys, its own the last; 0: all before it */
+    long is_bidirectional;  /* a query sees all keys up to the end of its sequence in this step */
+    long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
+    const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
@@ -55,6 +58,7 @@ typedef struct {
     long is_bf16;                           /* the cache holds bfloat16 */
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
+    const int64_t *tile_end;          /* position after the last token that the step has of the tile's sequence */
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */

@@ -1,0 +1,166 @@
+"""Encoders behind the server: embeddings with the openai client, reranking and scores in the shapes of vLLM, Jina and Cohere."""
+
+import base64
+
+import httpx
+import openai
+import pytest
+import torch
+
+from tests.encoders import make_encoder, pooling_files, reference_embedding
+from tests.server.conftest import Server
+from tidemill.frontend.tokenizer import Tokenizer
+
+DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"]
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """One server with an embedding model and two cross-encoders, and their references."""
+    kinds = {"embedder": ("BertModel", {}), "reranker": ("BertForSequenceClassification", {"num_labels": 1})}
+    kinds["classifier"] = ("BertForSequenceClassification", {"num_labels": 3})
+    paths = {name: tmp_path_factory.mktemp(name) for name in kinds}
+    references = {name: make_encoder(paths[name], kind, **more) for name, (kind, more) in kinds.items()}
+    pooling_files(paths["embedder"], max_length=64)
+    running = Server(None, *(f"{name}={path}" for name, path in paths.items())).wait()
+    yield running, references, Tokenizer.load(paths["embedder"])
+    running.stop()
+
+
+def post(running: Server, path: str, **body) -> httpx.Response:
+    return httpx.post(running.url + path, json=body, timeout=120)
+
+
+def test_2048_inputs_in_one_call(encoders):
+    running, references, tokenizer = encoders
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", timeout=300)
+    texts = [f"the tide {'turns ' * (i % 40)}{'slow ' * (i % 7)}" for i in range(2048)]
+    made = client.embeddings.create(model="embedder", input=texts)  # which asks for base64
+    assert [one.index for one in made.data] == list(range(2048))
+    assert made.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in texts)
+    for i in (0, 39, 1000, 2047):
+        expected = reference_embedding(references["embedder"], tokenizer.encode(texts[i]))
+        assert (torch.tensor(made.data[i].embedding) - expected).abs().max() < 1e-5
+    (alone,) = client.embeddings.create(model="embedder", input=texts[1000]).data
+    assert alone.embedding == made.data[1000].embedding
+    with pytest.raises(openai.BadRequestError, match="at most 2048"):
+        client.embeddings.create(model="embedder", input=[*texts, "one more"])
+
+
+def test_dimensions_base64_and_truncation(encoders):
+    running, references, tokenizer = encoders
+    whole = reference_embedding(references["embedder"], tokenizer.encode("the old mill"))
+    short = torch.nn.functional.normalize(whole[:10], dim=0)
+    for form in ("float", "base64"):
+        ask = {"model": "embedder", "input": "the old mill", "dimensions": 10, "encoding_format": form}
+        (one,) = post(running, "/v1/embeddings", **ask).json()["data"]
+        vector = one["embedding"]
+        if form == "base64":
+            vector = torch.frombuffer(bytearray(base64.b64decode(vector)), dtype=torch.float32).tolist()
+        assert (torch.tensor(vector) - short).abs().max() < 1e-5
+    long = "water " * 500
+    refused = post(running, "/v1/embeddings", model="embedder", input=long)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    cut = post(running, "/v1/embeddings", model="embedder", input=[long, "the sea"], truncate_prompt_tokens=-1).json()
+    assert cut["usage"]["prompt_tokens"] == 64 + 4
+    kept = tokenizer.encode("water " * 62)
+    expected = reference_embedding(references["embedder"], kept)
+    assert (torch.tensor(cut["data"][0]["embedding"]) - expected).abs().max() < 1e-5
+    told = httpx.post(f"{running.url}/api/embed", json={"model": "embedder", "input": long}, timeout=60).json()
+    assert (torch.tensor(told["embeddings"][0]) - expected).abs().max() < 1e-5
+
+
+@torch.inference_mode()
+def expected_scores(encoders, query: str) -> list[float]:
+    _, references, tokenizer = encoders
+    made = []
+    for text in DOCUMENTS:
+        ids, start = tokenizer.encode_pair(query, text, max_tokens=64)
+        types = torch.tensor([[int(i >= start) for i in range(len(ids))]])
+        made.append(references["reranker"](torch.tensor([ids]), token_type_ids=types).logits[0, 0].sigmoid().item())
+    return made
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/reranking"])
+def test_rerank(encoders, path):
+    running, expected = encoders[0], expected_scores(encoders, "the mill")
+    made = post(running, path, model="reranker", query="the mill", documents=DOCUMENTS, top_n=2).json()
+    order = sorted(range(3), key=lambda i: -expected[i])
+    assert [one["index"] for one in made["results"]] == order[:2]
+    for one in made["results"]:
+        assert abs(one["relevance_score"] - expected[one["index"]]) < 1e-5
+        assert one["document"] == {"text": DOCUMENTS[one["index"]]}
+    assert made["usage"]["total_tokens"] > 0
+    ask = {"model": "reranker", "query": "the mill", "documents": [{"text": text} for text in DOCUMENTS]}
+    bare = post(running, path, **ask, return_documents=False).json()["results"]
+    assert [(one["index"], one["relevance_score"]) for one in bare[:2]] == [
+        (one["index"], one["relevance_score"]) for one in made["results"]
+    ]
+    assert all(one.keys() == {"index", "relevance_score"} for one in bare)
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+def test_score(encoders, path):
+    running, references, tokenizer = encoders
+    made = post(running, path, model="reranker", text_1="the mill", text_2=DOCUMENTS).json()
+    assert made["object"] == "list"
+    assert [one["object"] for one in made["data"]] == ["score"] * 3
+    scores = [one["score"] for one in made["data"]]
+    assert torch.allclose(torch.tensor(scores), torch.tensor(expected_scores(encoders, "the mill")), atol=1e-5)
+    each = post(running, path, model="reranker", text_1=["the mill"] * 3, text_2=DOCUMENTS).json()
+    assert [one["score"] for one in each["data"]] == scores
+    cosine = post(running, path, model="embedder", text_1="the mill", text_2=DOCUMENTS[0]).json()["data"]
+    first, second = (reference_embedding(references["embedder"], tokenizer.encode(t)) for t in ("the mill", DOCUMENTS[0]))
+    assert abs(cosine[0]["score"] - float(first @ second)) < 1e-5
+
+
+def test_what_cannot_be_scored(encoders):
+    running = encoders[0]
+    rerank = {"model": "reranker", "query": "the mill"}
+    for path, body, words in (
+        ("/v1/rerank", rerank | {"documents": []}, "documents is empty"),
+        ("/v1/rerank", rerank | {"documents": ["x"] * 2049}, "documents"),
+        ("/v1/rerank", rerank | {"documents": ["x"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", rerank | {"documents": [{"image": "x"}]}, "documents"),
+        ("/v1/rerank", {"model": "reranker", "documents": ["x"]}, "query"),
+        ("/v1/rerank", rerank | {"documents": ["sea", "water " * 500]}, "130 tokens"),
+        ("/v1/rerank", rerank | {"documents": ["sea", "x " * 10**5]}, "cannot fit"),
+        ("/v1/score", {"model": "reranker", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts"),
+        ("/v1/score", {"model": "reranker", "text_1": [], "text_2": "a"}, "text_1 is empty"),
+        ("/v1/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "classifier of 3 labels"),
+        ("/v1/embeddings", {"model": "reranker", "input": "a"}, "cross-encoder"),
+        ("/v1/embeddings", {"model": "embedder", "input": ""}, ""),
+    ):
+        reply = post(running, path, **body)
+        if not words:
+            assert reply.status_code == 200  # [CLS] and [SEP]
+            continue
+        assert reply.status_code == 400, (path, body, reply.text)
+        assert words in reply.json()["error"]["message"]
+    cut = post(running, "/v1/rerank", **rerank, documents=["sea", "water " * 500], truncate_prompt_tokens=-1).json()
+    assert cut["usage"]["total_tokens"] == 130 + 6
+
+
+def test_an_encoder_generates_nothing(encoders):
+    running = encoders[0]
+    messages = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/completions", {"prompt": "the tide"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 5}),
+        ("/api/generate", {"prompt": "the tide", "stream": False}),
+    ):
+        reply = post(running, path, model="embedder", **body)
+        assert reply.status_code == 400, (path, reply.text)
+        assert "generates no text" in reply.text
+    assert httpx.get(f"{running.url}/ready").status_code == 200
+
+
+def test_a_causal_model_ranks_by_cosine(server):
+    ask = {"model": "tiny", "query": "abc", "documents": ["xyz", "abc", "abd"], "top_n": 0}
+    results = post(server, "/v1/rerank", **ask).json()["results"]
+    assert results[0]["index"] == 1
+    assert abs(results[0]["relevance_score"] - 1) < 1e-6
+    assert len(results) == 3

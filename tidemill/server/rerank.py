@@ -1,0 +1,131 @@
+"""Scores of pairs of texts: /v1/rerank as Jina, Cohere, vLLM and llama.cpp have it, /v1/score as vLLM has it. By a cross-encoder,
+or by the cosine of embeddings of any other model."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from tidemill.errors import InvalidRequest
+from tidemill.frontend.scoring import MAX_PAIRS, check_scores, cosine, pairs_of
+from tidemill.server.body import Body, body_of, schema_of
+from tidemill.server.embeddings import Input, num_kept, pooled, pooling_of
+from tidemill.server.guard import Caller
+from tidemill.server.models import Models
+from tidemill.server.service import Service
+from tidemill.server.sse import until_disconnect
+
+_json = msgspec.json.Encoder().encode
+
+Texts = str | Annotated[list[str], Field(max_length=MAX_PAIRS)]
+
+
+class Document(Body):
+    text: str
+
+
+class RerankRequest(Body):
+    without_effect = frozenset({"user"})
+    model: str | None = None
+    query: str
+    documents: list[str | Document] = Field(max_length=MAX_PAIRS)
+    top_n: int | None = Field(default=None, ge=0)  # 0: all, as in vLLM
+    return_documents: bool = True
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+
+
+class ScoreRequest(Body):
+    without_effect = frozenset({"user"})
+    model: str | None = None
+    text_1: Texts
+    text_2: Texts
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+
+
+def make_router(models: Models) -> APIRouter:
+    router = APIRouter()
+
+    async def rerank(request: Request, body: RerankRequest = Depends(body_of(RerankRequest))) -> Response:
+        made = await until_disconnect(request, _rerank(models, body, request.state.caller))
+        return Response(made, media_type="application/json")
+
+    async def score(request: Request, body: ScoreRequest = Depends(body_of(ScoreRequest))) -> Response:
+        made = await until_disconnect(request, _score(models, body, request.state.caller))
+        return Response(made, media_type="application/json")
+
+    for name, route, model in (("rerank", rerank, RerankRequest), ("score", score, ScoreRequest)):
+        router.add_api_route(f"/v1/{name}", route, methods=["POST"], openapi_extra=schema_of(model))
+    for path in ("/rerank", "/v2/rerank", "/reranking", "/v1/reranking"):
+        router.add_api_route(path, rerank, methods=["POST"], include_in_schema=False)
+    router.add_api_route("/score", score, methods=["POST"], include_in_schema=False)
+    models.whole_responses |= {
+        "/v1/rerank": (RerankRequest, partial(_rerank, models)),
+        "/v1/score": (ScoreRequest, partial(_score, models)),
+    }
+    return router
+
+
+async def _rerank(models: Models, body: RerankRequest, caller: Caller) -> bytes:
+    service = models.of(body.model)
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    scored = await _scored(service, caller, [body.query], texts, ("query", "documents"), body.truncate_prompt_tokens)
+    best = sorted(range(len(texts)), key=lambda i: -scored.scores[i])[: body.top_n or None]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scored.scores[i]} for i in best]
+    if body.return_documents:
+        results = [one | {"document": {"text": texts[one["index"]]}} for one in results]
+    head = {"id": caller.call.request_id, "object": "list", "model": service.model_name}
+    return _json(head | {"results": results, "usage": scored.usage})
+
+
+async def _score(models: Models, body: ScoreRequest, caller: Caller) -> bytes:
+    service = models.of(body.model)
+    first, second = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    scored = await _scored(service, caller, first, second, ("text_1", "text_2"), body.truncate_prompt_tokens)
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scored.scores)]
+    head = {"id": caller.call.request_id, "object": "list", "created": int(time.time()), "model": service.model_name}
+    return _json(head | {"data": data, "usage": scored.usage})
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    scores: list[float]
+    num_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return {"prompt_tokens": self.num_tokens, "total_tokens": self.num_tokens, "completion_tokens": 0}
+
+
+async def _scored(
+    service: Service, caller: Caller, first: list[str], second: list[str], names: tuple[str, str], truncate: int | None
+) -> _Scored:
+    pairs = pairs_of(first, second, names)
+    most = None if truncate is None else num_kept(service, truncate)
+    if check_scores(service.ready.model):
+        inputs = [Input(*await service.encode_pair(first[i], second[j], most)) for i, j in pairs]
+        made = await _all(service, caller, inputs)
+        return _Scored([scores[0] for scores in made], sum(len(one.ids) for one in inputs))
+    texts = [*first, *second]
+    inputs = [Input(await service.encode(text) if most is None else await service.encode_cut(text, most)) for text in texts]
+    for i, one in enumerate(inputs):
+        if not one.ids:
+            raise InvalidRequest("A text is empty.", fix="Give texts.", param=names[0 if i < len(first) else 1])
+    vectors = await _all(service, caller, inputs)
+    scores = [cosine(vectors[i], vectors[len(first) + j]) for i, j in pairs]
+    return _Scored(scores, sum(len(one.ids) for one in inputs))
+
+
+async def _all(service: Service, caller: Caller, inputs: list[Input]) -> list[list[float]]:
+    vectors: list[list[float]] = [[]] * len(inputs)
+    async with aclosing(pooled(service, caller, inputs, pooling_of(service))) as made:
+        async for i, vector in made:
+            vectors[i] = vector
+    return vectors

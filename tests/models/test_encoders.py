@@ -160,6 +160,17 @@ def test_options_of_an_encoder(tmp_path):
         )
 
 
+def test_stored_position_ids_are_no_weights(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make_encoder(tmp_path, "BertModel")
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"embeddings.position_ids": torch.arange(130)[None]}, file, {"format": "pt"})
+    model = load_model(tmp_path)
+    config = engine_config(model, dtype="auto")
+    assert (config.dtype, config.kv_dtype) == ("float32", "float32")
+
+
 def test_an_encoder_asked_for_a_gpu(tmp_path):
     from tidemill.config import EngineOptions, decide_device
     from tidemill.kernels import machine

@@ -27,6 +27,7 @@ from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
 
 _NUMBERS_BELOW = 2**31
+_INTEGERS = frozenset({"I64", "BOOL"})  # stored types of what is no weight, like position ids
 ProgressFn = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 
@@ -256,6 +257,8 @@ def stored_values(checkpoint: Checkpoint) -> dict[str, int]:
     if not checkpoint.has_weights:
         return counts
     for tensor in checkpoint.tensors():
+        if tensor.type_name in _INTEGERS:
+            continue
         counts[tensor.type_name] = counts.get(tensor.type_name, 0) + math.prod(tensor.shape)
     return counts
 

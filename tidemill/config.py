@@ -289,7 +289,7 @@ class ModelConfig:
     @property
     def num_kv_layers(self) -> int:
         """Layers whose keys and values are kept. An encoder computes a sequence in one step: its layers use the same memory."""
-        return self.num_layers if self.pooler is None else 1
+        return len(self.attention_layers) if self.pooler is None else 1
 
     @property
     def own_pooling(self) -> str | None:

@@ -34,7 +34,7 @@ def memory(
     checkpoint = open_checkpoint(locate(options.model))
     config = model_class(checkpoint).read_config(checkpoint)
     machine = detect()
-    device, _ = decide_device(options, machine)
+    device, _ = decide_device(options, machine, config)
     dtype, why_dtype = decide_dtype(options, device, config, machine)
     kv_dtype, _ = decide_kv_dtype(dtype, device)
     tokens = context if context is not None else config.max_context
@@ -56,7 +56,7 @@ def memory(
     table.add_row(
         "KV cache",
         fmt_bytes(kv),
-        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {len(config.attention_layers)} layers · {KV_BYTES[kv_dtype]}"
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_kv_layers} layers · {KV_BYTES[kv_dtype]}"
         f" bytes = {per_token:,} a token" + (f"; 2 states of {fmt_bytes(config.state_bytes)}" if config.state_bytes else ""),
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")

@@ -62,7 +62,7 @@ def _inspect(model: str) -> None:
     tokenizer = Tokenizer.load(path)
     defaults = sampling_defaults(path, config.num_parameters)
     machine, options = detect(), EngineOptions(model=model)
-    device, _ = decide_device(options, machine)
+    device, _ = decide_device(options, machine, config)
     kv_dtype, _ = decide_kv_dtype(decide_dtype(options, device, config, machine)[0], device)
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -80,11 +80,12 @@ def _inspect(model: str) -> None:
         + (f"; {config.num_active_parameters:,} active for a token" if config.experts else ""),
         "layers": f"{config.num_layers} of {config.hidden_size}, {_feed_forward(config)}",
         "attention": f"{config.num_heads} query and {config.num_kv_heads} KV heads of {config.head_dim}",
-        "context": f"{config.max_context:,} tokens; rope {', '.join(_rotations(config))}",
+        "context": f"{config.max_context:,} tokens; {_positions(config)}",
         "vocabulary": f"{config.vocab_size:,} tokens",
         "ends at": ", ".join(f"{token} {tokenizer.token_text(token)}" for token in tokenizer.eos_token_ids) or "-",
         "chat template": "yes" if tokenizer.chat_template else "no",
-        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens",
+        "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens" if config.pooler is None else "none",
+        "pooling": _pooling(config),
         "KV per token": f"{fmt_bytes(config.kv_bytes_per_token(kv_dtype))} in {kv_dtype}",
         "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
     }
@@ -103,6 +104,19 @@ def _feed_forward(config: ModelConfig) -> str:
             shared = f" and one of {moe.shared_size} for all" if moe.shared_size else ""
             kinds.append(f"{moe.num_experts} experts of {moe.expert_size}, {moe.top_k} a token{shared}")
     return "; ".join(kinds)
+
+
+def _positions(config: ModelConfig) -> str:
+    return "learned positions" if config.num_positions else f"rope {', '.join(_rotations(config))}"
+
+
+def _pooling(config: ModelConfig) -> str:
+    pooler = config.pooler
+    if pooler is None:
+        return "mean or last"
+    if pooler.how == "score":
+        return f"scores of pairs, {pooler.num_labels} label{'s' if pooler.num_labels > 1 else ''}, {pooler.activation}"
+    return pooler.how + (", normalized" if pooler.is_normalized else "")
 
 
 def _rotations(config: ModelConfig) -> Iterator[str]:

@@ -276,7 +276,7 @@ def test_embeddings(roomy, client):
     with pytest.raises(ollama.ResponseError, match="input"):
         client.embed("tiny", ["x"] * 100_000)
     long = "tide " * 20_000
-    assert client.embed("tiny", long).prompt_eval_count == 4095
+    assert client.embed("tiny", long).prompt_eval_count == 4096
     with pytest.raises(ollama.ResponseError, match="context"):
         client.embed("tiny", long, truncate=False)
 

@@ -10,6 +10,7 @@ from tests.encoders import make_encoder, pooling_files, reference_embedding, wor
 from tests.helpers import engine_config, load_model, make_core, run
 from tidemill.engine.llm import LLM
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
+from tidemill.frontend.scoring import check_scores
 from tidemill.frontend.tokenizer import Tokenizer, _fitted
 from tidemill.kernels.glu import ACTIVATIONS, activate, activate_reference
 from tidemill.kernels.norm import add_layer_norm, add_layer_norm_reference
@@ -91,6 +92,12 @@ def test_scores_of_pairs_equal_transformers(name, tmp_path, backend):
         assert abs(one.score - expected.item()) < 1e-5
     with pytest.raises(InvalidRequest, match="cross-encoder"):
         llm.embed("text")
+
+
+def test_a_classifier_of_several_labels_has_no_score(tmp_path):
+    make_encoder(tmp_path, "BertForSequenceClassification", num_labels=3)
+    with pytest.raises(InvalidRequest, match="classifier of 3 labels"):
+        check_scores(load_model(tmp_path).config)
 
 
 def test_truncated_pairs_are_those_of_the_tokenizer(tmp_path):

@@ -16,9 +16,8 @@ DOCUMENTS = ["slow water turns the wheel", "the night is old", "a boat of stone"
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """One server with an embedding model and two cross-encoders, and their references."""
+    """One server with an embedding model and a cross-encoder, and their references."""
     kinds = {"embedder": ("BertModel", {}), "reranker": ("BertForSequenceClassification", {"num_labels": 1})}
-    kinds["classifier"] = ("BertForSequenceClassification", {"num_labels": 3})
     paths = {name: tmp_path_factory.mktemp(name) for name in kinds}
     references = {name: make_encoder(paths[name], kind, **more) for name, (kind, more) in kinds.items()}
     pooling_files(paths["embedder"], max_length=64)
@@ -128,7 +127,6 @@ def test_what_cannot_be_scored(encoders):
         ("/v1/rerank", rerank | {"documents": ["sea", "x " * 10**5]}, "cannot fit"),
         ("/v1/score", {"model": "reranker", "text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts"),
         ("/v1/score", {"model": "reranker", "text_1": [], "text_2": "a"}, "text_1 is empty"),
-        ("/v1/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "classifier of 3 labels"),
         ("/v1/embeddings", {"model": "reranker", "input": "a"}, "cross-encoder"),
         ("/v1/embeddings", {"model": "embedder", "input": ""}, ""),
     ):

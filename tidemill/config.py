@@ -735,7 +735,7 @@ def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
 
 
 def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
-    num = len(model.attention_layers)
+    num = model.num_kv_layers
     return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
 
 

@@ -119,7 +119,7 @@ class TestRecordedForward:
             return forward(self, x).mul_(1 if x.shape[0] <= limit else 2)
 
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", wrong_for_many)
-        assert record_forward(model, runner.attention) is None
+        assert record_forward(model, runner.mixers, runner.cache) is None
         assert not runner.state.pages.any()
 
 

@@ -100,14 +100,14 @@ class TestRecordedForward:
 
     def test_a_model_that_does_something_in_between_is_not_replayed(self, model, monkeypatch):
         """Once by making a tensor of its own, once in place, which only the comparison can notice."""
-        attention = make_core(model).runner.attention
+        runner = make_core(model).runner
         forward = type(model.blocks[0].mlp).forward
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x) * 2)
-        assert record_forward(model, attention) is None
+        assert record_forward(model, runner.mixers, runner.cache) is None
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: forward(self, x).mul_(2))
-        assert record_forward(model, attention) is None
+        assert record_forward(model, runner.mixers, runner.cache) is None
         monkeypatch.setattr(type(model.blocks[0].mlp), "forward", forward)
-        assert record_forward(model, attention) is not None
+        assert record_forward(model, runner.mixers, runner.cache) is not None
 
     def test_what_only_many_tokens_show_is_noticed(self, model, monkeypatch):
         """More than WIDE_ROWS of linear.c, more than one chunk of rows.c's norms; and the trial leaves no page in the table."""

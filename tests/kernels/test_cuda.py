@@ -61,12 +61,13 @@ def paired(gate_up):
     return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "swiglu_clamped"])
 def test_glu(act):
     gate_up = torch.randn(3, 2 * 1500)
     out = elementwise.glu(paired(gate_up.t()).t().contiguous(), act)
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
-    assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+    if act != "swiglu_clamped":
+        assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():

@@ -12,7 +12,7 @@ from tidemill.engine.llm import LLM
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest
 from tidemill.frontend.scoring import check_scores
 from tidemill.frontend.tokenizer import Tokenizer, _fitted
-from tidemill.kernels.glu import ACTIVATIONS, activate, activate_reference
+from tidemill.kernels.glu import activate, activate_reference
 from tidemill.kernels.norm import add_layer_norm, add_layer_norm_reference
 from tidemill.models.registry import model_class
 from tidemill.sampling import SamplingParams
@@ -221,7 +221,7 @@ def test_other_modules_are_refused(tmp_path):
             model_class(checkpoint).read_config(checkpoint)
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("width", [8, 13, 4096])
 def test_activations_and_layer_norm_by_row(act, width):
     """As torch computes them; a row alone has the bits of a row among others."""

@@ -86,7 +86,7 @@ class Model(nn.Module, ABC):
     def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:
         """Each layer's numbers [N, 2 * num_positions - 1] that are added to scores, by the key's position less the query's, from
         1 - num_positions on."""
-        return [None] * self.config.num_layers
+        return [None] * len(self.config.attention_layers)
 
     def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
         """Of some tokens of a sequence, in float64: the sum for a mean, else the last's or the first's hidden state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -110,8 +110,7 @@ def look_at_prompt(
         return None
     report = PromptReport(item.row, params.prompt_logprobs or 0)
     if params.prompt_logprobs is not None:
-        assert isinstance(model, CausalLM)
-        _score_prompt(model, state, item, hidden_TH, score, logits, report)
+        _score_prompt(cast(CausalLM, model), state, item, hidden_TH, score, logits, report)
     if params.pooling is not None:
         report.pooled = model.pool(hidden_TH, params.pooling)
     return report

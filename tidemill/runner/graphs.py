@@ -52,6 +52,7 @@ def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> 
         num_tokens -= 1
     angles = () if mixers.kv is None else mixers.kv.angles
     longest = [one.cos.shape[0] for one in angles if one is not None]
+    longest += [table.shape[1] * size for table, size in mixers.tables]
     num_tokens = min([num_tokens, model.config.max_context, *longest])
     positions, slots, first = torch.arange(num_tokens), [], 1
     for table, size in mixers.tables:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from tidemill.config import EngineConfig, fmt_bytes
@@ -16,9 +18,8 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
         return CpuRunner(model, config)
     from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
 
-    assert isinstance(model, CausalLM), "resolve() gives encoders a CPU"
     try:
-        return CudaRunner(model, config)
+        return CudaRunner(cast(CausalLM, model), config)  # resolve() gives encoders a CPU
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ConfigError(

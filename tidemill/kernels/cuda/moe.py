@@ -92,8 +92,7 @@ def _route(
     chunk = tl.program_id(0)
     if FETCH:  # noqa: SIM102 (known when compiled; what follows is not)
         if chunk >= num_chunks:
-            pieces = (chunk - num_chunks) * _PIECES + tl.arange(0, _PIECES)
-            _fetch(fetched_ptr.to(tl.int64) + pieces.to(tl.int64) * _PIECE, _PIECE)
+            _fetch(fetched_ptr.to(tl.int64) + ((chunk - num_chunks) * _PIECES + tl.arange(0, _PIECES)) * _PIECE, _PIECE)
             begin(AHEAD)
             return
     begin(AHEAD)
@@ -384,14 +383,11 @@ def _down_direct(
     acc = tl.zeros((RANKS, ROWS, OUTS), tl.float32)
     for k in range(0, num_in, INS):
         ins = k + tl.arange(0, INS)
-        inside = there
+        inside, stored = there, there & (outs < num_out)[None, None, :]
         if not EVEN:
-            inside = there & (ins < num_in)[None, None, :]
+            inside, stored = inside & (ins < num_in)[None, None, :], stored & (ins < num_in)[None, :, None]
         x = tl.load(x_ptr + (token * TOP_K + ranks)[:, None, None] * num_in + ins[None, None, :], mask=inside, other=0.0)
-        inside = there & (outs < num_out)[None, None, :]
-        if not EVEN:
-            inside = inside & (ins < num_in)[None, :, None]
-        values = tl.load(weight_ptr + (rows * num_in)[:, None, :] + ins[None, :, None], mask=inside, other=0.0)
+        values = tl.load(weight_ptr + (rows * num_in)[:, None, :] + ins[None, :, None], mask=stored, other=0.0)
         acc = tl.dot(tl.broadcast_to(x, (RANKS, ROWS, INS)), values, acc)  # all rows are the same
     value = tl.sum(tl.where(tl.arange(0, ROWS)[None, :, None] == 0, acc, 0.0), 1)
     if HAS_BIAS:
@@ -420,14 +416,15 @@ class Routing:
 
 
 @cache
-def choose_tile(num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int) -> Tile:
-    """By measurement, else by the mean number of rows of an expert. It changes only where the choices of matmuls do."""
+def choose_tile(num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int, adds: bool = False) -> Tile:
+    """By measurement, else by the mean number of rows of an expert. It changes only where the choices of matmuls do. `adds`: with
+    few tokens a program has a tile of each of a token's experts."""
     measured = measured_tile(num_tokens, num_experts, num_out, num_in)
     if measured:
         return measured
     num_rows = choice_of(num_tokens) * top_k / num_experts
     if choice_of(num_tokens) <= MOST_DIRECT:
-        return Tile(16, 32, 256, 3, 4)
+        return Tile(16, 16, 128, 3, 8) if adds else Tile(16, 32, 256, 3, 4)
     if num_rows <= 8:
         return Tile(16, 64, 128, 5, 4)
     if num_rows <= 24:
@@ -592,8 +589,9 @@ def moe(
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, gate_up_E2IH.shape[1:]
     of_all = scoring == "softmax_then_topk" and not renormalise
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
-    down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:])
-    if is_direct(num_tokens, top_k, num_experts):
+    direct = is_direct(num_tokens, top_k, num_experts)
+    down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
+    if direct:
         rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I)
         return multiply_directly(rows, router_logits_TE, down_EHI, down_tile, top_k, of_all, down_bias_EH, shared_TH)
     routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH)

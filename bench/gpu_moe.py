@@ -1,7 +1,7 @@
 """The experts' kernels on the GPU at hand, at the shape of Qwen3-30B-A3B: held against torch, and bit for bit against themselves
 in other batches, timed beside what memory and tensor cores allow, and searched for the fastest tiles.
 
-    python -m bench.gpu_moe [--only check,time,router,search] [--seconds 70]
+    python -m bench.gpu_moe [--only check,overlap,time,router,search] [--seconds 70]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs. The search prints lines for tiles.json.
 """
@@ -47,8 +47,8 @@ _FEW_UP = [
     (16, 32, 256, 4, 4, 1), (16, 64, 256, 3, 4, 1), (16, 64, 128, 6, 4, 1),
 ]  # fmt: skip
 _FEW_DOWN = [
-    (16, 16, 256, 4, 2), (16, 16, 256, 6, 2), (16, 16, 256, 6, 4), (16, 16, 256, 9, 4), (16, 16, 128, 8, 2), (16, 32, 256, 4, 4),
-    (16, 16, 256, 6, 4, 1), (16, 16, 256, 9, 2, 1), (16, 32, 256, 5, 4, 1),
+    (16, 16, 256, 4, 8), (16, 16, 256, 4, 4), (16, 16, 256, 3, 8), (16, 16, 128, 4, 8), (16, 16, 128, 4, 4), (16, 16, 128, 3, 8),
+    (16, 16, 128, 7, 8), (16, 16, 64, 6, 8), (16, 32, 128, 3, 8),
 ]  # fmt: skip
 _SOME = [
     (16, 64, 128, 5, 4), (16, 64, 256, 3, 4), (16, 32, 256, 4, 4), (16, 128, 128, 4, 4), (16, 128, 64, 6, 4),
@@ -189,12 +189,12 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
     weights = [all_weights()[i % 2] for i in range(len(given))]
     both = list(zip(given, weights, strict=True))
     if direct:
-        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both]
+        middle = [moe.multiply_gated_directly(x, logits, w[0], up, TOP_K, "silu") for (x, logits), w in both]
         return {
-            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, False, "silu") for (x, logits), w in both],
+            "up": ([partial(moe.multiply_gated_directly, x, logits, w[0], up, TOP_K, "silu") for (x, logits), w in both],
                    floor_us(num, given, 2)),
-            "down": ([partial(moe.multiply_directly, rows, w[1], experts, shares, down, TOP_K)
-                      for (rows, experts, shares), w in zip(middle, weights, strict=True)], floor_us(num, given, 1)),
+            "down": ([partial(moe.multiply_directly, rows, logits, w[1], down, TOP_K, False)
+                      for rows, ((_, logits), w) in zip(middle, both, strict=True)], floor_us(num, given, 1)),
         }  # fmt: skip
     routings = [moe.route(logits, TOP_K, False, up.rows, down.rows) for _, logits in given]
     rows = [moe.multiply_gated(x, w[0], r, up, TOP_K, "silu") for ((x, _), w), r in zip(both, routings, strict=True)]
@@ -214,7 +214,7 @@ def stages(num: int, up: Tile, down: Tile, direct: bool) -> dict[str, tuple[list
 def chosen(num: int) -> tuple[Tile, Tile]:
     return (
         moe.choose_tile(num, TOP_K, EXPERTS, 2 * INNER, HIDDEN),
-        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER),
+        moe.choose_tile(num, TOP_K, EXPERTS, HIDDEN, INNER, adds=moe.is_direct(num, TOP_K, EXPERTS)),
     )
 
 
@@ -223,9 +223,10 @@ def time_all() -> None:
     print("microseconds of a layer, from a graph of calls that touch other experts; in brackets the least possible", flush=True)
     for num in (1, 2, 4, 8, 16, 37, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         up, down = chosen(num)
-        for direct in (True, False) if num <= 8 else (False,):
+        for direct in (True, False) if num <= moe.MOST_DIRECT else (False,):
             line = []
-            for name, (calls, least) in stages(num, up, down, direct).items():
+            tiles = (up, down) if direct or num > moe.MOST_DIRECT else chosen(16)
+            for name, (calls, least) in stages(num, *tiles, direct).items():
                 line.append(f"{name} {time_us(calls, 5):.1f} ({least:.1f})")
             print(f"time T={num}{' direct' if direct else ''}: {', '.join(line)}", flush=True)
         given = inputs(num)
@@ -236,6 +237,28 @@ def time_all() -> None:
         rate = 6 * num * TOP_K * HIDDEN * INNER / took / 1e6
         print(f"time T={num}: all {took:.1f} ({least:.1f}), {took * LAYERS / 1000:.3f} ms for {LAYERS} layers, "
               f"{rate:.0f} TFLOP/s; router's matmul {routing:.1f}", flush=True)  # fmt: skip
+
+
+def time_overlap() -> None:
+    """A whole layer with and without what runs ahead: the router's matmul, then the experts, as a step has them. Equal bits."""
+    router = torch.randn(EXPERTS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def layer(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        return run(x, gemm(x, router, out=torch.empty(len(x), EXPERTS, device="cuda")), weights)
+
+    usual = moe.LET_IN, moe.FETCHED
+    for num in (1, 2, 4, 64, 128, 256, 512):
+        calls = [partial(layer, x, all_weights()[i % 2]) for i, (x, _) in enumerate(inputs(num))]
+        expected = None
+        few = num <= moe.MOST_DIRECT
+        for let_in, fetched in ((False, 0), (True, 0)) if few else [(True, n << 20) for n in (0, 8, 16, 24, 32)]:
+            moe.LET_IN, moe.FETCHED = let_in, fetched
+            out = calls[0]()
+            expected = out if expected is None else expected
+            note = "" if torch.equal(out, expected) else "   <<< OTHER BITS"
+            what = f"let in {let_in}" if few else f"fetched {fetched >> 20} MiB"
+            print(f"overlap T={num} {what}: {time_us(calls, 5):.2f} us with the router{note}", flush=True)
+    moe.LET_IN, moe.FETCHED = usual
 
 
 def time_router() -> None:
@@ -311,10 +334,9 @@ def compile_share(number: int, of: int) -> None:
         tile = Tile(*numbers)
         try:
             if num == 1 and stage == "up":
-                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, False, "silu")
+                moe.multiply_gated_directly(x[:1], logits[:1], pair[0], tile, TOP_K, "silu")
             elif num == 1:
-                experts = torch.zeros(TOP_K, device="cuda", dtype=torch.int32)
-                moe.multiply_directly(rows[:TOP_K], pair[1], experts, experts.float(), tile, TOP_K)
+                moe.multiply_directly(rows[:TOP_K], logits[:1], pair[1], tile, TOP_K, False)
             else:
                 routing = moe.route(logits, TOP_K, False, tile.rows, tile.rows)
                 if stage == "up":
@@ -346,7 +368,7 @@ def compile_all(seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,time,router,search", help="parts, separated by commas")
+    parser.add_argument("--only", default="check,overlap,time,router,search", help="parts, separated by commas")
     parser.add_argument("--seconds", type=float, default=70, help="how long the search may take")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -355,7 +377,7 @@ def main() -> None:
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     parts: dict[str, Callable[[], None]] = {
-        "check": check, "time": time_all, "router": time_router,
+        "check": check, "overlap": time_overlap, "time": time_all, "router": time_router,
         "search": lambda: search(time.monotonic() + options.seconds),
     }  # fmt: skip
     wanted = options.only.split(",")

@@ -46,7 +46,7 @@ def tiles(monkeypatch):
     """Products take these instead of what a GPU would."""
 
     def take(up, down):
-        monkeypatch.setattr(moe, "choose_tile", lambda tokens, top_k, experts, num_out, num_in: up if num_in == HIDDEN else down)
+        monkeypatch.setattr(moe, "choose_tile", lambda *shape, adds=False: up if shape[-1] == HIDDEN else down)
 
     return take
 
@@ -93,11 +93,11 @@ def test_routing(num_tokens):
     expected = torch.argsort(logits, dim=1, descending=True, stable=True)[:, :4]
     experts = routing.experts_P.view(-1, 4)
     assert torch.equal(experts.long(), expected)
-    if num_tokens <= moe.MOST_DIRECT:
-        x, gate_up = torch.zeros(num_tokens, HIDDEN), torch.zeros(60, 2 * INNER, HIDDEN)
-        _, direct, weights = moe.multiply_gated_directly(x, logits, gate_up, PLAIN, 4, True, "silu")
-        assert torch.equal(direct, routing.experts_P)
-        assert torch.equal(weights.nan_to_num(9.0), routing.weights_P.nan_to_num(9.0))
+    if num_tokens <= moe.MOST_DIRECT:  # an expert's output is its number
+        rows, down = torch.ones(4 * num_tokens, 16) / 16, torch.arange(60.0)[:, None, None].expand(60, 1, 16).contiguous()
+        direct = moe.multiply_directly(rows, logits, down, PLAIN, 4, True)
+        outputs = routing.experts_P.float()[:, None]
+        assert torch.equal(direct.nan_to_num(-9.0), moe.combine(outputs, routing.weights_P, 4).nan_to_num(-9.0))
     assert_close(routing.weights_P.view(-1, 4)[1:], logits.softmax(1).gather(1, expected)[1:], atol=1e-6, rtol=1e-6)
     by_expert = torch.argsort(experts.flatten(), stable=True)
     assert torch.equal(routing.order_P.long(), by_expert)
@@ -125,7 +125,7 @@ from tidemill.kernels.cuda import moe
 
 B, F, I = "*bf16", "*fp32", "*i32"
 types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
-             counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B)
+             weight_ptr=B, fetched_ptr=B, counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B)
 
 def build(kernel, warps=4, stages=3, descs={}, **constants):
     constants = {name: value for name, value in (constants | {"AHEAD": True}).items() if name in kernel.arg_names}
@@ -139,12 +139,12 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     return done
 
 shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
-             HALVES=True)
+             HALVES=True, FETCH=True, LET=True)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)
     build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
-    few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False)
+    few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False, RANKS=8)
     build(moe._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
     build(moe._down_direct, **shape, **few)
     many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)

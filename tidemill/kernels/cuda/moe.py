@@ -4,10 +4,13 @@ A token's bits depend on the token alone. Each product makes one pass over its i
 gemm.py), and a token's experts are added in the order of their rank; nothing is added atomically. What is computed with what
 depends on all tokens, but only through integers.
 
-One token or a few (`direct`): the programs of the first product find their expert in the logits themselves, those of the second
+One token or a few (`direct`): the programs of both products find their experts in the logits themselves, those of the second
 add a token's experts up, so that there are two launches. Otherwise five: route; place (pairs of token and rank in the order of
 experts, then of tokens, and for each product a list of blocks of rows with one expert); the two products; combine. Launches
 depend on the number of tokens only: the lists have room for any routing, and programs past their end do nothing.
+
+Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that the first one's leave, and
+fetch their weights into the L2 cache before they wait; with many, the first experts' weights are fetched beside the routing.
 
 Shape letters: T tokens, H hidden, E experts, I intermediate, P pairs of token and rank.
 """
@@ -21,19 +24,33 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import gated
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
-from tidemill.kernels.cuda.launch import HOW, begin, launch
+from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kernel is compiled at start
 _MOST_EXPERTS_DIRECT = 128  # each program compares all with all
-_MOST_RANKS = tl.constexpr(8)  # of a token there: their experts are the bytes of a word
+_MOST_RANKS = 8  # of a token there: a program has a tile of each
+LET_IN = True  # the second product's programs while the first one's run, with few tokens
+FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
 _AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
-_LISTED = tl.constexpr(32)  # blocks that a program lists at once
+_LISTED = tl.constexpr(32)  # blocks that a program lists
+_PIECE = tl.constexpr(2048)  # bytes that a thread fetches
+_PIECES = tl.constexpr(128)
+
+
+@triton.jit
+def _fetch(addresses, num_bytes):
+    """Have memory read into the L2 cache; nobody waits for it. Addresses and sizes are multiples of 16."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [addresses, tl.zeros(addresses.shape, tl.int32) + num_bytes], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 # ---- routing
@@ -64,14 +81,21 @@ def _weigh(logits, chosen, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr):
     return values / parts
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _route(
-    logits_ptr, experts_ptr, weights_ptr, counts_ptr, num_tokens, num_experts,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, AHEAD: tl.constexpr,
+    logits_ptr, experts_ptr, weights_ptr, counts_ptr, fetched_ptr, num_tokens, num_chunks, num_experts,
+    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, FETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has."""
-    begin(AHEAD)
+    """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has. Programs past the chunks
+    fetch the weights that come next."""
     chunk = tl.program_id(0)
+    if FETCH:  # noqa: SIM102 (known when compiled; what follows is not)
+        if chunk >= num_chunks:
+            _fetch(fetched_ptr.to(tl.int64) + ((chunk - num_chunks) * _PIECES + tl.arange(0, _PIECES)) * _PIECE, _PIECE)
+            begin(AHEAD)
+            return
+    begin(AHEAD)
     tokens, experts = chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, EXPERTS)[None, :]
     there = tokens < num_tokens
     inside = there[:, None] & (experts < num_experts)
@@ -92,22 +116,21 @@ def _route(
 
 
 @triton.jit
-def _list_blocks(list_ptr, starts, counts, num_blocks, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """This program's part of the list of blocks: each has up to ROWS places of one expert."""
+def _list_blocks(list_ptr, part, starts, counts, num_blocks, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """A part of the list of blocks: each has up to ROWS places of one expert."""
     experts = tl.arange(0, EXPERTS)[None, :]
     blocks = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
-    for base in range(tl.program_id(0) * _LISTED, num_blocks, tl.num_programs(0) * _LISTED):
-        number = base + tl.arange(0, _LISTED)
-        expert = tl.sum((ends[None, :] <= number[:, None]).to(tl.int32), 1)
-        here = experts == expert[:, None]
-        skipped = (number - tl.sum(tl.where(here, (ends - blocks)[None, :], 0), 1)) * ROWS
-        first = tl.sum(tl.where(here, starts[None, :], 0), 1) + skipped
-        rows = tl.minimum(tl.sum(tl.where(here, counts[None, :], 0), 1) - skipped, ROWS)
-        entry, there = list_ptr + number * _ENTRY, number < num_blocks
-        tl.store(entry, expert, mask=there)
-        tl.store(entry + 1, first, mask=there)
-        tl.store(entry + 2, tl.where(expert < EXPERTS, rows, 0), mask=there)
+    number = part * _LISTED + tl.arange(0, _LISTED)
+    expert = tl.sum((ends[None, :] <= number[:, None]).to(tl.int32), 1)
+    here = experts == expert[:, None]
+    skipped = (number - tl.sum(tl.where(here, (ends - blocks)[None, :], 0), 1)) * ROWS
+    first = tl.sum(tl.where(here, starts[None, :], 0), 1) + skipped
+    rows = tl.minimum(tl.sum(tl.where(here, counts[None, :], 0), 1) - skipped, ROWS)
+    entry, there = list_ptr + number * _ENTRY, number < num_blocks
+    tl.store(entry, expert, mask=there)
+    tl.store(entry + 1, first, mask=there)
+    tl.store(entry + 2, tl.where(expert < EXPERTS, rows, 0), mask=there)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks", "num_up", "num_down"])
@@ -116,7 +139,8 @@ def _place(
     TOP_K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, UP_ROWS: tl.constexpr, DOWN_ROWS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Where the pairs of a chunk of tokens lie when all are in the order of experts, then of tokens; and the lists of blocks."""
+    """Where the pairs of a chunk of tokens lie when all are in the order of experts, then of tokens. Programs past the chunks
+    write the lists of blocks."""
     begin(AHEAD)
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
@@ -127,17 +151,19 @@ def _place(
         counts += tl.sum(some, 0)
         before += tl.sum(tl.where(chunks[:, None] < chunk, some, 0), 0)
     starts = tl.cumsum(counts, 0) - counts
+    if chunk >= num_chunks:
+        _list_blocks(up_ptr, chunk - num_chunks, starts, counts, num_up, UP_ROWS, EXPERTS)
+        if DOWN_ROWS != UP_ROWS:  # else it is the same list
+            _list_blocks(down_ptr, chunk - num_chunks, starts, counts, num_down, DOWN_ROWS, EXPERTS)
+        return
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
-    for rank in range(TOP_K):
+    for rank in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + tokens * TOP_K + rank, mask=tokens < num_tokens, other=-1)
         ranks = tl.where(expert[:, None] == experts[None, :], rank, ranks)
     chosen = (ranks < TOP_K).to(tl.int32)
     places = (starts + before)[None, :] + tl.cumsum(chosen, 0) - chosen
     tl.store(order_ptr + places, tokens[:, None] * TOP_K + ranks, mask=chosen != 0)
-    _list_blocks(up_ptr, starts, counts, num_up, UP_ROWS, EXPERTS)
-    if DOWN_ROWS != UP_ROWS:  # else it is the same list
-        _list_blocks(down_ptr, starts, counts, num_down, DOWN_ROWS, EXPERTS)
 
 
 # ---- products
@@ -301,31 +327,27 @@ def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
     logits = tl.load(logits_ptr + experts, mask=experts < num_experts, other=float("-inf"))
     keys = _to_keys(logits, experts, num_experts)
     ahead = tl.zeros((_AT_ONCE, EXPERTS), tl.int32)
-    for first in range(0, num_experts, _AT_ONCE):
+    for first in tl.static_range(0, EXPERTS, _AT_ONCE):
         others = first + tl.arange(0, _AT_ONCE)[:, None]
         other = tl.load(logits_ptr + others, mask=others < num_experts, other=float("-inf"))
         ahead += (_to_keys(other, others, num_experts) > keys).to(tl.int32)
     return logits, tl.sum(ahead, 0)[None, :]
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def _up_direct(
-    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, experts_ptr, weights_ptr, num_pairs, num_in, num_out, num_experts,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, num_in, num_out, num_experts,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
+    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A tile has one pair, in its first row. One program more for each token writes down its experts and weights."""
+    """A tile has one pair, in its first row."""
     begin(AHEAD)
+    if LET and AHEAD:  # when all programs have come so far, so that the logits are there
+        gdc_launch_dependents()
     tiles = tl.cdiv(num_out, OUTS)
     n, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    experts = tl.arange(0, EXPERTS)[None, :]
-    token = tl.where(pair < num_pairs, pair // TOP_K, tl.program_id(0) - num_pairs * tiles)
-    logits, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
-    if pair >= num_pairs:
-        weights = _weigh(logits, ranks < TOP_K, OF_ALL, EXPERTS)
-        tl.store(experts_ptr + token * TOP_K + ranks, experts, mask=ranks < TOP_K)
-        tl.store(weights_ptr + token * TOP_K + ranks, weights, mask=ranks < TOP_K)
-        return
+    experts, token = tl.arange(0, EXPERTS)[None, :], pair // TOP_K
+    _, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
     expert = tl.sum(tl.sum(tl.where(ranks == pair % TOP_K, experts, 0), 1), 0)
     rows = tl.arange(0, ROWS)
     out = _gated(
@@ -339,37 +361,46 @@ def _up_direct(
 
 @triton.jit
 def _down_direct(
-    x_ptr, weight, bias_ptr, experts_ptr, weights_ptr, shared_ptr, out_ptr, num_in, num_out,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, logits_ptr, weight_ptr, bias_ptr, shared_ptr, out_ptr, num_in, num_out, num_experts,
+    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    FETCH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of one token, of all its experts in turn: one loop, so that the next expert is fetched meanwhile."""
-    begin(AHEAD)
+    """Some outputs of one token, of all its experts side by side: each has its own sum, and they are added in the order of ranks.
+    What is read before the wait was there before the kernel that this one waits for."""
     tiles = tl.cdiv(num_out, OUTS)
     n, token = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    rows, outs, left = tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), num_out - n * OUTS
-    ranks = tl.arange(0, _MOST_RANKS)
-    experts = tl.load(experts_ptr + token * TOP_K + ranks, mask=ranks < TOP_K, other=0)
-    packed = tl.sum(experts.to(tl.int64) << (8 * ranks).to(tl.int64), 0)  # if the loop loaded them, it would wait for each
-    steps = tl.cdiv(num_in, INS)
-    acc, total = tl.zeros((ROWS, OUTS), tl.float32), tl.zeros((ROWS, OUTS), tl.float32)
-    for i in range(TOP_K * steps):
-        rank, k = i // steps, i % steps * INS
-        expert, pair = ((packed >> (8 * rank).to(tl.int64)) & 0xFF).to(tl.int32), token * TOP_K + rank
-        x = _rows_of(x_ptr, rows * 0 + pair, rows < 1, k, num_in, INS, EVEN)
-        weights = _tile_of(weight, expert * num_out + n * OUTS, k, left, num_in, OUTS, INS, EVEN, BULK)
-        acc = tl.dot(x, weights, tl.where(k == 0, 0.0, acc))
-        value = acc
-        if HAS_BIAS:
-            value += tl.load(bias_ptr + expert * num_out + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
-        value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
-        more = tl.fma(tl.zeros((ROWS, OUTS), tl.float32) + tl.load(weights_ptr + pair), value, total)
-        total = tl.where(k + INS >= num_in, more, total)
-    there = (rows < 1)[:, None] & (outs[None, :] < num_out)
-    where = (token + rows)[:, None].to(tl.int64) * num_out + outs[None, :]
+    ranks, outs = tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)
+    logits, ranks_E = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
+    here = ranks_E == tl.minimum(ranks, TOP_K - 1)[:, None]
+    experts = tl.sum(tl.where(here, tl.arange(0, EXPERTS)[None, :], 0), 1)
+    rows = experts[:, None].to(tl.int64) * num_out + tl.minimum(outs, num_out - 1)[None, :]
+    if FETCH:
+        _fetch((weight_ptr + rows * num_in).to(tl.int64), num_in * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    weights = tl.sum(tl.where(here, _weigh(logits, ranks_E < TOP_K, OF_ALL, EXPERTS), 0.0), 1)
+    begin(AHEAD)
+    there = (ranks < TOP_K)[:, None, None]
+    acc = tl.zeros((RANKS, ROWS, OUTS), tl.float32)
+    for k in range(0, num_in, INS):
+        ins = k + tl.arange(0, INS)
+        inside, stored = there, there & (outs < num_out)[None, None, :]
+        if not EVEN:
+            inside, stored = inside & (ins < num_in)[None, None, :], stored & (ins < num_in)[None, :, None]
+        x = tl.load(x_ptr + (token * TOP_K + ranks)[:, None, None] * num_in + ins[None, None, :], mask=inside, other=0.0)
+        values = tl.load(weight_ptr + (rows * num_in)[:, None, :] + ins[None, :, None], mask=stored, other=0.0)
+        acc = tl.dot(tl.broadcast_to(x, (RANKS, ROWS, INS)), values, acc)  # all rows are the same
+    value = tl.sum(tl.where(tl.arange(0, ROWS)[None, :, None] == 0, acc, 0.0), 1)
+    if HAS_BIAS:
+        value += tl.load(bias_ptr + rows, mask=(outs < num_out)[None, :], other=0.0).to(tl.float32)
+    value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
+    total = tl.zeros((OUTS,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        weight = tl.sum(tl.where(ranks == rank, weights, 0.0), 0)
+        total = tl.fma(tl.zeros((OUTS,), tl.float32) + weight, tl.sum(tl.where((ranks == rank)[:, None], value, 0.0), 0), total)
+    where = token.to(tl.int64) * num_out + outs
     if HAS_SHARED:
-        total += tl.load(shared_ptr + where, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=there)
+        total += tl.load(shared_ptr + where, mask=outs < num_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=outs < num_out)
 
 
 # ---- the host's part
@@ -385,14 +416,15 @@ class Routing:
 
 
 @cache
-def choose_tile(num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int) -> Tile:
-    """By measurement, else by the mean number of rows of an expert. It changes only where the choices of matmuls do."""
+def choose_tile(num_tokens: int, top_k: int, num_experts: int, num_out: int, num_in: int, adds: bool = False) -> Tile:
+    """By measurement, else by the mean number of rows of an expert. It changes only where the choices of matmuls do. `adds`: with
+    few tokens a program has a tile of each of a token's experts."""
     measured = measured_tile(num_tokens, num_experts, num_out, num_in)
     if measured:
         return measured
     num_rows = choice_of(num_tokens) * top_k / num_experts
     if choice_of(num_tokens) <= MOST_DIRECT:
-        return Tile(16, 32, 256, 3, 4)
+        return Tile(16, 16, 128, 3, 8) if adds else Tile(16, 32, 256, 3, 4)
     if num_rows <= 8:
         return Tile(16, 64, 128, 5, 4)
     if num_rows <= 24:
@@ -409,12 +441,12 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 
 def is_direct(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    return num_tokens <= MOST_DIRECT and num_experts <= _MOST_EXPERTS_DIRECT and top_k <= _MOST_RANKS.value
+    return num_tokens <= MOST_DIRECT and num_experts <= _MOST_EXPERTS_DIRECT and top_k <= _MOST_RANKS
 
 
 def _how(tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
     how = {
-        "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None, "BULK": bool(tile.bulk),
+        "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None,
         "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
     }  # fmt: skip
     return how | ({"OUTS": tile.outs} if act is None else {"OUTS": tile.outs // 2, "ACT": act})
@@ -425,8 +457,18 @@ def _matrices(weight: torch.Tensor, outs: int, tile: Tile) -> torch.Tensor | Ten
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [outs, tile.ins]) if tile.bulk else weight
 
 
-def route(logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int) -> Routing:
-    """`of_all`: weights are the softmax among all experts, else among the chosen ones. Then: rows of the products' blocks."""
+def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
+    """Programs that fetch weights meanwhile: where nearly every expert has a token, and memory is what the product waits for."""
+    if IS_INTERPRETED or num_tokens > 512 or num_pairs < 4 * len(weight):
+        return 0
+    return min(FETCHED, weight.nbytes) // (_PIECE.value * _PIECES.value)
+
+
+def route(
+    logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None
+) -> Routing:
+    """`of_all`: weights are the softmax among all experts, else among the chosen ones. Then: rows of the products' blocks, and
+    what is multiplied next."""
     num_tokens, num_experts = logits_TE.shape
     num_pairs, chunk = num_tokens * top_k, 16 if num_tokens <= 512 else 64
     num_chunks, wide = triton.cdiv(num_tokens, chunk), triton.next_power_of_2(num_experts)
@@ -435,9 +477,15 @@ def route(logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_
     weights = torch.empty_like(order, dtype=torch.float32)
     up_blocks, down_blocks = (new(most_blocks(num_pairs, num_experts, rows), 4) for rows in (up_rows, down_rows))
     shape = {"TOP_K": top_k, "CHUNK": chunk, "EXPERTS": wide, "num_warps": 4 if chunk == 16 else 8}
-    launch(_route, (num_chunks,), logits_TE, experts, weights, counts, num_tokens, num_experts, OF_ALL=of_all, **shape, **HOW)
+    num_fetched = 0 if next_weight is None else _num_fetched(next_weight, num_tokens, num_pairs)
     launch(
-        _place, (num_chunks,),
+        _route, (num_chunks + num_fetched,),
+        logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight,
+        num_tokens, num_chunks, num_experts,
+        OF_ALL=of_all, FETCH=num_fetched > 0, **shape, **HOW,
+    )  # fmt: skip
+    launch(
+        _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
         experts, counts, order, up_blocks, down_blocks, num_tokens, num_chunks, len(up_blocks), len(down_blocks),
         UP_ROWS=up_rows, DOWN_ROWS=down_rows, **shape, **HOW,
     )  # fmt: skip
@@ -455,7 +503,7 @@ def multiply_gated(
         _up, (len(routing.up_blocks) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, _matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
         routing.order_P, routing.up_blocks, num_in, num_out,
-        TOP_K=top_k, HALVES=bool(tile.halves), **_how(tile, num_in, bias_E2I, act),
+        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **_how(tile, num_in, bias_E2I, act),
     )  # fmt: skip
     return out
 
@@ -470,7 +518,8 @@ def multiply(
     launch(
         _down, (len(routing.down_blocks) * triton.cdiv(num_out, tile.outs),),
         *x, _matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
-        routing.order_P, routing.down_blocks, num_in, num_out, HALVES=bool(tile.halves), **_how(tile, num_in, bias_EH),
+        routing.order_P, routing.down_blocks, num_in, num_out,
+        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **_how(tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 
@@ -487,37 +536,36 @@ def combine(pairs_PH: torch.Tensor, weights_P: torch.Tensor, top_k: int, shared_
 
 
 def multiply_gated_directly(
-    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, of_all: bool, act: str,
+    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, act: str,
     bias_E2I: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """act(gate) * up of each pair of token and rank; experts and weights."""
+) -> torch.Tensor:  # fmt: skip
+    """act(gate) * up of each pair of token and rank."""
     num_tokens, num_experts = logits_TE.shape
-    num_in, num_out, num_pairs = weight_E2IH.shape[2], weight_E2IH.shape[1] // 2, num_tokens * top_k
-    out = x_TH.new_empty(num_pairs, num_out)
-    experts = torch.empty(num_pairs, dtype=torch.int32, device=x_TH.device)
-    weights = torch.empty_like(experts, dtype=torch.float32)
+    num_in, num_out = weight_E2IH.shape[2], weight_E2IH.shape[1] // 2
+    out = x_TH.new_empty(num_tokens * top_k, num_out)
     launch(
-        _up_direct, (num_pairs * triton.cdiv(num_out, tile.outs // 2) + num_tokens,),
+        _up_direct, (len(out) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, logits_TE, _matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
-        experts, weights, num_pairs, num_in, num_out, num_experts,
-        TOP_K=top_k, OF_ALL=of_all, EXPERTS=triton.next_power_of_2(num_experts), **_how(tile, num_in, bias_E2I, act),
+        num_in, num_out, num_experts,
+        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, BULK=bool(tile.bulk),
+        **_how(tile, num_in, bias_E2I, act),
     )  # fmt: skip
-    return out, experts, weights
+    return out
 
 
 def multiply_directly(
-    x_PI: torch.Tensor, weight_EHI: torch.Tensor, experts_P: torch.Tensor, weights_P: torch.Tensor, tile: Tile, top_k: int,
+    x_PI: torch.Tensor, logits_TE: torch.Tensor, weight_EHI: torch.Tensor, tile: Tile, top_k: int, of_all: bool,
     bias_EH: torch.Tensor | None = None, shared_TH: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The second product and the sum of each token's experts."""
-    _, num_out, num_in = weight_EHI.shape
-    num_tokens = len(x_PI) // top_k
+    """The second product and the sum of each token's experts. The kernel before may not have written `logits`."""
+    (num_tokens, num_experts), (_, num_out, num_in) = logits_TE.shape, weight_EHI.shape
     out = x_PI.new_empty(num_tokens, num_out)
     launch(
         _down_direct, (num_tokens * triton.cdiv(num_out, tile.outs),),
-        x_PI, _matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, experts_P, weights_P,
-        out if shared_TH is None else shared_TH, out, num_in, num_out,
-        TOP_K=top_k, HAS_SHARED=shared_TH is not None, **_how(tile, num_in, bias_EH),
+        x_PI, logits_TE, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH, out,
+        num_in, num_out, num_experts,
+        TOP_K=top_k, OF_ALL=of_all, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
+        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0, **_how(tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 
@@ -541,12 +589,11 @@ def moe(
     (num_tokens, num_experts), (num_gate_up, num_in) = router_logits_TE.shape, gate_up_E2IH.shape[1:]
     of_all = scoring == "softmax_then_topk" and not renormalise
     up_tile = choose_tile(num_tokens, top_k, num_experts, num_gate_up, num_in)
-    down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:])
-    if is_direct(num_tokens, top_k, num_experts):
-        rows, experts, weights = multiply_gated_directly(
-            x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, of_all, act, gate_up_bias_E2I
-        )
-        return multiply_directly(rows, down_EHI, experts, weights, down_tile, top_k, down_bias_EH, shared_TH)
-    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows)
+    direct = is_direct(num_tokens, top_k, num_experts)
+    down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
+    if direct:
+        rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I)
+        return multiply_directly(rows, router_logits_TE, down_EHI, down_tile, top_k, of_all, down_bias_EH, shared_TH)
+    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
     return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing.weights_P, top_k, shared_TH)

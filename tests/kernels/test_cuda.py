@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
-from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
+from tidemill.kernels.glu import activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference

@@ -20,6 +20,7 @@ from triton.compiler import make_backend
 from triton.runtime import jit
 from tidemill.kernels.cuda import sampling
 from tidemill.runner import base, cuda_sampler
+from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.state import RowState
 from tidemill.sampling import SamplingParams
@@ -39,6 +40,8 @@ VOCAB, REQUESTS, HEADER = 3000, 70, 8
 class Model:
     def logits(self, hidden, out):
         return out.copy_(hidden @ torch.zeros(16, VOCAB, device=hidden.device))
+
+    pool = CausalLM.pool
 
 KINDS = [
     dict(top_k=5), dict(top_p=0.5), dict(min_p=0.1), dict(typical_p=0.5), dict(temperature=0.0, presence_penalty=1.0),

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from tidemill.kernels.cuda import sampling
+from tidemill.models.base import CausalLM
 from tidemill.runner import cuda_sampler
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.sampler import STAGES, Sampler, score, stages_of
@@ -280,6 +281,8 @@ def test_logprobs(num_top, monkeypatch):
 class Model:
     def logits(self, hidden_TH, out):
         return out.copy_(hidden_TH @ torch.ones(4, VOCAB))
+
+    pool = CausalLM.pool
 
 
 def test_warming_up_leaves_nothing_behind():

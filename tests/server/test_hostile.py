@@ -56,6 +56,13 @@ VALID = {
     },
     "/v1/messages": PROMPT | {"max_tokens": 2, "tools": [{"name": "f", "input_schema": {"type": "object"}}]},
     "/v1/messages/count_tokens": PROMPT,
+    "/v1/chat/completions/batch": {"model": "tiny", "messages": [SAID], "max_tokens": 2},
+    "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 2}},
+    "/abort_request": {"rid": "x"},
+    "/v1/rerank": {"model": "tiny", "query": "x", "documents": ["y"]},
+    "/v1/score": {"model": "tiny", "text_1": "x", "text_2": ["y"]},
+    "/v1/load_lora_adapter": {"lora_name": "x", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/tokenize": {"messages": SAID},
     "/detokenize": {"tokens": [5]},
     "/v1/batches": {  # of a file that is not there

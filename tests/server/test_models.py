@@ -232,9 +232,9 @@ def test_a_killed_engine_does_not_touch_the_other(both, expected):
 
 def test_a_model_without_requests_is_unloaded_and_loaded_again(folders, expected):
     server = Server(None, f"ebb={folders['ebb']}", "--idle-unload", "0.2", "--kv-memory", "4M").wait()
-    until(lambda: not server.engine_pids())
+    until(lambda: httpx.get(f"{server.url}/v1/models/ebb").json()["state"] == "unloaded")
+    assert not server.engine_pids()
     assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
-    assert httpx.get(f"{server.url}/v1/models/ebb").json()["state"] == "unloaded"
     assert ask(server, "ebb", 7) == expected["ebb", 7]
     assert server.gauge("model_loads_total") == 2
     assert server.stop() == 0

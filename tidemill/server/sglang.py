@@ -362,7 +362,7 @@ def make_router(models: Models) -> APIRouter:
     async def abort(request: Request, body: AbortRequest = Depends(body_of(AbortRequest))) -> Response:
         caller = request.state.caller
         models.cancel(body.rid, None if caller.is_admin else caller.tenant)
-        return Response(status_code=200)
+        return Response(b"{}", media_type="application/json")
 
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:

@@ -466,6 +466,7 @@ def check_families() -> None:
     common = {
         "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1400, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.05,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     kinds = ["sliding_attention", "full_attention"] * 2
     factors = [1 + i / 8 for i in range(48)]

@@ -31,6 +31,14 @@ httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
 
 # Beyond what two cores do in a quarter of an hour: `make test-slow` runs these, too.
 _ONLY_WHEN_SLOW = (
+    "test_the_torch_fallbacks_first_large_calls_are_accurate",
+    "test_flash_attention_is_tried_first[True-20.0]",
+    "test_cuda_moe.py::test_every_kernel_compiles_for_hopper",
+    "test_quantized_matmuls_keep_the_quality[256]",
+    "test_structured_outputs_by_xgrammar",
+    "test_a_collector_that_is_gone_hurts_nobody",
+    "test_families_with_experts[GptOss]",
+    "test_a_request_that_waits_for_its_model_can_be_cancelled",
     *(f"among_others[{name}-torch" for name in ("BertModel", "RobertaModel", "BertForMaskedLM")),
     "test_scores_of_pairs_equal_transformers[torch-XLM",
     "test_cuda.py::test_a_layer_computes_what_its_spec_says[window",

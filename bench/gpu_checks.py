@@ -25,7 +25,7 @@ import triton
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import byte_tokenizer
-from tidemill.config import AttentionSpec, EngineOptions
+from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.attention import capped
@@ -35,6 +35,7 @@ from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.model_config import AttentionSpec
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
 from tidemill.sampling import Grammar, SamplingParams

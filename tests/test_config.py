@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers import load_model
-from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, MoESpec, alike, fmt_bytes, parse_bytes, resolve
+from tidemill.config import EngineOptions, fmt_bytes, parse_bytes, resolve
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
+from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, alike
 from tidemill.runner.cpu_runner import CpuRunner
 
 SMOLLM2 = ModelConfig(

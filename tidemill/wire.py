@@ -6,10 +6,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tidemill.config import AttentionSpec, EngineConfig, EngineOptions, LayerSpec, ModelConfig, StateSpec
+from tidemill.config import EngineConfig, EngineOptions
 from tidemill.errors import ContextTooLong, InvalidRequest
 from tidemill.events import Event
 from tidemill.machine import Machine
+from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
 from tidemill.sampling import SamplingParams
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tidemill.config import AttentionSpec, EngineOptions, ModelConfig, alike
+from tidemill.config import EngineOptions
 from tidemill.engine.budget import share
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
+from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.wire import Inspected
 
 MIB = 2**20

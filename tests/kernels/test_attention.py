@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from tidemill.cache_layout import Place, one_group
-from tidemill.config import AttentionSpec
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
 from tidemill.kernels.kv_cache import Angles, HeadWeights, PagedKV, copy_pages, new_cache, write_kv
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.model_config import AttentionSpec
 
 NUM_PAGES, NUM_LAYERS, LAYER, MAX_CONTEXT = 160, 2, 1, 640
 BACKENDS = [

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.config import AttentionSpec
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
 from tidemill.kernels.glu import activate_reference, glu_reference
@@ -23,6 +22,7 @@ from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.model_config import AttentionSpec
 from tidemill.runner import cuda_work
 from tidemill.runner.cuda_graphs import one_of_each_kind, sizes
 

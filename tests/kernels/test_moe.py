@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.moe import dense_experts, moe_reference, route_reference
 from tidemill.kernels.quantized_linear import Codes, quantize
+from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.quantized import Quantized
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.config import QUANTIZED_TYPES
 from tidemill.kernels import native
 from tidemill.kernels.quantized_linear import (
     GROUP,
@@ -16,6 +15,7 @@ from tidemill.kernels.quantized_linear import (
     quantize,
     quantized_linear_reference,
 )
+from tidemill.model_config import QUANTIZED_TYPES
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)

@@ -9,13 +9,13 @@ import torch
 from tests.helpers import Answer, engine_config, greedy, load_model, make_core, reference_agrees, run, take
 from tidemill import config
 from tidemill.cache_layout import Place, StateLayout
-from tidemill.config import AttentionSpec, StateSpec
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, new_cache
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, TorchStates
+from tidemill.model_config import AttentionSpec, StateSpec
 from tidemill.wire import Submit
 
 SIZES = {

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import KV_BYTES, ModelConfig, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
+from tidemill.config import decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
+from tidemill.model_config import KV_BYTES, ModelConfig
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)

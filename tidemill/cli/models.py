@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.config import EngineOptions, ModelConfig, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
+from tidemill.config import EngineOptions, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
+from tidemill.model_config import ModelConfig
 from tidemill.weights.locate import PACKAGED, locate, packaged_file
 
 console = Console(highlight=False)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, ModelConfig, resolve
+from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
@@ -20,6 +20,7 @@ from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult

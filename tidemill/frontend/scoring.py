@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from operator import mul
 
-from tidemill.config import ModelConfig
 from tidemill.errors import InvalidRequest
+from tidemill.model_config import ModelConfig
 
 MAX_PAIRS = 2048
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.config import AttentionSpec
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
+from tidemill.model_config import AttentionSpec
 
 PREFILL_TILE = 32
 _FIRST_BLOCK, _LAST_BLOCK = 64, 512

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tidemill.cache_layout import Place
-from tidemill.config import AttentionSpec
+from tidemill.model_config import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

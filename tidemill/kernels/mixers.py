@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.config import AttentionSpec, LayerSpec
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention, TorchStep
 from tidemill.kernels.kv_cache import HeadWeights, PagedKV
@@ -17,6 +16,7 @@ from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
+from tidemill.model_config import AttentionSpec, LayerSpec
 
 
 class Mixers:

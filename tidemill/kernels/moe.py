@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.kernels import native
 from tidemill.kernels.glu import ACTIVATIONS, glu, glu_reference
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
 from tidemill.kernels.quantized_linear import Codes, code_panels
+from tidemill.model_config import MoESpec
 
 
 def route_reference(

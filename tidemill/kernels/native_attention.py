@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
-from tidemill.config import AttentionSpec
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
+from tidemill.model_config import AttentionSpec
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
 # keep more threads busy. Bits do not depend on it.

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.config import STATE_KINDS, StateSpec
 from tidemill.kernels import native
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, cut
+from tidemill.model_config import STATE_KINDS, StateSpec
 
 _MAX_KERNEL = 16  # as in scan.c
 

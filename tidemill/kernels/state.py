@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import StateLayout
-from tidemill.config import LayerSpec, StateSpec
+from tidemill.model_config import LayerSpec, StateSpec
 
 _UNIT_EPS = 1e-6  # in the norm of a delta rule's keys and queries
 SEGMENT_FIELDS = 5  # row of the table, first token in the step, tokens, source block (-1: zeros), target block

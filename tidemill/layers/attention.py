@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, ModelConfig
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
+from tidemill.model_config import AttentionSpec, ModelConfig
 
 
 class AttentionStep(Protocol):

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, StateSpec
 from tidemill.kernels.state import ScanInputs, StateWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
+from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.weights.checkpoint import WeightTensor
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, MoESpec
 from tidemill.errors import CheckpointError
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
+from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.quant import METHODS, ExpertParts, ExpertStacks
 from tidemill.weights.checkpoint import WeightTensor
 

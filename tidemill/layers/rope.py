@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tidemill.config import Rotation
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.rope import rope_frequencies, rope_tables
 from tidemill.layers.base import Layer
+from tidemill.model_config import Rotation
 
 
 class Rope(Layer):

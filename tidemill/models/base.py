@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, ModelConfig, Rotation
 from tidemill.errors import CheckpointError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
@@ -23,6 +22,7 @@ from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.rope import Rope
+from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, ModelConfig, Pooler, alike
 from tidemill.errors import CheckpointError
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
@@ -18,6 +17,7 @@ from tidemill.layers.embedding import Embedding
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import MLP
 from tidemill.layers.norm import LayerNorm
+from tidemill.model_config import AttentionSpec, ModelConfig, Pooler, alike
 from tidemill.models.base import Model, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import Modules

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, RopeScaling, Rotation
 from tidemill.kernels.attention import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
+from tidemill.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Llama, gguf_windows, hf_scaling
 from tidemill.weights.checkpoint import Checkpoint

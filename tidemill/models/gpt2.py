@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, ModelConfig, alike
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding
 from tidemill.layers.mlp import MLP
 from tidemill.layers.norm import LayerNorm
+from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import optional, required, stored_values
 from tidemill.models.llama import ACTS, Llama, check_numbers, table_rows
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor

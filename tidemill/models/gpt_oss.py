@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, MoESpec
 from tidemill.errors import CheckpointError
 from tidemill.kernels.glu import SWIGLU_ALPHA, SWIGLU_LIMIT
 from tidemill.layers.moe import Experts, MoE, read_values
+from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Block, Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from tidemill.config import ModelConfig
 from tidemill.errors import CheckpointError
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import optional
 from tidemill.models.llama import Llama
 from tidemill.weights.checkpoint import Checkpoint

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
+from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.models.base import CausalLM, optional, required, stored_values
 from tidemill.weights.checkpoint import Checkpoint
 

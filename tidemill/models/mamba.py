@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, StateSpec, alike
 from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import MambaMixer, StateMixer, StateParameters, StateStep
 from tidemill.layers.norm import RMSNorm
+from tidemill.model_config import ModelConfig, StateSpec, alike
 from tidemill.models.base import optional, required, stored_values
 from tidemill.models.llama import Llama
 from tidemill.weights.checkpoint import Checkpoint

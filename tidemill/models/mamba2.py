@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import torch
 
-from tidemill.config import ModelConfig, StateSpec
 from tidemill.errors import CheckpointError
 from tidemill.layers.mamba import StateMixer
+from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
 from tidemill.models.base import optional, required
 from tidemill.models.mamba import Mamba

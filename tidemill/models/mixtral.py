@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from tidemill.config import ModelConfig, MoESpec
 from tidemill.errors import CheckpointError
+from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Llama
 from tidemill.weights.checkpoint import Checkpoint

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig
 from tidemill.errors import CheckpointError
 from tidemill.layers.base import Layer
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import optional
 from tidemill.models.roberta import Roberta
 from tidemill.weights.checkpoint import Checkpoint

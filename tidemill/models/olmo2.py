@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import ModelConfig, Rotation
 from tidemill.kernels.kv_cache import PLAIN
 from tidemill.kernels.norm import qk_norm
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm
+from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.base import optional
 from tidemill.models.llama import Llama, check_numbers, gguf_windows, hf_scaling, windows
 from tidemill.weights.checkpoint import Checkpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.config import ModelConfig
 from tidemill.errors import CheckpointError
+from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Block, Llama
 from tidemill.models.mixtral import expert_names, gguf_experts, hf_experts
 from tidemill.models.olmo2 import NormedAttention

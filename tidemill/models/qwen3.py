@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from tidemill.config import ModelConfig
+from tidemill.model_config import ModelConfig
 from tidemill.models.llama import Llama
 from tidemill.weights.checkpoint import Checkpoint
 

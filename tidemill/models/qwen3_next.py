@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
 from tidemill.errors import CheckpointError
 from tidemill.kernels.gate import gated
 from tidemill.layers.attention import Attention, AttentionStep
@@ -16,6 +15,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.mamba import StateMixer, StateParameters
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import RMSNorm
+from tidemill.model_config import AttentionSpec, LayerSpec, ModelConfig, StateSpec
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts

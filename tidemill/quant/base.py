@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.kernels.glu import glu
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
+from tidemill.model_config import MoESpec
 from tidemill.weights.checkpoint import WeightTensor
 
 Part = TypeVar("Part")

@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
+from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 

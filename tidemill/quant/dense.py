@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.kernels import native
 from tidemill.kernels.linear import Weight, pack_linear
 from tidemill.kernels.moe import ExpertWeights, dense_experts
+from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 

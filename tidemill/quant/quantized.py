@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import torch
 
-from tidemill.config import MoESpec
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, stack_codes, stack_dense
 from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat
+from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.quant.dense import Dense
 from tidemill.weights.checkpoint import WeightTensor

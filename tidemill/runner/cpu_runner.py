@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tidemill.config import AttentionSpec, EngineConfig, ModelConfig
+from tidemill.config import EngineConfig
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
+from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch

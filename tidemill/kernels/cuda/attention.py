@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.config import AttentionSpec
 from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
 from tidemill.kernels.cuda.records import (
     MEMBER_SLOT,
@@ -56,6 +55,7 @@ from tidemill.kernels.cuda.records import (
     SINGLE_TOKEN,
     SINGLE_WIDTH,
 )
+from tidemill.model_config import AttentionSpec
 
 SPLIT, BLOCK = 512, 64  # a block is a page
 SINGLE_ROWS, SHARED_ROWS, PROMPT_ROWS = 16, 64, 64

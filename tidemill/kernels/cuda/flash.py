@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tidemill.config import AttentionSpec
 from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH, PROMPTS
+from tidemill.model_config import AttentionSpec
 
 MOST_PROMPTS = 4
 WHOLE = 2**30  # the tile of a request that is not cut

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.config import StateSpec
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 from tidemill.kernels.state import PagedStates, ScanInputs, Segments, StateWeights
+from tidemill.model_config import StateSpec
 
 _CHANNELS = 256  # of a program
 _COLUMNS = 32

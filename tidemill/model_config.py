@@ -1,0 +1,361 @@
+"""The shape of a model, whatever file it came from: what each layer computes, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tidemill.errors import ConfigError, InvalidRequest
+
+KV_BYTES = {"float32": 4, "bfloat16": 2}
+PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
+# Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
+QUANTIZED_TYPES = {
+    "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
+    "MXFP4": 18 / 32,
+}  # fmt: skip
+_OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
+_MAX_LAYERS = 2**14
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How positions beyond the original context are squeezed. Field names follow the published configurations."""
+
+    kind: str  # linear, llama3, yarn, longrope
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True  # yarn: the bounds between which frequencies are blended are whole numbers
+    short_factors: tuple[float, ...] = ()  # longrope's: contexts up to the original one
+    long_factors: tuple[float, ...] = ()  # and longer ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """A rotary position embedding of the first `num_dims` dimensions of a head."""
+
+    num_dims: int
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+class LayerSpec:
+    """What a layer computes besides its feed-forward: an AttentionSpec or a StateSpec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(LayerSpec):
+    """What the attention of a layer computes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    rotation: Rotation | None  # None: queries and keys are not rotated
+    window: int = 0  # a query sees this many keys, its own the last; 0: all before it
+    softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
+    has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
+    is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
+    has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            _check_size(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} query heads over {self.num_kv_heads} KV heads.",
+                fix="The first must be a multiple of the second.",
+            )
+        assert not (self.is_bidirectional and self.window), "no kernel has both"
+
+
+STATE_KINDS = ("mamba", "mamba2", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpec(LayerSpec):
+    """What a layer with a state of constant size computes: a short causal convolution, then a recurrence over a float32 matrix
+    [state_size, head_dim] for each head. Columns of that matrix do not depend on each other."""
+
+    kind: str  # mamba: selective scan; mamba2: one decay for a head; delta: gated delta rule
+    num_heads: int  # of a mamba, whose channels are all alike: groups of head_dim of them
+    head_dim: int  # of values
+    state_size: int  # of a delta rule: the size of a key
+    num_groups: int = 1  # heads of one group share their B and C (delta: key and query)
+    kernel: int = 4  # tokens that the convolution sees
+    rank: int = 0  # of the time steps' projection (mamba)
+    norm_size: int = 0  # values that are normed together (mamba2: after the gate; delta: a head, before it); 0: none
+
+    def __post_init__(self) -> None:
+        if self.kind not in STATE_KINDS:
+            raise ConfigError(f"A layer's state is of kind {self.kind!r}.", fix=f"Known kinds: {', '.join(STATE_KINDS)}.")
+        for name in ("num_heads", "head_dim", "state_size", "num_groups", "kernel"):
+            _check_size(name, getattr(self, name))
+        if self.kind == "mamba":
+            _check_size("rank", self.rank)
+        if self.num_heads % self.num_groups or (self.norm_size and self.num_inner % self.norm_size):
+            raise ConfigError(
+                f"The model's configuration has {self.num_heads} heads of {self.head_dim} in {self.num_groups} groups, normed by "
+                f"{self.norm_size}.",
+                fix="Groups must divide the heads, and what is normed together all values.",
+            )
+
+    @property
+    def num_inner(self) -> int:
+        """Values of a token that come out."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution."""
+        return self.num_inner + (0 if self.kind == "mamba" else 2 * self.num_groups * self.state_size)
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of the projection that a token starts with: the channels, a gate and (one or two for a head) time steps."""
+        return self.num_channels + self.num_inner + {"mamba": 0, "mamba2": 1, "delta": 2}[self.kind] * self.num_heads
+
+    @property
+    def conv_floats(self) -> int:
+        """Of the convolution's state, [num_channels, kernel - 1]."""
+        return self.num_channels * (self.kernel - 1)
+
+    @property
+    def head_floats(self) -> int:
+        """Of each head's state."""
+        return self.state_size * self.head_dim
+
+    @property
+    def piece_bytes(self) -> list[int]:
+        """The convolution's state and each head's: what lies in one place each."""
+        return [4 * self.conv_floats, *[4 * self.head_floats] * self.num_heads]
+
+    def num_parameters(self, hidden_size: int) -> int:
+        inner = self.num_inner
+        linears = hidden_size * (self.num_projected + inner)
+        if self.kind == "mamba":
+            linears += inner * (2 * self.rank + 2 * self.state_size + self.state_size)
+        return linears + self.num_channels * (self.kernel + 1) + 3 * self.num_heads + self.norm_size
+
+
+SCORINGS = ("softmax_then_topk", "topk_then_softmax")  # softmax over all experts, or over the chosen ones
+_MAX_EXPERTS = 2**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The experts of a layer's feed-forward, and how a token chooses among them."""
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    renormalise: bool  # the chosen experts' weights are divided by their sum
+    scoring: str = "softmax_then_topk"
+    act: str = "silu"  # a name in kernels/glu.py
+    has_bias: bool = False  # of the router and of every expert's matrices
+    shared_size: int = 0  # of an expert that every token goes through, by the weight sigmoid(its own row of the router)
+
+    def __post_init__(self) -> None:
+        _check_size("num_experts", self.num_experts, _MAX_EXPERTS)
+        _check_size("num_experts_per_tok", self.top_k, self.num_experts)
+        _check_size("expert size", self.expert_size)
+        if self.scoring not in SCORINGS:
+            raise ConfigError(f"Experts are chosen by {self.scoring!r}.", fix=f"Known: {', '.join(SCORINGS)}.")
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the router: one for each expert, and one for the shared one."""
+        return self.num_experts + (1 if self.shared_size else 0)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        matrices = 3 * hidden_size * (self.num_experts * self.expert_size + self.shared_size)
+        biases = self.num_experts * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
+        return matrices + self.num_logits * hidden_size + biases
+
+    def activations(self, hidden_size: int) -> int:
+        """Values that a token needs meanwhile: for each of its experts the input, gate and up, their product, the output."""
+        chosen = self.top_k * (2 * hidden_size + 3 * self.expert_size)
+        return chosen + 2 * self.num_logits + (hidden_size + 3 * self.shared_size if self.shared_size else 0)
+
+
+def _check_size(name: str, value: object, most: int = 2**31) -> None:
+    if not isinstance(value, int) or not 0 < value <= most:
+        raise ConfigError(f"The model's configuration has {name} = {value!r}.", fix=f"It must be an integer from 1 to {most}.")
+
+
+def alike(num_layers: int, spec: LayerSpec) -> tuple[LayerSpec, ...]:
+    """The layers of a model whose layers do not differ."""
+    _check_size("num_layers", num_layers, _MAX_LAYERS)
+    return (spec,) * num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooler:
+    """What an encoder makes of its hidden states: an embedding, or the scores of a cross-encoder."""
+
+    how: str  # mean, cls (the first token's) or score
+    is_normalized: bool = True  # embeddings have length 1
+    num_labels: int = 0  # of a cross-encoder
+    activation: str = "identity"  # of its scores: identity or sigmoid
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a model, whatever file it came from."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # 0: no feed-forward
+    layers: tuple[LayerSpec, ...]  # one for each layer; KV heads and their size are the same in all
+    max_context: int
+    norm_eps: float
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # of q, k and v
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    conv_bias: bool = True  # of state layers
+    gated_attention: bool = False  # by a sigmoid of another projection as wide as the queries'
+    qk_norm: bool = False  # of each query and key head, before rotation
+    act: str = "silu"  # a name in kernels/glu.py
+    experts: tuple[MoESpec | None, ...] = ()  # of each layer, None where it is dense; empty: all are
+    is_gated: bool = True  # the feed-forward block: act(gate) * up; otherwise act(up)
+    num_positions: int = 0  # rows of a learned position embedding; 0: there is none
+    embedding_scale: float = 1.0  # multiplies embeddings
+    residual_scale: float = 1.0  # multiplies what a layer adds
+    logits_scale: float = 1.0  # multiplies logits
+    logits_softcap: float = 0.0  # a logit l becomes softcap * tanh(l / softcap); 0: it stays
+    num_token_types: int = 0  # learned, of the texts of a pair
+    pooler: Pooler | None = None  # an encoder has one; None: the model generates text
+    stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
+    notes: tuple[str, ...] = ()  # what a user should know about how this file was read
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers"):
+            if getattr(self, name) or name != "intermediate_size" or self.attention_layers:
+                _check_size(name, getattr(self, name))
+        if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in self.attention_layers}) > 1:
+            raise ConfigError("The model's layers have different numbers or sizes of heads, which is not supported.")
+        if self.experts and len(self.experts) != self.num_layers:
+            raise ConfigError(f"The model has {self.num_layers} layers, and experts for {len(self.experts)}.")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention_layers(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that have a KV cache."""
+        return tuple(spec for spec in self.layers if isinstance(spec, AttentionSpec))
+
+    @property
+    def state_layers(self) -> tuple[StateSpec, ...]:
+        """Of the layers that have a state of constant size."""
+        return tuple(spec for spec in self.layers if isinstance(spec, StateSpec))
+
+    @property
+    def num_heads(self) -> int:
+        """Of attention layers; 0 if there are none, as num_kv_heads and head_dim."""
+        return self.attention_layers[0].num_heads if self.attention_layers else 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention_layers[0].num_kv_heads if self.attention_layers else 0
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention_layers[0].head_dim if self.attention_layers else 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers whose keys and values are kept. An encoder computes a sequence in one step: its layers use the same memory."""
+        return len(self.attention_layers) if self.pooler is None else 1
+
+    @property
+    def own_pooling(self) -> str | None:
+        """What it does with a prompt: pool its hidden states, or (None) generate."""
+        return None if self.pooler is None else self.pooler.how
+
+    def check_pooling(self, pooling: str | None) -> None:
+        """Raises unless the model can do it. None: generate."""
+        own = self.own_pooling
+        if pooling is None and own is not None:
+            does = "scores pairs of texts" if own == "score" else "makes embeddings"
+            fix = "Use /v1/score or /v1/rerank." if own == "score" else "Use /v1/embeddings, /v1/score or /v1/rerank."
+            raise InvalidRequest(f"This model is an encoder: it {does} and generates no text.", fix=fix, param="model")
+        if pooling == "score" and own != "score":
+            raise InvalidRequest("This model is not a cross-encoder: it has no scores.", fix="Use embeddings.", param="pooling")
+        if pooling not in (None, "score") and own == "score":
+            fix = "Use /v1/score or /v1/rerank, or serve an embedding model."
+            raise InvalidRequest("This model is a cross-encoder: it has scores of pairs, no embeddings.", fix=fix, param="model")
+        if pooling == "cls" and own is None:
+            fix = "Use mean or last."
+            raise InvalidRequest("The first token of a causal model knows nothing of the others.", fix=fix, param="pooling")
+
+    @property
+    def num_parameters(self) -> int:
+        """Stored values: a tied embedding counts once."""
+        h, d = self.hidden_size, self.head_dim
+        attention = h * d * ((3 if self.gated_attention else 2) * self.num_heads + 2 * self.num_kv_heads)
+        mixers = len(self.attention_layers) * attention + sum(spec.num_parameters(h) for spec in self.state_layers)
+        dense = (3 if self.is_gated else 2) * h * self.intermediate_size
+        feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
+        embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * h
+        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token is multiplied by: of the experts, only the chosen ones."""
+        idle = (3 * self.hidden_size * moe.expert_size * (moe.num_experts - moe.top_k) for moe in self.experts if moe)
+        return self.num_parameters - sum(idle)
+
+    def moe(self, layer: int) -> MoESpec | None:
+        """The experts of a layer; None: it is dense."""
+        return self.experts[layer] if self.experts else None
+
+    @property
+    def lora_values_per_rank(self) -> int:
+        """Of an adapter of all linear layers: inputs and outputs of each."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.num_layers * (2 * (h + q) + 2 * (h + kv) + 3 * (h + self.intermediate_size))
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(kind not in PLAIN_TYPES for kind in self.stored)
+
+    def weight_bytes(self, dtype: str, compiled: bool) -> int:
+        """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
+        if dtype == "bfloat16":
+            return 2 * self.num_parameters
+        total = 0.0
+        for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
+            if kind in PLAIN_TYPES:
+                total += num_values * (PLAIN_TYPES[kind] if compiled else 4)
+            else:
+                total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
+        return int(total)
+
+    def unpacked_types(self, dtype: str) -> list[str]:
+        """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
+        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
+        return sorted(other) if dtype == "quantized" else []
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence's state, whatever its length; each that is kept takes as much again."""
+        return sum(sum(spec.piece_bytes) for spec in self.state_layers)
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
+        return 2 * self.num_kv_heads * self.head_dim * self.num_kv_layers * KV_BYTES[kv_dtype]
+
+    def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
+        """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""
+        feed_forward = max([3 * self.intermediate_size, *(moe.activations(self.hidden_size) for moe in self.experts if moe)])
+        width = 4 * self.hidden_size + feed_forward + 3 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        width += max((spec.num_projected + spec.num_channels + 3 * spec.num_inner for spec in self.state_layers), default=0)
+        return 4 * (num_tokens * width + 2 * num_samples * self.vocab_size)

@@ -54,7 +54,7 @@ def write_float32(source: Path, target: Path) -> None:
     import gguf
 
     reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())  # type: ignore[union-attr]
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -261,10 +261,13 @@ class Scheduler:
                 request.writable_end = (request.num_computed // page_size + 1) * page_size
             self._schedule(request, 1, plan, state)
 
-    def _make_writable(self, request: Request, count: int) -> bool:
-        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself."""
+    def _make_writable(self, request: Request, count: int, planned: Collection[int] = ()) -> bool:
+        """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself, or
+        one of those that are `planned` already."""
         while not self._try_to_make_writable(request, count):
             victim = self._victim()
+            if victim.seq in planned:
+                return False
             self._preempt(victim, f"no free page for {request.request_id}")
             if victim is request:
                 return False
@@ -355,17 +358,7 @@ class Scheduler:
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
         ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
-        if not self.kv.has_windows:
-            return True
-        planned = {item.seq for item in plan.items}
-        while not self._try_to_make_writable(request, count):
-            victim = self._victim()
-            if victim.seq in planned:
-                return False
-            self._preempt(victim, f"no free page for {request.request_id}")
-            if victim is request:
-                return False
-        return True
+        return not self.kv.has_windows or self._make_writable(request, count, {item.seq for item in plan.items})
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
@@ -58,10 +58,10 @@ class Drafting:
             return True
         return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1))
 
-    def _ask(self, drafter: Drafter, requests: Sequence[Request], most: dict[int, int] | None = None) -> list[Request]:
-        """Those that it has no guess for. `most`: how many drafts of whom; else as many as can be, of all."""
-        asked = requests if most is None else [request for request in requests if most.get(request.seq)]
-        nums = [self._max_drafts if most is None else most[request.seq] for request in asked]
+    def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
+        """Those that it has no guess for. `most`: how many tokens of all, or of whom how many."""
+        asked = requests if isinstance(most, int) else [request for request in requests if most.get(request.seq)]
+        nums = [most if isinstance(most, int) else most[request.seq] for request in asked]
         asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
         left = []
         for request, guess in zip(asked, drafter.propose(asks) if asks else (), strict=True):
@@ -80,7 +80,7 @@ class Drafting:
         most: dict[int, int] = {}
         for drafter in self._drafters:
             acceptance, asked = self._acceptance[drafter.name], left
-            left = self._ask(drafter, asked) if drafter.is_free else []
+            left = self._ask(drafter, asked, self._max_drafts + num_unknown) if drafter.is_free else []
             for request in asked:
                 guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
                 num = len(guess) - num_unknown if drafter.is_free else self._max_drafts

@@ -23,7 +23,12 @@ _MIN_LORAS = 8  # slots
 MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
-SPECULATE: dict[str, tuple[str, ...]] = {"auto": ("ngram",), "off": (), "ngram": ("ngram",)}  # drafters, by the option's value
+SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
+    "auto": ("forced", "ngram"),
+    "off": (),
+    "forced": ("forced",),
+    "ngram": ("ngram",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

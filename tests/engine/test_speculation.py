@@ -125,3 +125,25 @@ def test_grammars_follow_the_drafts(tiny_folder, backend, chance):
     core = guess_with(structured_core(model, tiny_folder, backend), Guesser({tuple(PROMPT): expected.tokens}, chance))
     assert run(core, {"x": (PROMPT, params)}, eos)["x"] == expected
     assert expected.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_what_a_grammar_forces_is_guessed(tiny_folder, backend):
+    model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
+    grammar = Grammar("regex", "the (tide|mill) turns the great old wheel of the mill again and again")
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=80, grammar=grammar)
+    options = {"adaptive_drafts": False, "max_drafts": 4}
+    expected = run(
+        structured_core(model, tiny_folder, backend, speculate="off"), {"x": (PROMPT, params)}, tokenizer.eos_token_ids
+    )
+    core = structured_core(model, tiny_folder, backend, speculate="forced", **options)
+    core.submit(Submit("x", PROMPT, params, list(tokenizer.eos_token_ids)))
+    answers, verified = {"x": Answer()}, []
+    while core.has_work:
+        output, _ = core.step()
+        for delta in output.deltas:
+            answers["x"].tokens += delta.token_ids
+        verified += [event.of[0] for event in output.events if isinstance(event, events.DraftsVerified)]
+    assert answers["x"].tokens == expected["x"].tokens
+    assert verified
+    assert {len(one) for one in verified} == {3}

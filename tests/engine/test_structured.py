@@ -279,4 +279,4 @@ def test_the_time_of_masks_is_an_event(core, tokenizer):
     while core.has_work:
         seen += [event for event in core.step()[0].events if isinstance(event, MasksMade)]
     assert len(seen) > 1
-    assert all(event.num_masks == 1 and event.duration_s >= 0 for event in seen)
+    assert all(event.num_masks >= 1 and event.duration_s >= 0 for event in seen)  # more where drafts are verified

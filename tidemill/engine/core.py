@@ -72,7 +72,8 @@ class EngineCore:
             whole_prompts=model.config.pooler is not None,
             max_draws=config.max_draws,
         )
-        drafters = make_drafters(config, self.runner)
+        self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
+        drafters = make_drafters(config, self.runner, self.structured.forced)
         self.drafting = None
         if drafters:
             how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
@@ -87,7 +88,6 @@ class EngineCore:
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
-        self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @classmethod

@@ -94,14 +94,24 @@ class StructuredOutput:
                     broken[item.seq] = error
         return masks, broken
 
+    def forced(self, seq: int) -> list[int]:
+        """Tokens of the text that must come next in this sample, if there is such. A guess: it can be cut into others."""
+        matcher = self._matchers.get(seq)
+        if matcher is None or self._tokenizer is None:
+            return []
+        with suppress(InvalidRequest), _contained():
+            text = matcher.forced().decode(errors="ignore")
+            return self._tokenizer.encode(text, add_special=False) if text else []
+        return []
+
     def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
         """Where drafts were right up to the end of the output and beyond: `tokens`, by row, without what came after the end."""
         for item in plan.items if plan.drafts and self._matchers else ():
             if item.seq in self._matchers and len(tokens.get(item.row, ())) > 1:
                 with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
                     matcher = self._matchers[item.seq].copy()
-                    num = next((num for num, token in enumerate(tokens[item.row], 1) if _is_last(matcher, token)), None)
-                    del tokens[item.row][num:]
+                    own = tokens[item.row]
+                    del own[next((num for num, token in enumerate(own, 1) if _is_last(matcher, token)), len(own)) :]
 
     def take(self, seq: int, token_ids: Sequence[int]) -> bool:
         """Tokens were sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed
@@ -202,6 +212,9 @@ class AfterReasoning:
         made = copy(self)
         made._matcher, made._fresh = self._matcher.copy(), self._fresh.copy()
         return made
+
+    def forced(self) -> bytes:
+        return self._matcher.forced() if self._phase is _Phase.ANSWER else b""
 
     @property
     def is_over(self) -> bool:

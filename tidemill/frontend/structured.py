@@ -59,6 +59,10 @@ class Matcher(ABC):
     @abstractmethod
     def copy(self) -> Matcher: ...
 
+    @abstractmethod
+    def forced(self) -> bytes:
+        """Text that must come next, as far as there is no choice."""
+
 
 class Grammars(ABC):
     """Compiles grammars for one tokenizer. `num_tokens`: of the model, which may have more than the tokenizer, or fewer."""

@@ -44,6 +44,9 @@ class LlgMatcher(Matcher):
     def error(self) -> str:
         return str(self._inner.get_error()) if self._inner.is_error() else ""
 
+    def forced(self) -> bytes:
+        return bytes(self._inner.compute_ff_bytes())
+
     def copy(self) -> LlgMatcher:
         return LlgMatcher(self._inner.deep_copy(), 32 * self._num_words)
 

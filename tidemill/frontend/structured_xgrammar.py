@@ -47,6 +47,9 @@ class XgrammarMatcher(Matcher):
             return "No token is allowed next, and the output is incomplete."
         return self._error
 
+    def forced(self) -> bytes:
+        return b"" if self._inner.is_terminated() else str(self._inner.find_jump_forward_string()).encode()
+
     def copy(self) -> XgrammarMatcher:
         return XgrammarMatcher(self._inner.fork(), self._allowed, self._not_final)
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
-from tidemill.kv.manager import KVManager
+from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
@@ -25,20 +25,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = None
         self.live = {}
         self.tables = {}  # by row: pages as a runner knows them, from the plans alone
+        self.contents = {}  # of pages: by place, the tokens up to the one whose keys and values were written there last
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         page_size=st.sampled_from([1, 2, 4]),
         rows=st.integers(1, 5),
         caching=st.booleans(),
+        index=st.sampled_from(sorted(INDEXES)),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
     )
-    def start(self, policy, page_size, rows, caching, background_tokens, kinds):
+    def start(self, policy, page_size, rows, caching, index, background_tokens, kinds):
         groups, budget = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds], max(rows, 6)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
-            KVManager(num_pages + 1, page_size, caching, groups, budget),
+            KVManager(num_pages + 1, page_size, caching, groups, budget, index),
             num_rows=rows,
             token_budget=budget,
             max_context=24,
@@ -120,8 +122,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(kv._pool.references(page) >= 1 for page in written)
         targets = [target for _, target in plan.page_copies]
         assert len(targets) == len(set(targets))
-        for i, target in enumerate(targets):  # all sources are read before any target is written
-            assert target not in {source for source, _ in plan.page_copies[i:]}
+        read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
+        self.contents |= dict(zip(targets, read, strict=True))
+        self.compute(plan, by_seq)
+
+    def compute(self, plan, by_seq):
+        """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
+        those that it sees."""
+        for item in plan.items:
+            for page, place, expected in self.places(by_seq[item.seq], item.start, item.start + item.count, False):
+                self.contents.setdefault(page, {})[place] = expected
+        for item in plan.items:
+            for page, place, expected in self.places(by_seq[item.seq], item.start, item.start + item.count, True):
+                assert self.contents[page][place] == expected
+
+    def places(self, request, start, end, with_seen):
+        for group, table in zip(self.scheduler.kv.groups, self.scheduler.kv.tables(request.seq), strict=True):
+            first = (max(0, start - group.window + 1) if group.window else 0) if with_seen else start
+            for i in range(first, 0 if group.is_state else end):
+                yield table[i // group.page_size], i % group.page_size, tuple(request.tokens[: i + 1])
 
     @invariant()
     def sound(self):

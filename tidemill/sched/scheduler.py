@@ -16,6 +16,7 @@ from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
+from tidemill.kv.prefix import Path
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import StepItem, StepPlan, Unsent
@@ -377,7 +378,7 @@ class Scheduler:
         """Of a waiting request: what the prefix cache does not hold."""
         if self.kv.holds(request.seq):
             return request.num_needed
-        return request.num_known - self.kv.num_cached(self._keys(request))
+        return request.num_known - self.kv.num_cached(self._path(request))
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
@@ -390,13 +391,15 @@ class Scheduler:
             reason = f"shares the prompt of its first sample: {request.num_computed} of {request.num_known} tokens"
         else:
             reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
-            found = self.kv.admit(request.seq, request.num_known, self._keys(request), request.salt, reserve)
-            if found is None:
+            start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve)
+            if start is None:
                 return False
-            request.num_computed = found
+            request.num_computed, copies = start.num_cached, start.copies
             if request.started_s is None:
-                request.num_cached = found
-            reason = f"prefix hit {found} of {request.num_known}"
+                request.num_cached = start.num_cached
+            reason = f"prefix hit {start.num_cached} of {request.num_known}"
+            if start.num_matching > start.num_cached:
+                reason += f" ({start.num_matching} match)"
             if request.params.needs_whole_prompt:
                 reason = "prefix cache not used: the request asks about the whole prompt"
         if self.waiting.take(request, now):
@@ -413,8 +416,7 @@ class Scheduler:
         self._emit(
             events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
         )
-        if forked:
-            self._plan_copies(request, copies or [])
+        self._plan_copies(request, copies)
         self._unsent.rows[request.row] = request
         return True
 
@@ -495,15 +497,13 @@ class Scheduler:
         """Free pages that admission would take now."""
         if self.kv.holds(request.seq):
             return self.kv.num_copies_to_write(request.seq, request.num_computed, request.num_known)
-        return self.kv.num_pages_to_admit(request.num_known, self._keys(request))
+        return self.kv.num_pages_to_admit(request.num_known, self._path(request))
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Keys of its pages in the prefix cache. Prompt logprobs need every position computed, so then there are none."""
-        if request.params.needs_whole_prompt:
-            return []
-        if request.page_keys is None:
-            request.page_keys = self.kv.page_keys(request.tokens, request.salt)
-        return request.page_keys
+    def _path(self, request: Request) -> Path:
+        """Its tokens in the prefix cache. Prompt logprobs need every position computed, so then nothing is found."""
+        if request.path is None:
+            request.path = self.kv.path(request.tokens, request.salt, is_findable=not request.params.needs_whole_prompt)
+        return request.path
 
     def _victim(self) -> Request:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
@@ -518,7 +518,7 @@ class Scheduler:
         request.num_computed = 0
         request.num_in_flight = 0
         request.writable_end = 0
-        request.page_keys = None
+        request.path = None
         request.epoch += 1
         if request.status is Status.RUNNING:
             self._leave_row(request)

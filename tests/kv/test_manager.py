@@ -198,7 +198,10 @@ def test_a_prefix_needs_only_what_its_window_still_sees(manager):
     assert admit(kv, 2, tokens[:62]) == 60
     every, recent = kv.tables(2)
     assert all(every)
-    seen = {"hash": [12, 13, 14], "radix": [13, 14, 15]}  # token 60, which sees 51 on, is the next; or 61, of a page that was copied
+    seen = {
+        "hash": [12, 13, 14],
+        "radix": [13, 14, 15],
+    }  # token 60, which sees 51 on, is the next; or 61, of a page that was copied
     assert [i for i, page in enumerate(recent) if page] == seen[manager.keywords["index"]]
     for page in taken:
         kv._pool.drop(page)

@@ -49,10 +49,12 @@ class Scheduler:
         background_tokens: float = 1.0,
         background_budget: int | None = None,
         whole_prompts: bool = False,
+        order: str = "arrival",
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
-        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest."""
+        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `order`: of queued requests,
+        one of `queue.ORDERS`."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -69,6 +71,7 @@ class Scheduler:
         self._background_tokens = background_tokens
         self._background_budget = background_budget or token_budget
         self._whole_prompts = whole_prompts
+        self._by_prefix = order == "prefix"
         self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
@@ -329,15 +332,22 @@ class Scheduler:
         """What a prompt that takes several steps leaves of each: a short prompt of another tenant need not wait for its end."""
         if started.num_needed < state.num_left or not self._free_rows:
             return 0
-        other = self.waiting.first(self._clock.now())
+        other = self._next_waiting()
         if other is None or other.account is started.account or other.in_background is not started.in_background:
             return 0
         num = self._num_to_compute(other)
         return num if 2 * num <= state.num_left else 0
 
+    def _next_waiting(self) -> Request | None:
+        """The request that starts next. Prefixes are compared only while one could start."""
+        return self.waiting.first(self._clock.now(), self._num_cached if self._by_prefix and self._free_rows else None)
+
+    def _num_cached(self, request: Request) -> int:
+        return request.num_known - self._num_to_compute(request)
+
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
-        while (request := self.waiting.first(self._clock.now())) is not None and request.in_background is in_background:
+        while (request := self._next_waiting()) is not None and request.in_background is in_background:
             obstacle = self._obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
@@ -402,8 +412,8 @@ class Scheduler:
                 reason += f" ({start.num_matching} match)"
             if request.params.needs_whole_prompt:
                 reason = "prefix cache not used: the request asks about the whole prompt"
-        if self.waiting.take(request, now):
-            reason += f"; before higher priorities, after {request.waited_s:.0f} s in the queue"
+        if why_now := self.waiting.take(request, now):
+            reason += f"; {why_now}"
         if forked:
             self._forked.remove(request)
         insort(self.running, request, key=_rank)
@@ -463,7 +473,7 @@ class Scheduler:
     def _make_way(self, state: StepState) -> None:
         """A waiting request may preempt running ones of strictly lower priority, or of a tenant with more than its part of the
         slots."""
-        request = self.waiting.first(self._clock.now()) if self.policy.may_admit(state) else None
+        request = self._next_waiting() if self.policy.may_admit(state) else None
         if request is None:
             return
         lower, reason = [running for running in self.running if running.yields_to(request)], f"has priority {request.priority}"

@@ -254,25 +254,19 @@ class KVManager:
         if not self.prefix_caching:
             return
         sequence = self._sequences[seq]
-        num_full = min(num_computed, len(token_ids)) // self.page_size
-        for i in range(sequence.num_recorded, num_full):
-            self._record_page(sequence, token_ids, (i + 1) * self.page_size)
-        sequence.num_recorded = max(sequence.num_recorded, num_full)
+        start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
+        sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+            first = max(start // group.page_size, table.num_trimmed)
+            pages = table.pages[first : end // group.page_size]
+            if pages:
+                self._fresh.update(page for page in pages if page not in self._index)
+                self._index.put(sequence.path, token_ids, g, first, pages)
 
     def begin_step(self) -> None:
         """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
         from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
-
-    def _record_page(self, sequence: _Sequence, token_ids: Sequence[int], end: int) -> None:
-        """Pages that end with token `end` - 1."""
-        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            at = end // group.page_size - 1
-            if end % group.page_size == 0 and table.num_trimmed <= at < len(table.pages):
-                page = table.pages[at]
-                if page not in self._index:
-                    self._index.put(sequence.path, token_ids, end, g, page)
-                    self._fresh.add(page)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""

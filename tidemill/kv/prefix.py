@@ -56,8 +56,8 @@ class PrefixIndex(ABC, Generic[P]):
     def find(self, path: P) -> Found: ...
 
     @abstractmethod
-    def put(self, path: P, token_ids: Sequence[int], end: int, group: int, page: int) -> None:
-        """The group's page holds what ends with token `end` - 1 of this path, which has these tokens."""
+    def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
+        """The group's pages number `first` and following of a sequence with this path and these tokens are full."""
 
     @abstractmethod
     def forget(self, page: int) -> bool:
@@ -175,14 +175,15 @@ class HashIndex(PrefixIndex[HashPath]):
             num = min(num, len(found) * per_page + per_page - 1)
         return Found(num * self._page_size, pages)
 
-    def put(self, path: HashPath, token_ids: Sequence[int], end: int, group: int, page: int) -> None:
-        if page in self._key_of:
-            return
-        path.extend(token_ids, end)
-        key = self._key_of[page] = group_key(group, path.keys[end // self._page_size - 1])
-        standing = self._page_of.setdefault(key, page)
-        if standing != page:
-            self._copies.add(standing, page)
+    def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
+        size = self._groups[group].page_size
+        path.extend(token_ids, (first + len(pages)) * size)
+        for i, page in enumerate(pages, first):
+            if page not in self._key_of:
+                key = self._key_of[page] = group_key(group, path.keys[(i + 1) * size // self._page_size - 1])
+                standing = self._page_of.setdefault(key, page)
+                if standing != page:
+                    self._copies.add(standing, page)
 
     def forget(self, page: int) -> bool:
         key = self._key_of.pop(page, None)

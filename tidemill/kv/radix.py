@@ -106,17 +106,21 @@ class RadixIndex(PrefixIndex[RadixPath]):
 
     # ---- changing
 
-    def put(self, path: RadixPath, token_ids: Sequence[int], end: int, group: int, page: int) -> None:
-        if page in self._at:
-            return
-        node, size = self._reach(path, token_ids, end), self._sizes[group]
+    def put(self, path: RadixPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
+        size = self._sizes[group]
+        end = (first + len(pages)) * size
+        node = self._reach(path, token_ids, end)
         path.node, path.end, path.num_cuts = node, end, node.num_cuts
-        self._at[page] = node, end, group
-        pages, at = node.pages[group], end // size - 1 - node.start // size
-        if pages[at]:
-            self._copies.add(pages[at], page)
-        else:
-            pages[at] = page
+        for page in reversed(pages):
+            if page not in self._at:
+                node = _above(node, end)
+                self._at[page] = node, end, group
+                own, at = node.pages[group], end // size - 1 - node.start // size
+                if own[at]:
+                    self._copies.add(own[at], page)
+                else:
+                    own[at] = page
+            end -= size
 
     def _reach(self, path: RadixPath, token_ids: Sequence[int], end: int) -> Node:
         """The node in which this path's token `end` - 1 is, made where there is none."""

@@ -144,7 +144,10 @@ class Scheduler:
     def discard(self, request: Request, reason: str) -> None:
         """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
-            self._unsent.page_zeroes += self.kv.discard(request.seq)
+            pages = self.kv.discard(request.seq)
+            self._unsent.page_zeroes += pages
+            for row in self._unsent.rows_that_copy(pages):
+                self._preempt(self._unsent.rows[row], "the page that it was to copy holds NaN")
         self.abort(request, reason)
 
     def finish(self, request: Request, reason: str) -> None:

@@ -49,6 +49,8 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     policy: str = "continuous"
     prefix_caching: bool = True
+    prefix_index: str = "hash"  # or radix
+    queue_order: str = "arrival"  # or prefix
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"
@@ -92,6 +94,8 @@ class EngineConfig:
     background_budget: int  # a step, for the background alone
     policy: str
     prefix_caching: bool
+    prefix_index: str
+    queue_order: str
     threads: int
     fast_math: bool
     structured_backend: str
@@ -170,6 +174,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     num_pages = settle("num_pages", _num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
     prefix_caching = settle("prefix_caching", _prefix_caching(options, model))
+    prefix_index = settle("prefix_index", _prefix_index(options, layout))
+    queue_order = settle("queue_order", _queue_order(options, prefix_caching))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -185,6 +191,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         background_budget=background_budget,
         policy=options.policy,
         prefix_caching=prefix_caching,
+        prefix_index=prefix_index,
+        queue_order=queue_order,
         threads=threads,
         fast_math=fast_math,
         structured_backend=options.structured_backend,
@@ -353,6 +361,34 @@ def _prefix_caching(options: EngineOptions, model: ModelConfig) -> Decision[bool
     if model.pooler is not None:
         return False, "no prefix caching: a token of an encoder sees those after it, too"
     return options.prefix_caching, "prefix caching: identical prefixes are computed once"
+
+
+def _prefix_index(options: EngineOptions, layout: CacheLayout) -> Decision[str]:
+    if options.prefix_index == "hash":
+        return "hash", "prefixes are found by hashes of whole pages"
+    if options.prefix_index != "radix":
+        raise ConfigError(
+            f"prefix_index {options.prefix_index!r} is not known.", fix="Choose hash or radix.", param="prefix_index"
+        )
+    if layout.states is not None:
+        return "radix", "prefixes are found by their tokens; a hit ends where a state was kept"
+    return "radix", "prefixes are found by their tokens, also within a page, of which a copy is made"
+
+
+def _queue_order(options: EngineOptions, prefix_caching: bool) -> Decision[str]:
+    if options.queue_order == "arrival":
+        return "arrival", "queued requests start in the order in which they came"
+    if options.queue_order != "prefix":
+        raise ConfigError(
+            f"queue_order {options.queue_order!r} is not known.", fix="Choose arrival or prefix.", param="queue_order"
+        )
+    if not prefix_caching:
+        raise ConfigError(
+            "queue_order is prefix, but there is no prefix caching.",
+            fix="Use --queue-order arrival, or a model and options with prefix caching.",
+            param="queue_order",
+        )
+    return "prefix", "queued requests with the longest cached prefix start first"
 
 
 def _background_tokens(device: str, token_budget: int, model: ModelConfig) -> Decision[float]:

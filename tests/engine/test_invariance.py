@@ -105,6 +105,21 @@ def test_with_a_prefix_hit(model, alone, kind):
     assert again == alone[kind]
 
 
+def test_with_a_prefix_hit_within_a_page(model, alone):
+    """The page is copied from a sequence that goes on differently."""
+    prompt = ids(model, PROMPT_LEN, 0)
+    core = make_core(model, token_budget=64, prefix_index="radix")
+    seen = _watch(core)
+    run(core, {"before": ([*prompt[:103], *ids(model, 20, 1)], greedy(3))})
+    answer = run(core, {"x": (prompt, PARAMS["seeded"])})["x"]
+    assert answer.last.num_cached == 103
+    assert any(isinstance(event, events.PageCopied) for event in seen)
+    assert answer == alone["seeded"]
+    again = run(core, {"x": (prompt, PARAMS["seeded"])})["x"]
+    assert again.last.num_cached == PROMPT_LEN - 1
+    assert again == alone["seeded"]
+
+
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_after_preemption(model, alone, kind, caching):

@@ -1,18 +1,33 @@
+from functools import partial
+
 import pytest
 
 from tidemill.cache_layout import Group, state_group
-from tidemill.kv.manager import KVManager
+from tidemill.kv.manager import INDEXES, KVManager
 
 PROMPT = list(range(100, 140))  # 40 tokens: two full pages of 16 and 8 more
 
 
+@pytest.fixture(params=INDEXES)
+def manager(request):
+    """Managers with either index."""
+    return partial(KVManager, index=request.param)
+
+
 def admit(kv: KVManager, seq: int, tokens: list[int], salt: str = "", **more) -> int | None:
-    return kv.admit(seq, len(tokens), kv.page_keys(tokens, salt), salt, **more)
+    """Tokens found, rounded down to pages: where the indexes do not differ."""
+    start = kv.admit(seq, len(tokens), kv.path(tokens, salt), **more)
+    return start.num_cached // kv.page_size * kv.page_size if start else None
+
+
+def cached(kv: KVManager, tokens: list[int]) -> int:
+    """Tokens found, rounded down to pages: where the indexes do not differ."""
+    return kv.num_cached(kv.path(tokens)) // kv.page_size * kv.page_size
 
 
 def num_found(kv: KVManager, tokens: list[int]) -> int:
     """Pages."""
-    return kv.num_cached(kv.page_keys(tokens)) // kv.page_size
+    return kv.num_cached(kv.path(tokens)) // kv.page_size
 
 
 def admitted(kv: KVManager, seq: int, tokens: list[int], salt: str = "") -> int:
@@ -23,35 +38,35 @@ def admitted(kv: KVManager, seq: int, tokens: list[int], salt: str = "") -> int:
     return found
 
 
-def test_a_prefix_is_found_by_whole_pages_and_shared():
-    kv = KVManager(20, 16)
+def test_a_prefix_is_found_by_whole_pages_and_shared(manager):
+    kv = manager(20, 16)
     assert admitted(kv, 1, PROMPT) == 0
     assert admitted(kv, 2, PROMPT) == 32
     assert list(kv.tables(1)[0])[:2] == list(kv.tables(2)[0])[:2]
     assert kv.tables(1)[0][2] != kv.tables(2)[0][2]
 
 
-def test_at_least_one_token_is_left_to_compute():
-    kv = KVManager(20, 16)
+def test_at_least_one_token_is_left_to_compute(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT[:32])
     assert admitted(kv, 2, PROMPT[:32]) == 16
 
 
-def test_a_page_depends_on_all_tokens_before_it():
-    kv = KVManager(20, 16)
+def test_a_page_depends_on_all_tokens_before_it(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT)
     assert admitted(kv, 2, [7] + PROMPT[1:]) == 0
 
 
-def test_tenants_never_meet():
-    kv = KVManager(20, 16)
+def test_tenants_never_meet(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT, salt="a")
     assert admitted(kv, 2, PROMPT, salt="b") == 0
     assert admitted(kv, 3, PROMPT, salt="a") == 32
 
 
-def test_found_after_release_and_evicted_from_the_tail():
-    kv = KVManager(4, 16)  # three pages
+def test_found_after_release_and_evicted_from_the_tail(manager):
+    kv = manager(4, 16)  # three pages
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
     assert num_found(kv, PROMPT[:33]) == 2
@@ -62,8 +77,8 @@ def test_found_after_release_and_evicted_from_the_tail():
     kv.check_integrity()
 
 
-def test_admission_that_does_not_fit_changes_nothing():
-    kv = KVManager(4, 16)
+def test_admission_that_does_not_fit_changes_nothing(manager):
+    kv = manager(4, 16)
     assert admit(kv, 1, PROMPT, reserve=1) is None
     assert not kv.holds(1)
     assert kv.num_free_pages == 3
@@ -72,16 +87,16 @@ def test_admission_that_does_not_fit_changes_nothing():
     assert kv.extend(1, 49) is None
 
 
-def test_revived_pages_count_as_taken():
+def test_revived_pages_count_as_taken(manager):
     """Pages found in the cache but free leave the free list too."""
-    kv = KVManager(4, 16)
+    kv = manager(4, 16)
     admitted(kv, 1, PROMPT[:33])
     kv.release(1)
     assert admit(kv, 2, PROMPT[:17] + [5] * 32) is None  # one found but free, three new: four of three
 
 
-def test_fork_copies_on_write():
-    kv = KVManager(20, 16)
+def test_fork_copies_on_write(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT)
     assert kv.fork(1, 2, 40) == 3
     assert list(kv.tables(1)[0]) == list(kv.tables(2)[0])
@@ -96,18 +111,18 @@ def test_fork_copies_on_write():
     assert kv.num_free_pages == kv.num_pages
 
 
-def test_a_findable_page_is_never_written_in_place():
-    kv = KVManager(20, 16)
+def test_a_findable_page_is_never_written_in_place(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT[:32])
     kv.fork(1, 2, 32)
     kv.release(1)
     findable = kv.tables(2)[0][1]
     assert kv.copies_to_write(2, 31, 32) == [(0, 1, findable)]
-    assert [kv._find(0, kv.page_keys(PROMPT), i) for i in range(2)] == [kv.tables(2)[0][0], findable]
+    assert kv._index.find(kv.path(PROMPT)).pages[0] == [kv.tables(2)[0][0], findable]
 
 
-def test_copy_without_a_free_page_changes_nothing():
-    kv = KVManager(4, 16)
+def test_copy_without_a_free_page_changes_nothing(manager):
+    kv = manager(4, 16)
     admitted(kv, 1, PROMPT)
     kv.fork(1, 2, 40)
     before = list(kv.tables(2)[0])
@@ -115,16 +130,16 @@ def test_copy_without_a_free_page_changes_nothing():
     assert list(kv.tables(2)[0]) == before
 
 
-def test_integrity_notices_a_leak():
-    kv = KVManager(10, 16)
+def test_integrity_notices_a_leak(manager):
+    kv = manager(10, 16)
     admit(kv, 1, PROMPT)
     kv._pool.take()
     with pytest.raises(AssertionError, match="leaked"):
         kv.check_integrity()
 
 
-def test_clearing_forgets_but_keeps_living_sequences():
-    kv = KVManager(20, 16)
+def test_clearing_forgets_but_keeps_living_sequences(manager):
+    kv = manager(20, 16)
     admitted(kv, 1, PROMPT)
     assert kv.clear_prefixes() == 2
     assert num_found(kv, PROMPT) == 0
@@ -134,15 +149,15 @@ def test_clearing_forgets_but_keeps_living_sequences():
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32])
-def test_waste_is_under_one_page(page_size):
-    kv = KVManager(200, page_size)
+def test_waste_is_under_one_page(manager, page_size):
+    kv = manager(200, page_size)
     for num_tokens in (1, 15, 16, 17, 33):
         admit(kv, num_tokens, list(range(num_tokens)))
         assert 0 <= len(kv.tables(num_tokens)[0]) * page_size - num_tokens < page_size
 
 
-def windowed(num_pages=40, most_at_once=16):
-    return KVManager(num_pages + 1, 4, groups=(Group(4), Group(4, window=10)), most_at_once=most_at_once)
+def windowed(manager, num_pages=40, most_at_once=16):
+    return manager(num_pages + 1, 4, groups=(Group(4), Group(4, window=10)), most_at_once=most_at_once)
 
 
 def compute(kv, seq, tokens, start, end):
@@ -154,9 +169,9 @@ def compute(kv, seq, tokens, start, end):
     kv.check_integrity()
 
 
-def test_a_window_gives_back_what_no_query_sees():
-    kv, tokens = windowed(), list(range(64))
-    assert kv.admit(1, 64, kv.page_keys(tokens)) == 0
+def test_a_window_gives_back_what_no_query_sees(manager):
+    kv, tokens = windowed(manager), list(range(64))
+    assert admit(kv, 1, tokens) == 0
     for start in range(0, 64, 16):
         compute(kv, 1, tokens, start, start + 16)
         every, recent = kv.tables(1)
@@ -168,44 +183,48 @@ def test_a_window_gives_back_what_no_query_sees():
     assert kv.num_free_pages == kv.num_pages
 
 
-def test_a_prefix_needs_only_what_its_window_still_sees():
-    kv, tokens = windowed(), list(range(64))
-    kv.admit(1, 64, kv.page_keys(tokens))
+def test_a_prefix_needs_only_what_its_window_still_sees(manager):
+    kv, tokens = windowed(manager), list(range(64))
+    admit(kv, 1, tokens)
     for start in range(0, 64, 16):
         compute(kv, 1, tokens, start, start + 16)
     for page in [page for page in kv.tables(1)[1] if page]:  # all the window's pages that are left cover tokens 36 .. 63
         assert page in kv._index
     kv.release(1)
     taken = [kv._take() for _ in range(kv._pool.num_free - 16 - 7)]  # evicts what the window gave back first
-    assert kv.num_cached(kv.page_keys(tokens)) == 60  # the last page's tokens are not all cached: the last one must be computed
-    assert kv.num_cached(kv.page_keys(tokens[:50])) == 48
-    assert kv.num_cached(kv.page_keys(tokens[:40])) == 0  # its window would see tokens 27 .. 35
-    assert kv.admit(2, 62, kv.page_keys(tokens[:62])) == 60
+    assert cached(kv, tokens) == 60  # the last page's tokens are not all cached: the last one must be computed
+    assert cached(kv, tokens[:50]) == 48
+    assert cached(kv, tokens[:40]) == 0  # its window would see tokens 27 .. 35
+    assert admit(kv, 2, tokens[:62]) == 60
     every, recent = kv.tables(2)
     assert all(every)
-    assert [i for i, page in enumerate(recent) if page] == [12, 13, 14]  # tokens 51 .. 59 are seen by the next
+    seen = {
+        "hash": [12, 13, 14],
+        "radix": [13, 14, 15],
+    }  # token 60, which sees 51 on, is the next; or 61, of a page that was copied
+    assert [i for i, page in enumerate(recent) if page] == seen[manager.keywords["index"]]
     for page in taken:
         kv._pool.drop(page)
     kv.release(2)
     kv.check_integrity()
 
 
-def test_a_state_is_a_page_of_many_tokens_of_which_the_last_is_seen():
-    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=8), list(range(70))
-    kv.admit(1, 70, kv.page_keys(tokens))
+def test_a_state_is_a_page_of_many_tokens_of_which_the_last_is_seen(manager):
+    kv, tokens = manager(31, 4, groups=(Group(4), state_group(16)), most_at_once=8), list(range(70))
+    admit(kv, 1, tokens)
     for start in range(0, 70, 8):
         compute(kv, 1, tokens, start, min(start + 8, 70))
         assert sum(page > 0 for page in kv.tables(1)[1]) <= 2
     kv.release(1)
-    assert kv.num_cached(kv.page_keys(tokens[:57])) == 48  # where a state was kept, whatever comes after it
-    assert kv.num_cached(kv.page_keys([*tokens[:40], 99, *tokens[40:]])) == 32
-    assert kv.admit(2, 57, kv.page_keys(tokens[:57])) == 48
+    assert cached(kv, tokens[:57]) == 48  # where a state was kept, whatever comes after it
+    assert cached(kv, [*tokens[:40], 99, *tokens[40:]]) == 32
+    assert admit(kv, 2, tokens[:57]) == 48
     assert [page > 0 for page in kv.tables(2)[1]] == [False, False, True]
 
 
-def test_a_fork_shares_what_its_parent_holds():
-    kv, tokens = windowed(), list(range(30))
-    kv.admit(1, 30, kv.page_keys(tokens))
+def test_a_fork_shares_what_its_parent_holds(manager):
+    kv, tokens = windowed(manager), list(range(30))
+    admit(kv, 1, tokens)
     for start in (0, 16, 29):
         compute(kv, 1, tokens, start, min(start + 16, 30))
     assert kv.fork(1, 2, 30) == 8 + 3
@@ -219,28 +238,28 @@ def test_a_fork_shares_what_its_parent_holds():
     assert kv.num_free_pages == kv.num_pages
 
 
-def test_a_state_is_found_once_the_step_that_writes_it_is_planned():
+def test_a_state_is_found_once_the_step_that_writes_it_is_planned(manager):
     """Keys and values can be shared in that step; a state is read by what runs beside the one that writes it."""
-    kv, tokens = KVManager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40), list(range(40))
-    kv.admit(1, 40, kv.page_keys(tokens))
+    kv, tokens = manager(31, 4, groups=(Group(4), state_group(16)), most_at_once=40), list(range(40))
+    admit(kv, 1, tokens)
     kv.extend(1, 40)
     kv.record(1, tokens, 40)
-    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    assert cached(kv, tokens) == 0
     kv.begin_step()
-    assert kv.num_cached(kv.page_keys(tokens)) == 32
+    assert cached(kv, tokens) == 32
     kv.release(1)
     kv.check_integrity()
 
 
-def test_a_state_whose_page_was_taken_again_is_not_found():
-    kv, tokens = KVManager(9, 4, groups=(state_group(4),), most_at_once=16), list(range(16))
-    kv.admit(1, 16, kv.page_keys(tokens))
+def test_a_state_whose_page_was_taken_again_is_not_found(manager):
+    kv, tokens = manager(9, 4, groups=(state_group(4),), most_at_once=16), list(range(16))
+    admit(kv, 1, tokens)
     kv.extend(1, 16)
     kv.record(1, tokens, 16)
     kv.release(1)
     taken = [kv._take() for _ in range(kv.num_free_pages)]
     kv.begin_step()
-    assert kv.num_cached(kv.page_keys(tokens)) == 0
+    assert cached(kv, tokens) == 0
     for page in taken:
         kv._pool.drop(page)
     kv.check_integrity()

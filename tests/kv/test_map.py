@@ -7,7 +7,7 @@ def test_every_page_is_what_it_is():
     kv = KVManager(num_pages=17, page_size=4)
     prompt = list(range(12))
     for seq, tokens in ((7, prompt), (8, prompt + [1, 2, 3, 4, 5]), (9, [99] * 6)):
-        kv.admit(seq, len(tokens), kv.page_keys(tokens))
+        kv.admit(seq, len(tokens), kv.path(tokens))
         kv.record(seq, tokens, len(tokens))
     kinds = kv.map([7, 8, 9])
     assert len(kinds) == kv.num_pages == 16

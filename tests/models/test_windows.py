@@ -58,13 +58,17 @@ def test_no_bit_changes(model, expected, options):
     assert answers == expected
 
 
-def test_a_cached_prefix_and_preemption_change_no_bit(model, expected):
-    core = make_core(model)
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_a_cached_prefix_and_preemption_change_no_bit(model, expected, index):
+    core = make_core(model, prefix_index=index)
     run(core, PROMPTS)
     again = run(core, PROMPTS)
     assert again == expected
     small = make_core(
-        model, kv_memory_bytes=engine_config(model).layout.num_pages_for(256, 64) * page_bytes(model), token_budget=64
+        model,
+        kv_memory_bytes=engine_config(model).layout.num_pages_for(256, 64) * page_bytes(model),
+        token_budget=64,
+        prefix_index=index,
     )
     assert run(small, PROMPTS) == expected
 

@@ -1,5 +1,7 @@
 """Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -7,11 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
-from tidemill.kv.manager import KVManager
+from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.runner.base import accept
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
+from tidemill.sched.queue import ORDERS
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
@@ -26,20 +29,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = None
         self.live = {}
         self.tables = {}  # by row: pages as a runner knows them, from the plans alone
+        self.num_copies = 0
+        self.contents = {}  # of pages: by place, the tokens up to the one whose keys and values were written there last
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         page_size=st.sampled_from([1, 2, 4]),
         rows=st.integers(1, 5),
+        least_budget=st.just(6),
         caching=st.booleans(),
+        index=st.sampled_from(sorted(INDEXES)),
+        order=st.sampled_from(ORDERS),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
     )
-    def start(self, policy, page_size, rows, caching, background_tokens, kinds):
-        groups, budget = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds], max(rows, 6)
+    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds):
+        groups = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds]
+        budget = max(rows, least_budget)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
-            KVManager(num_pages + 1, page_size, caching, groups, budget),
+            KVManager(num_pages + 1, page_size, caching, groups, budget, index),
             num_rows=rows,
             token_budget=budget,
             max_context=24,
@@ -48,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             emit=EventBuffer(),
             background_tokens=background_tokens,
             background_budget=3,
+            order=order,
         )
         self.clock = clock
 
@@ -137,8 +147,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(kv._pool.references(page) >= 1 for page in written)
         targets = [target for _, target in plan.page_copies]
         assert len(targets) == len(set(targets))
-        for i, target in enumerate(targets):  # all sources are read before any target is written
-            assert target not in {source for source, _ in plan.page_copies[i:]}
+        read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
+        self.num_copies += len(targets)
+        self.contents |= dict(zip(targets, read, strict=True))
+        self.compute(plan, by_seq)
+
+    def compute(self, plan, by_seq):
+        """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
+        those that it sees."""
+        for item in plan.items:
+            for page, place, expected in self.places(by_seq[item.seq], item, plan.drafts, False):
+                self.contents.setdefault(page, {})[place] = expected
+        for item in plan.items:
+            for page, place, expected in self.places(by_seq[item.seq], item, plan.drafts, True):
+                assert self.contents[page][place] == expected
+
+    def places(self, request, item, drafts, with_seen):
+        tokens = [*request.tokens, *drafts.get(item.row, ())]
+        for group, table in zip(self.scheduler.kv.groups, self.scheduler.kv.tables(item.seq), strict=True):
+            first = (max(0, item.start - group.window + 1) if group.window else 0) if with_seen else item.start
+            for i in range(first, 0 if group.is_state else item.start + item.count):
+                yield table[i // group.page_size], i % group.page_size, tuple(tokens[: i + 1])
 
     @invariant()
     def sound(self):
@@ -173,3 +202,37 @@ def test_thousands_of_random_steps(num_sequences):
     )
     machine.runTest()
     assert SchedulerMachine.steps_taken >= 33 * num_sequences, SchedulerMachine.steps_taken
+
+
+def submit_some(machine, chance):
+    """Prompts that have much in common, so that many are admitted in a step with part of another's page."""
+    for _ in range(chance.randrange(4)):
+        common = ([0, 1, 2, 2] * 4)[: chance.choice([0, 3, 7, 11, 15])]
+        prompt = common + chance.choices(range(3), k=chance.randrange(1, 5))
+        ranks = {"priority": chance.choice([0, 0, 0, 1, BACKGROUND]), "tenant": chance.choice(["", "", "a"])}
+        machine.submit(prompt, chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), salt=chance.choice(["", "", "x"]), **ranks)
+
+
+@pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_prompts_with_common_beginnings(num_runs):
+    num_copies = 0
+    for seed in range(num_runs):
+        chance, machine = random.Random(seed), SchedulerMachine()
+        kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)]])
+        page_size, index = chance.choice([2, 4, 8]), chance.choice(["radix", "radix", "hash"])
+        order, policy = chance.choice(ORDERS), chance.choice(["continuous", "splitfuse"])
+        machine.start(policy, page_size, 4, 48, True, index, order, 1.0, kinds)
+        for _ in range(30):
+            submit_some(machine, chance)
+            if chance.random() < 0.2:
+                machine.abort(chance.randrange(12))
+            if chance.random() < 0.2:
+                machine.preempt(chance.randrange(4))
+            if chance.random() < 0.2:
+                machine.wait(4.0)
+            drafts = chance.choices(range(2), k=chance.randrange(6))
+            machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4))
+            machine.sound()
+        num_copies += machine.num_copies
+        machine.teardown()
+    assert num_copies > 3 * num_runs

@@ -1,35 +1,37 @@
 """Which request is next: tenants in turn, ageing across priorities, and memory that does not grow with tenants that have left."""
 
+import pytest
+
 from tidemill import events
 from tidemill.events import EventBuffer
-from tidemill.kv.manager import KVManager
+from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
-from tidemill.sched.queue import _NUM_REMEMBERED, AGEING_S
+from tidemill.sched.queue import _NUM_REMEMBERED, AGEING_S, PASSING_S
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 URGENT = -(2**31)
 
 
-def make(rows=1, num_pages=64, **background):
+def make(rows=1, num_pages=64, index="hash", **more):
     clock, buffer = VirtualClock(), EventBuffer()
     scheduler = Scheduler(
-        KVManager(num_pages + 1, 4),
+        KVManager(num_pages + 1, 4, index=index),
         num_rows=rows,
         token_budget=16,
         max_context=256,
         policy=make_policy("continuous"),
         clock=clock,
         emit=buffer,
-        **background,
+        **more,
     )
     return scheduler, clock, buffer
 
 
-def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4):
-    prompt = [hash((name, i)) % 1000 for i in range(num_prompt)]
+def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4, prompt=None):
+    prompt = prompt or [hash((name, i)) % 1000 for i in range(num_prompt)]
     params = SamplingParams(max_tokens=max_tokens, seed=0)
     (request,) = scheduler.add(name, prompt, params, priority=priority, tenant=tenant)
     return request
@@ -260,3 +262,56 @@ def test_more_tenants_than_slots():
     while len(ended) < 5:
         ended += step(scheduler, clock)
     assert set(ended[:3]) == {"tenant0", "tenant1", "tenant2"}
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_by_prefix_the_longest_cached_one_is_first(index):
+    scheduler, clock, buffer = make(order="prefix", index=index)
+    document = list(range(500, 512))
+    add(scheduler, "before", prompt=[*document, 1])
+    while scheduler.has_work:
+        step(scheduler, clock)
+    add(scheduler, "other")
+    add(scheduler, "short", prompt=[*document[:5], 2])
+    add(scheduler, "long", prompt=[*document, 3])
+    add(scheduler, "urgent", -1)
+    add(scheduler, "long too", prompt=[*document, 4])
+    ended = []
+    while scheduler.has_work:
+        ended += step(scheduler, clock)
+    assert ended == ["urgent", "long", "long too", "short", "other"]
+    reasons = {event.request_id: event.reason for event in buffer.take() if isinstance(event, events.Admitted)}
+    assert reasons["long"] == "prefix hit 12 of 13; before 2 that came earlier: the longest prefix"
+    assert reasons["other"] == "prefix hit 0 of 4"
+
+
+def test_by_prefix_nobody_starves():
+    """Requests for a cached document keep coming. One that is not cached starts soon after its time, and from then on every
+    second one is the first in line."""
+    scheduler, clock, _ = make(order="prefix")
+    document, ended, num = list(range(500, 512)), [], 0
+    add(scheduler, "before", prompt=[*document, 1])
+    step(scheduler, clock)
+    for i in range(3):
+        add(scheduler, f"patient{i}")
+    while "patient2" not in ended:
+        assert clock.now() < 2 * PASSING_S, "starved"
+        while len(scheduler.waiting) < 8:
+            add(scheduler, f"cached{num}", prompt=[*document, num])
+            num += 1
+        ended += step(scheduler, clock)
+    first = ended.index("patient0")
+    assert first > 0.8 * PASSING_S / 0.2  # of two steps each
+    assert [name.startswith("patient") for name in ended[first:]] == [True, False, True, False, True]
+
+
+def test_by_prefix_tenants_stay_in_turn():
+    scheduler, clock, _ = make(order="prefix")
+    ended = []
+    for i in range(9):
+        add(scheduler, f"cached{i}", tenant="a", prompt=[*range(500, 512), i])
+    ended += step(scheduler, clock)
+    add(scheduler, "not cached", tenant="b", num_prompt=13)
+    while scheduler.has_work:
+        ended += step(scheduler, clock)
+    assert ended.index("not cached") <= 2

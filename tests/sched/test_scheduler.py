@@ -10,17 +10,17 @@ from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
 
 
-def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, **background):
+def make(num_pages=64, page_size=4, rows=8, budget=16, policy="continuous", context=256, index="hash", **more):
     buffer = EventBuffer()
     scheduler = Scheduler(
-        KVManager(num_pages + 1, page_size),
+        KVManager(num_pages + 1, page_size, index=index),
         num_rows=rows,
         token_budget=budget,
         max_context=context,
         policy=make_policy(policy),
         clock=VirtualClock(),
         emit=buffer,
-        **background,
+        **more,
     )
     return scheduler, buffer
 
@@ -84,6 +84,38 @@ def test_prefix_hit_in_the_very_step_that_computes_it():
     assert counts(plan) == [(0, 20, True), (16, 4, True)]
     reasons = [e.reason for e in buffer.take() if isinstance(e, events.Admitted)]
     assert reasons == ["prefix hit 0 of 20", "prefix hit 16 of 20"]
+
+
+def test_a_page_in_part_the_same_is_copied_before_the_step():
+    scheduler, buffer = make(budget=64, index="radix")
+    common = list(range(10))
+    add(scheduler, "a", [*common, 90, 91])
+    step(scheduler)
+    source = scheduler.kv.tables(scheduler.running[0].seq)[0][2]
+    add(scheduler, "b", [*common, 92, 93])
+    plan, _ = step(scheduler)
+    target = plan.new_rows[0].page_ids[0][2]
+    assert counts(plan)[1:] == [(10, 2, True)]
+    assert plan.page_copies == [(source, target)]
+    seen = [e.reason for e in buffer.take() if isinstance(e, events.Admitted)]
+    assert seen == ["prefix hit 0 of 12", "prefix hit 10 of 12"]
+
+
+def test_a_copy_of_what_is_discarded_is_not_made():
+    """A request is to copy a page, but no step has been sent since, and the page turns out to hold NaN."""
+    scheduler, buffer = make(budget=64, index="radix")
+    common = list(range(10))
+    (broken,) = add(scheduler, "a", [*common, 90, 91])
+    step(scheduler)
+    (copying,) = add(scheduler, "b", [*common, 92, 93])
+    scheduler.kv.begin_step()
+    assert scheduler._admit(copying)
+    scheduler.discard(broken, "NaN")
+    scheduler.check_integrity()
+    assert "holds NaN" in next(e.reason for e in buffer.take() if isinstance(e, events.Preempted))
+    plan, _ = step(scheduler)
+    assert counts(plan) == [(8, 4, True)]
+    assert not plan.page_copies
 
 
 def test_what_the_cache_holds_does_not_count_against_the_budget():

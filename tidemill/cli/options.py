@@ -12,7 +12,9 @@ from typing import Any, Literal
 from tidemill.config import DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
+from tidemill.kv.manager import INDEXES
 from tidemill.sched.policies import POLICIES
+from tidemill.sched.queue import ORDERS
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
 ENGINE, ADAPTERS, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Adapters", "Serving", "Access", "Storage", "Logging"
@@ -174,6 +176,10 @@ OPTIONS = (
            f"({', '.join(name for name in POLICIES if name != 'continuous')})."),
     Option("prefix-caching", "switch", ENGINE, field="prefix_caching",
            help="Keep the KV cache of prompts, so that a prefix that was computed before is not computed again."),
+    Option("prefix-index", "text", ENGINE, field="prefix_index", choices=tuple(INDEXES),
+           help="How a computed prefix is found: hash, by whole pages, or radix, by tokens, also within a page."),
+    Option("queue-order", "text", ENGINE, field="queue_order", choices=ORDERS,
+           help="Which queued request of a tenant starts next: the first that came, or the one with the longest cached prefix."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",

@@ -60,7 +60,14 @@ class EngineCore:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
         self.scheduler = Scheduler(
-            KVManager(config.num_pages + 1, config.page_size, config.prefix_caching, config.layout.groups, config.token_budget),
+            KVManager(
+                config.num_pages + 1,
+                config.page_size,
+                config.prefix_caching,
+                config.layout.groups,
+                config.token_budget,
+                config.prefix_index,
+            ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
@@ -70,6 +77,7 @@ class EngineCore:
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
             whole_prompts=model.config.pooler is not None,
+            order=config.queue_order,
             max_draws=config.max_draws,
         )
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)

@@ -13,12 +13,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tidemill.cache_layout import Group
 from tidemill.kv.groups import GroupTable, PageChange
 from tidemill.kv.pages import NULL_PAGE, PagePool
-from tidemill.kv.prefix import PrefixIndex, chain_key, group_key, root_key
+from tidemill.kv.prefix import AnyIndex, HashIndex, Path
+from tidemill.kv.radix import RadixIndex
+
+INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 
 # What a page is, in a map of all pages: one of these, or FIRST_OWNER + the number of the sequence that alone holds it.
 FREE, CACHED, SHARED, FIRST_OWNER = range(4)
@@ -27,14 +30,32 @@ FREE, CACHED, SHARED, FIRST_OWNER = range(4)
 @dataclass(slots=True)
 class _Sequence:
     tables: list[GroupTable]  # of each group
-    keys: list[bytes] = field(default_factory=list)  # chain keys of the leading full pages, as far as they are known
-    num_recorded: int = 0  # of them, how many are in the prefix index
-    root: bytes = b""
+    path: Path
+    num_recorded: int = 0  # leading full pages that are in the prefix index
 
     def held(self) -> Iterator[int]:
         """Its pages in all groups."""
         for table in self.tables:
             yield from table.held
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a new sequence begins with."""
+
+    num_cached: int  # tokens
+    num_matching: int  # tokens that the prefix index knows, though pages may be missing
+    copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """What is cached of a prompt."""
+
+    num_tokens: int
+    num_matching: int
+    tables: list[GroupTable]  # of a sequence that starts with it, without
+    partly: list[int]  # the pages, one of each group or none, whose first tokens are its last
 
 
 class KVManager:
@@ -47,9 +68,10 @@ class KVManager:
         prefix_caching: bool = True,
         groups: Sequence[Group] = (),
         most_at_once: int = 1,
+        index: str = "hash",
     ) -> None:
-        """`page_size`: tokens of a chain key; the groups' are multiples of it. `groups`: one that sees all, if not given.
-        `most_at_once`: tokens of one sequence that a step may compute."""
+        """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
+        of one sequence that a step may compute. `index`: one of `INDEXES`."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -59,8 +81,8 @@ class KVManager:
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
-        self._index = PrefixIndex()
-        self._fresh: dict[int, bytes] = {}  # states that the step being planned writes, and their keys
+        self._index = INDEXES[index](page_size, self.groups)
+        self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
 
     # ---- what there is
@@ -89,57 +111,56 @@ class KVManager:
     def holds(self, seq: int) -> bool:
         return seq in self._sequences
 
-    def page_keys(self, token_ids: Sequence[int], salt: str = "") -> list[bytes]:
-        """Chain keys by which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
-        if not self.prefix_caching:
-            return []
-        keys, key, size = [], root_key(salt, self.page_size), self.page_size
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            key = chain_key(key, token_ids[start : start + size])
-            keys.append(key)
-        return keys
+    def path(self, token_ids: Sequence[int], salt: str = "", is_findable: bool = True) -> Path:
+        """By which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
+        is_findable &= self.prefix_caching
+        return self._index.path(token_ids, salt, len(token_ids) - 1 if is_findable and token_ids else 0)
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
+    def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
-        num = len(keys)
+        return self._match(path).num_tokens
+
+    def _match(self, path: Path) -> _Match:
+        found, tables = self._index.find(path), []
+        for group, pages in zip(self.groups, found.pages, strict=True):
+            if group.is_state and self._fresh:
+                pages[:] = [NULL_PAGE if page in self._fresh else page for page in pages]
+        num_tokens, partly = self._num_usable(found.pages, found.num_tokens // self.page_size) * self.page_size, []
+        if self.can_fork and num_tokens < found.num_tokens < num_tokens + self.page_size:
+            # What this step writes can be shared, but not copied, which is done before it.
+            partly = next((pages for pages in found.partly if all(pages) and self._fresh.isdisjoint(pages)), [])
+            num_tokens = found.num_tokens if partly else num_tokens
+        for group, pages in zip(self.groups, found.pages, strict=True):
+            first = group.first_needed(num_tokens) if num_tokens else 0
+            tables.append(GroupTable([NULL_PAGE] * first + pages[first : num_tokens // group.page_size], first))
+        return _Match(num_tokens, found.num_tokens, tables, partly)
+
+    def _num_usable(self, pages: list[list[int]], num: int) -> int:
+        """Of a prefix of so many pages' tokens, how many of which every group has what it needs."""
         while num:
-            fewer = min(self._num_found(g, keys, num) for g in range(len(self.groups)))
+            fewer = min(self._num_held(group, held, num) for group, held in zip(self.groups, pages, strict=True))
             if fewer == num:
                 break
             num = fewer
-        return num * self.page_size
+        return num
 
-    def _num_found(self, g: int, keys: Sequence[bytes], num: int) -> int:
-        """`num`, if the group has what a prefix of so many keys needs, or a smaller number that it may have."""
-        group = self.groups[g]
+    def _num_held(self, group: Group, pages: list[int], num: int) -> int:
+        """`num`, if these pages of the group hold what a prefix of so many needs, or a smaller number for which they may."""
         per_page = group.page_size // self.page_size
         num -= num % per_page
         first, end = group.first_needed(num * self.page_size), num // per_page
-        if group.window:
-            for i in range(end - 1, first - 1, -1):  # any longer prefix that still sees a missing page lacks it, too
-                if self._find(g, keys, i) is None:
-                    return i * per_page
-            return num
-        return next((i * per_page for i in range(end) if self._find(g, keys, i) is None), num)
+        if group.window:  # any longer prefix that still sees a missing page lacks it, too
+            return next((i * per_page for i in range(end - 1, first - 1, -1) if not pages[i]), num)
+        return next((i * per_page for i in range(end) if not pages[i]), num)
 
-    def _find(self, g: int, keys: Sequence[bytes], i: int) -> int | None:
-        """The group's page number `i` of a prefix with these keys."""
-        return self._index.find(group_key(g, keys[(i + 1) * self.groups[g].page_size // self.page_size - 1]))
-
-    def _found(self, keys: Sequence[bytes]) -> tuple[int, list[GroupTable]]:
-        """Tokens of the longest cached prefix and the tables of a sequence that starts with it."""
-        num_tokens, tables = self.num_cached(keys), []
-        for g, group in enumerate(self.groups):
-            first = group.first_needed(num_tokens) if num_tokens else 0
-            pages = [self._find(g, keys, i) or NULL_PAGE for i in range(first, num_tokens // group.page_size)]
-            tables.append(GroupTable([NULL_PAGE] * first + pages, first))
-        return num_tokens, tables
-
-    def num_pages_to_admit(self, num_tokens: int, keys: Sequence[bytes] = ()) -> int:
+    def num_pages_to_admit(self, num_tokens: int, path: Path) -> int:
         """Free pages that `admit` takes, and what groups with a window take later: new ones, and cached ones that no sequence
         holds."""
-        num, (_, tables) = 0, self._found(keys)
-        for group, table in zip(self.groups, tables, strict=True):
+        return self._num_pages_to_admit(num_tokens, self._match(path))
+
+    def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
+        num = 0
+        for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
             num += group.most_pages(num_tokens - table.num_trimmed * group.page_size, self._most_at_once) - len(found)
             num += sum(1 for page in found if self._pool.references(page) == 0)
@@ -166,23 +187,25 @@ class KVManager:
 
     # ---- taking and giving back
 
-    def admit(self, seq: int, num_tokens: int, keys: Sequence[bytes] = (), salt: str = "", reserve: int = 0) -> int | None:
-        """Share what is cached under a new sequence's keys, and give it pages for the rest of its tokens, except in groups with
-        a window, which take them as they are written. Returns how many tokens are cached, or None if fewer than `reserve` pages
-        would stay free (nothing is changed then)."""
+    def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0) -> Start | None:
+        """Share what is cached of a new sequence, and give it pages for the rest of its tokens, except in groups with a window,
+        which take them as they are written. Returns None if fewer than `reserve` pages would stay free (nothing is changed
+        then)."""
         assert seq not in self._sequences
-        if self.num_pages_to_admit(num_tokens, keys) + reserve > self._pool.num_free:
+        match, copies = self._match(path), []
+        if self._num_pages_to_admit(num_tokens, match) + reserve > self._pool.num_free:
             return None
-        num_cached, tables = self._found(keys)
-        for table in tables:
+        for table in match.tables:
             for page in table.held:
                 self._pool.share(page)
-        made = _Sequence(tables, list(keys), num_cached // self.page_size, root_key(salt, self.page_size))
-        self._sequences[seq] = made
-        for group, table in zip(self.groups, tables, strict=True):
-            if not group.window:
-                table.pages += [self._take() for _ in range(group.num_pages_for(num_tokens) - len(table.pages))]
-        return num_cached
+        self._sequences[seq] = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size)
+        for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
+            at = len(table.pages)
+            num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_tokens) - at
+            table.pages += [self._take() for _ in range(num_new)]
+            if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
+                copies.append((g, at, match.partly[g]))
+        return Start(match.num_tokens, match.num_matching, copies)
 
     def extend(self, seq: int, num_tokens: int) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
@@ -244,33 +267,20 @@ class KVManager:
         """Tokens up to `num_computed` are computed, or will be by the step being planned: full pages enter the prefix index."""
         if not self.prefix_caching:
             return
-        sequence, size = self._sequences[seq], self.page_size
-        num_full = min(num_computed, len(token_ids)) // size
-        for i in range(sequence.num_recorded, num_full):
-            if i == len(sequence.keys):
-                parent = sequence.keys[i - 1] if i else sequence.root
-                sequence.keys.append(chain_key(parent, token_ids[i * size : (i + 1) * size]))
-            self._record_page(sequence, i)
-        sequence.num_recorded = max(sequence.num_recorded, num_full)
+        sequence = self._sequences[seq]
+        start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
+        sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+            first = max(start // group.page_size, table.num_trimmed)
+            pages = table.pages[first : end // group.page_size]
+            if pages:
+                self._fresh.update(page for page in pages if page not in self._index)
+                self._index.put(sequence.path, token_ids, g, first, pages)
 
     def begin_step(self) -> None:
-        """What was planned so far is computed before what is planned now. Only then can another sequence start from a state,
-        while keys and values can be shared in the step that computes them."""
-        for page, key in self._fresh.items():
-            self._index.put(key, page)
+        """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
+        from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
-
-    def _record_page(self, sequence: _Sequence, i: int) -> None:
-        """Pages that end with the tokens of key number `i`."""
-        end = (i + 1) * self.page_size
-        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            at = end // group.page_size - 1
-            if end % group.page_size == 0 and table.num_trimmed <= at < len(table.pages):
-                key = group_key(g, sequence.keys[i])
-                if group.is_state:
-                    self._fresh[table.pages[at]] = key
-                else:
-                    self._index.put(key, table.pages[at])
 
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
@@ -282,7 +292,7 @@ class KVManager:
             assert num_shared <= len(table.pages)
             tables.append(GroupTable(table.pages[:num_shared], min(table.num_trimmed, num_shared)))
         num_full = min(num_tokens // self.page_size, source.num_recorded)
-        made = _Sequence(tables, source.keys[:num_full], num_full, source.root)
+        made = _Sequence(tables, source.path.until(num_full * self.page_size), num_full)
         for page in made.held():
             self._pool.share(page)
         self._sequences[child] = made
@@ -306,7 +316,7 @@ class KVManager:
         own = [page for page in self._sequences[seq].held() if self._pool.references(page) == 1]
         for page in own:
             self._index.forget(page)
-            self._fresh.pop(page, None)
+            self._fresh.discard(page)
         self.release(seq)
         return own
 
@@ -330,7 +340,7 @@ class KVManager:
 
     def _take(self) -> int:
         page = self._pool.take()
-        self._fresh.pop(page, None)
+        self._fresh.discard(page)
         if self._index.forget(page):
             self.num_evicted += 1
         return page
@@ -344,7 +354,6 @@ class KVManager:
             held = list(sequence.held())
             assert NULL_PAGE not in held
             assert len(set(held)) == len(held), "a sequence holds a page twice"
-            assert sequence.num_recorded <= len(sequence.keys)
             assert all(not any(table.pages[: table.num_trimmed]) for table in sequence.tables)
             for page in held:
                 owners[page] = owners.get(page, 0) + 1

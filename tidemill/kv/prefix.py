@@ -1,10 +1,116 @@
-"""Which page holds which content: chained SHA-256 keys of full pages, salted per tenant."""
+"""Which page holds which content. Two indexes with one interface: chained hashes of full pages here, a radix tree in radix.py.
+
+A page in an index is full and its content final; it may be owned or free (evictable). Both know every page of a content, so that
+whoever holds a page of a prefix also holds one of each page before it that the index knows. A sequence gives back its last page
+first: free pages of a prefix are therefore taken from its tail, and none before it while one after it is in use.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
+from typing import Any, Generic, TypeVar
+
+from tidemill.cache_layout import Group
+from tidemill.kv.pages import NULL_PAGE
+
+
+class Path(ABC):
+    """A sequence's tokens as an index knows them."""
+
+    @abstractmethod
+    def until(self, num_tokens: int) -> Path:
+        """Of a sequence that has the first `num_tokens` tokens in common."""
+
+
+P = TypeVar("P", bound=Path)
+
+
+@dataclass(slots=True)
+class Found:
+    """The longest prefix of a path that an index knows."""
+
+    num_tokens: int
+    pages: list[list[int]]  # of each group: those full of its tokens, in order; the null page stands for one that is missing
+    partly: list[list[int]] = field(default_factory=list)  # next pages, one of each group, that begin with its other tokens
+
+
+class PrefixIndex(ABC, Generic[P]):
+    """Content to page and back."""
+
+    def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
+        """`page_size`: tokens; the groups' are multiples of it."""
+        self._page_size = page_size
+        self._groups = groups
+        self._copies = Copies()
+
+    @abstractmethod
+    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> P:
+        """`num_findable`: tokens of which `find` may find pages."""
+
+    @abstractmethod
+    def find(self, path: P) -> Found: ...
+
+    @abstractmethod
+    def put(self, path: P, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
+        """The group's pages number `first` and following of a sequence with this path and these tokens are full."""
+
+    @abstractmethod
+    def forget(self, page: int) -> bool:
+        """The page's content is about to be overwritten. True if it was cached."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Forget all. Returns how many pages that were."""
+
+    @abstractmethod
+    def pages(self) -> Iterable[int]:
+        """All cached pages, in no order."""
+
+    @abstractmethod
+    def __contains__(self, page: int) -> bool: ...
+
+    @abstractmethod
+    def check_integrity(self) -> None: ...
+
+
+class Copies:
+    """Pages with the same content as another one, which stands for them."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[int]] = {}
+
+    def add(self, standing: int, page: int) -> None:
+        self._of.setdefault(standing, []).append(page)
+
+    def remove(self, standing: int, page: int) -> int:
+        """`page` is gone. Returns which stands for the content now: the null page, if none is left."""
+        copies = self._of.pop(standing, [])
+        if page != standing:
+            copies.remove(page)
+        elif copies:
+            standing = copies.pop(0)
+        else:
+            return NULL_PAGE
+        if copies:
+            self._of[standing] = copies
+        return standing
+
+    def of(self, standing: int) -> list[int]:
+        return self._of.get(standing, [])
+
+    def clear(self) -> None:
+        self._of.clear()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+
+# ---- chained hashes
 
 
 def root_key(salt: str, page_size: int) -> bytes:
@@ -22,46 +128,86 @@ def group_key(group: int, key: bytes) -> bytes:
     return key + group.to_bytes(2, "big") if group else key
 
 
-class PrefixIndex:
-    """Content key to page and back. A page here is full and its content final; it may be owned or free (evictable)."""
+@dataclass(slots=True)
+class HashPath(Path):
+    page_size: int
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
 
-    def __init__(self) -> None:
+    def until(self, num_tokens: int) -> HashPath:
+        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
+
+    def extend(self, token_ids: Sequence[int], end: int) -> None:
+        size, key = self.page_size, self.keys[-1] if self.keys else self.root
+        for start in range(len(self.keys) * size, end // size * size, size):
+            key = chain_key(key, token_ids[start : start + size])
+            self.keys.append(key)
+
+
+class HashIndex(PrefixIndex[HashPath]):
+    """Chained SHA-256 keys of full pages, salted per tenant."""
+
+    def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
+        super().__init__(page_size, groups)
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._page_of)
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
 
     def pages(self) -> Iterable[int]:
-        """All cached pages, in no order."""
         return self._key_of
 
-    def find(self, key: bytes) -> int | None:
-        return self._page_of.get(key)
+    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> HashPath:
+        path = HashPath(self._page_size, root_key(salt, self._page_size))
+        path.extend(token_ids, num_findable)
+        return path
 
-    def put(self, key: bytes, page: int) -> None:
-        """Remember the page's content, unless another page already holds the same or this page is known already."""
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+    def find(self, path: HashPath) -> Found:
+        num, pages = len(path.keys), list[list[int]]()
+        for g, group in enumerate(self._groups):
+            per_page = group.page_size // self._page_size
+            each = (self._page_of.get(group_key(g, key), NULL_PAGE) for key in path.keys[per_page - 1 : num : per_page])
+            found = list(each if group.window else takewhile(bool, each))  # without a window, the first that is missing ends it
+            while found and not found[-1]:
+                found.pop()
+            pages.append(found)
+            num = min(num, len(found) * per_page + per_page - 1)
+        return Found(num * self._page_size, pages)
+
+    def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
+        size = self._groups[group].page_size
+        path.extend(token_ids, (first + len(pages)) * size)
+        for i, page in enumerate(pages, first):
+            if page not in self._key_of:
+                key = self._key_of[page] = group_key(group, path.keys[(i + 1) * size // self._page_size - 1])
+                standing = self._page_of.setdefault(key, page)
+                if standing != page:
+                    self._copies.add(standing, page)
 
     def forget(self, page: int) -> bool:
-        """The page's content is about to be overwritten. True if it was cached."""
         key = self._key_of.pop(page, None)
         if key is None:
             return False
-        del self._page_of[key]
+        standing = self._copies.remove(self._page_of[key], page)
+        if standing:
+            self._page_of[key] = standing
+        else:
+            del self._page_of[key]
         return True
 
     def clear(self) -> int:
-        num_forgotten = len(self._page_of)
+        num_forgotten = len(self._key_of)
         self._page_of.clear()
         self._key_of.clear()
+        self._copies.clear()
         return num_forgotten
 
     def check_integrity(self) -> None:
-        assert len(self._page_of) == len(self._key_of)
-        assert all(self._page_of[key] == page for page, key in self._key_of.items())
+        assert len(self._page_of) + len(self._copies) == len(self._key_of)
+        for page, key in self._key_of.items():
+            standing = self._page_of[key]
+            assert page == standing or page in self._copies.of(standing)
+
+
+AnyIndex = PrefixIndex[Any]

@@ -83,6 +83,10 @@ class Unsent:
     def copy_page(self, row: int, source: int, target: int) -> None:
         self.page_copies.setdefault(row, []).append((source, target))
 
+    def rows_that_copy(self, pages: list[int]) -> list[int]:
+        """New rows whose copies would read one of these pages."""
+        return [row for row in self.rows if any(source in pages for source, _ in self.page_copies.get(row, ()))]
+
     def forget(self, row: int) -> None:
         """The row's request has left it."""
         for changes in (self.rows, self.page_updates, self.page_copies):

@@ -5,19 +5,29 @@ waited `AGEING_S`, is level with the highest priority that waits. Among tenants 
 tokens is next; within a tenant, higher priorities and the oldest request alternate. So no priority starves another one.
 A request that has waited that long is not preempted for higher priorities afterwards.
 The background (`request.BACKGROUND`) is a class of its own: it is next only while nothing else can start.
+
+By prefix, the next of a tenant's requests of one priority is the one of which most tokens are cached, before others overwrite
+them. Once the first in line has waited `PASSING_S`, the two alternate: nobody starves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import TypeAlias
 
 from tidemill.errors import QueueFull
 from tidemill.sched.request import Request
 
+ORDERS = ("arrival", "prefix")
 AGEING_S = 10.0
+PASSING_S = 2.0
+_NUM_COMPARED = 64  # requests at the head of a tenant's queue whose prefixes are compared
 _NUM_REMEMBERED = 1024  # tenants without requests whose computed tokens are remembered
+
+NumCached: TypeAlias = Callable[[Request], int]
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +40,7 @@ class Tenant:
     ready: list[Request] = field(default_factory=list)  # by place
     by_age: list[Request] = field(default_factory=list)  # the same, longest in the queue first
     oldest_is_next: bool = False
+    was_passed: bool = False  # the first in line, by one with a longer prefix
 
     def candidate(self, best: int, now: float) -> Request | None:
         """The next request if this tenant's turn comes. `best`: the highest priority that waits, of any tenant."""
@@ -40,6 +51,13 @@ class Tenant:
         if is_aged and oldest.priority > head.priority and (self.oldest_is_next or head.priority > best):
             return oldest
         return head
+
+    def by_prefix(self, chosen: Request, now: float, num_cached: NumCached) -> Request:
+        """Instead of the first request in line, the one with the longest cached prefix; of several, the first."""
+        if chosen is not self.ready[0] or (self.was_passed and now - chosen.queued_s >= PASSING_S):
+            return chosen
+        line = takewhile(lambda request: request.priority == chosen.priority, islice(self.ready, _NUM_COMPARED))
+        return max(line, key=num_cached)
 
 
 class _Class:
@@ -104,7 +122,7 @@ class _Class:
         """The highest priority among requests that could start: the lowest value."""
         return min([tenant.ready[0].priority for tenant in self._ready.values()])
 
-    def first(self, now: float) -> Request | None:
+    def first(self, now: float, num_cached: NumCached | None) -> Request | None:
         if not self._ready:
             return None
         best, chosen, least = self.best, None, (0, 0)
@@ -112,6 +130,8 @@ class _Class:
             served = (tenant.num_served, tenant.ready[0].seq)
             if (chosen is None or served < least) and (request := tenant.candidate(best, now)) is not None:
                 chosen, least = request, served
+        if chosen is not None and num_cached is not None:
+            return chosen.account.by_prefix(chosen, now, num_cached)
         return chosen
 
     def check_integrity(self) -> None:
@@ -171,19 +191,23 @@ class WaitingQueue:
         del self._requests[request.seq]
         self._classes[request.in_background].remove(request)
 
-    def first(self, now: float) -> Request | None:
-        """The request that starts next."""
-        return self._classes[False].first(now) or self._classes[True].first(now)
+    def first(self, now: float, num_cached: NumCached | None = None) -> Request | None:
+        """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
+        return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
 
-    def take(self, request: Request, now: float) -> bool:
-        """Remove the request that starts now. True: it goes before one of higher priority, because it has waited long."""
+    def take(self, request: Request, now: float) -> str:
+        """Remove the request that starts now. Returns why it goes before others, if it does."""
         tenant = request.account
-        tenant.oldest_is_next = request is tenant.ready[0]
+        tenant.oldest_is_next = request.priority == tenant.ready[0].priority
+        num_passed = bisect_left(tenant.ready, request.place, key=_place) if tenant.oldest_is_next else 0
+        tenant.was_passed = num_passed > 0
         by_age = request.priority > self._classes[request.in_background].best
         self.remove(request)
         request.waited_s = now - request.queued_s
         request.is_aged |= by_age or request.waited_s >= AGEING_S  # once back in the queue it would be before them again
-        return by_age
+        if by_age:
+            return f"before higher priorities, after {request.waited_s:.0f} s in the queue"
+        return f"before {num_passed} that came earlier: the longest prefix" if num_passed else ""
 
     def check_integrity(self) -> None:
         for kind in self._classes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from tidemill.kv.prefix import Path
     from tidemill.sched.queue import Tenant
 
 BACKGROUND = 1_000_000  # requests of this priority value and above yield to all others, also while they run
@@ -54,7 +55,7 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
     deferred_because: str = ""
-    page_keys: list[bytes] | None = None  # of its tokens when it was last queued; made once, however often admission is tried
+    path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
     first_token_s: float | None = None
     in_background: bool = False

@@ -17,6 +17,7 @@ from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
+from tidemill.kv.prefix import Path
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import StepItem, StepPlan, Unsent
@@ -51,11 +52,12 @@ class Scheduler:
         background_budget: int | None = None,
         whole_prompts: bool = False,
         max_draws: int | None = None,
+        order: str = "arrival",
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
         `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
-        the runner can draw in a step, drafts included."""
+        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -73,6 +75,7 @@ class Scheduler:
         self._background_tokens = background_tokens
         self._background_budget = background_budget or token_budget
         self._whole_prompts = whole_prompts
+        self._by_prefix = order == "prefix"
         self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
@@ -145,7 +148,10 @@ class Scheduler:
     def discard(self, request: Request, reason: str) -> None:
         """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
-            self._unsent.page_zeroes += self.kv.discard(request.seq)
+            pages = self.kv.discard(request.seq)
+            self._unsent.page_zeroes += pages
+            for row in self._unsent.rows_that_copy(pages):
+                self._preempt(self._unsent.rows[row], "the page that it was to copy holds NaN")
         self.abort(request, reason)
 
     def finish(self, request: Request, reason: str) -> None:
@@ -359,15 +365,22 @@ class Scheduler:
         """What a prompt that takes several steps leaves of each: a short prompt of another tenant need not wait for its end."""
         if started.num_needed < state.num_left or not self._free_rows:
             return 0
-        other = self.waiting.first(self._clock.now())
+        other = self._next_waiting()
         if other is None or other.account is started.account or other.in_background is not started.in_background:
             return 0
         num = self._num_to_compute(other)
         return num if 2 * num <= state.num_left else 0
 
+    def _next_waiting(self) -> Request | None:
+        """The request that starts next. Prefixes are compared only while one could start."""
+        return self.waiting.first(self._clock.now(), self._num_cached if self._by_prefix and self._free_rows else None)
+
+    def _num_cached(self, request: Request) -> int:
+        return request.num_known - self._num_to_compute(request)
+
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
-        while (request := self.waiting.first(self._clock.now())) is not None and request.in_background is in_background:
+        while (request := self._next_waiting()) is not None and request.in_background is in_background:
             obstacle = self._obstacle(request, state)
             if obstacle:
                 self._defer(request, obstacle)
@@ -408,7 +421,7 @@ class Scheduler:
         """Of a waiting request: what the prefix cache does not hold."""
         if self.kv.holds(request.seq):
             return request.num_needed
-        return request.num_known - self.kv.num_cached(self._keys(request))
+        return request.num_known - self.kv.num_cached(self._path(request))
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
@@ -421,17 +434,19 @@ class Scheduler:
             reason = f"shares the prompt of its first sample: {request.num_computed} of {request.num_known} tokens"
         else:
             reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
-            found = self.kv.admit(request.seq, request.num_known, self._keys(request), request.salt, reserve)
-            if found is None:
+            start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve)
+            if start is None:
                 return False
-            request.num_computed = found
+            request.num_computed, copies = start.num_cached, start.copies
             if request.started_s is None:
-                request.num_cached = found
-            reason = f"prefix hit {found} of {request.num_known}"
+                request.num_cached = start.num_cached
+            reason = f"prefix hit {start.num_cached} of {request.num_known}"
+            if start.num_matching > start.num_cached:
+                reason += f" ({start.num_matching} match)"
             if request.params.needs_whole_prompt:
                 reason = "prefix cache not used: the request asks about the whole prompt"
-        if self.waiting.take(request, now):
-            reason += f"; before higher priorities, after {request.waited_s:.0f} s in the queue"
+        if why_now := self.waiting.take(request, now):
+            reason += f"; {why_now}"
         if forked:
             self._forked.remove(request)
         insort(self.running, request, key=_rank)
@@ -444,8 +459,7 @@ class Scheduler:
         self._emit(
             events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
         )
-        if forked:
-            self._plan_copies(request, copies or [])
+        self._plan_copies(request, copies)
         self._unsent.rows[request.row] = request
         return True
 
@@ -495,7 +509,7 @@ class Scheduler:
     def _make_way(self, state: StepState) -> None:
         """A waiting request may preempt running ones of strictly lower priority, or of a tenant with more than its part of the
         slots."""
-        request = self.waiting.first(self._clock.now()) if self.policy.may_admit(state) else None
+        request = self._next_waiting() if self.policy.may_admit(state) else None
         if request is None:
             return
         lower, reason = [running for running in self.running if running.yields_to(request)], f"has priority {request.priority}"
@@ -531,15 +545,13 @@ class Scheduler:
         """Free pages that admission would take now."""
         if self.kv.holds(request.seq):
             return self.kv.num_copies_to_write(request.seq, request.num_computed, request.num_known)
-        return self.kv.num_pages_to_admit(request.num_known, self._keys(request))
+        return self.kv.num_pages_to_admit(request.num_known, self._path(request))
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Keys of its pages in the prefix cache. Prompt logprobs need every position computed, so then there are none."""
-        if request.params.needs_whole_prompt:
-            return []
-        if request.page_keys is None:
-            request.page_keys = self.kv.page_keys(request.tokens, request.salt)
-        return request.page_keys
+    def _path(self, request: Request) -> Path:
+        """Its tokens in the prefix cache. Prompt logprobs need every position computed, so then nothing is found."""
+        if request.path is None:
+            request.path = self.kv.path(request.tokens, request.salt, is_findable=not request.params.needs_whole_prompt)
+        return request.path
 
     def _victim(self) -> Request:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
@@ -555,7 +567,7 @@ class Scheduler:
         request.num_in_flight = 0
         request.drafts = ()
         request.writable_end = 0
-        request.page_keys = None
+        request.path = None
         request.epoch += 1
         if request.status is Status.RUNNING:
             self._leave_row(request)

@@ -66,6 +66,8 @@ class SimConfig:
     page_size: int = 16
     max_context: int = 32_768
     prefix_caching: bool = True
+    prefix_index: str = "hash"
+    queue_order: str = "arrival"
 
 
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
@@ -74,13 +76,14 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
     clock = VirtualClock()
     buffer = EventBuffer(limit=10_000_000)
     scheduler = Scheduler(
-        KVManager(config.num_pages + 1, config.page_size, config.prefix_caching),
+        KVManager(config.num_pages + 1, config.page_size, config.prefix_caching, index=config.prefix_index),
         num_rows=config.num_rows,
         token_budget=config.token_budget,
         max_context=config.max_context,
         policy=make_policy(config.policy),
         clock=clock,
         emit=buffer,
+        order=config.queue_order,
     )
     pending = sorted(arrivals, key=lambda a: a.arrival_s)
     result = SimResult(token_times_s={arrival.request_id: [] for arrival in arrivals})

@@ -24,10 +24,11 @@ MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
-    "auto": ("forced", "ngram"),
+    "auto": ("forced", "suffix"),
     "off": (),
     "forced": ("forced",),
     "ngram": ("ngram",),
+    "suffix": ("suffix",),
 }
 
 

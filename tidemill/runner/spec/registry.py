@@ -9,12 +9,14 @@ from tidemill.runner.base import Runner
 from tidemill.runner.spec import Drafter
 from tidemill.runner.spec.forced import ForcedDrafter
 from tidemill.runner.spec.ngram import NgramDrafter
+from tidemill.runner.spec.suffix import SuffixDrafter
 
 Forced = Callable[[int], Sequence[int]]  # see ForcedDrafter
 
 DRAFTERS: dict[str, Callable[[Runner, Forced], Drafter]] = {
     "forced": lambda runner, forced: ForcedDrafter(forced),
     "ngram": lambda runner, forced: NgramDrafter(),
+    "suffix": lambda runner, forced: SuffixDrafter(),
 }
 # What a further token adds to the time of a step of one, before it is measured.
 SLOPES = {"cpu": 0.35, "cuda": 0.01}

@@ -397,7 +397,7 @@ class Scheduler:
             if request.started_s is None:
                 request.num_cached = found
             reason = f"prefix hit {found} of {request.num_known}"
-            if request.params.needs_whole_prompt:
+            if request.params.num_reusable < self.kv.page_size:
                 reason = "prefix cache not used: the request asks about the whole prompt"
         if self.waiting.take(request, now):
             reason += f"; before higher priorities, after {request.waited_s:.0f} s in the queue"
@@ -498,11 +498,12 @@ class Scheduler:
         return self.kv.num_pages_to_admit(request.num_known, self._keys(request))
 
     def _keys(self, request: Request) -> list[bytes]:
-        """Keys of its pages in the prefix cache. Prompt logprobs need every position computed, so then there are none."""
-        if request.params.needs_whole_prompt:
+        """Keys of its pages in the prefix cache, up to the first position that must be computed, for its logprobs."""
+        if request.params.num_reusable < self.kv.page_size:
             return []
         if request.page_keys is None:
-            request.page_keys = self.kv.page_keys(request.tokens, request.salt)
+            keys = self.kv.page_keys(request.tokens, request.salt)
+            request.page_keys = keys[: request.params.num_reusable // self.kv.page_size]
         return request.page_keys
 
     def _victim(self) -> Request:

@@ -14,9 +14,10 @@ from measure import backend_of, compare
 from tidemill import assistant, gen, program, system, user
 from tidemill.programs import State
 
-TEXT = """Eling Tide Mill stands on the edge of Southampton Water in Hampshire. A mill at this place is named in the Domesday Book of 1086.
-The building of today is from about 1785. It had two wheels, each of which drove its own stones. It was given up in 1946 and repaired
-in 1975, and it grinds again since 1980. One of the wheels turns on most days, for about four hours after high water."""
+TEXT = """Eling Tide Mill stands on the edge of Southampton Water in Hampshire. A mill at this place is named in the
+Domesday Book of 1086. The building of today is from about 1785. It had two wheels, each of which drove its
+own stones. It was given up in 1946 and repaired in 1975, and it grinds again since 1980. One of the wheels
+turns on most days, for about four hours after high water."""
 
 
 def record(**properties: Any) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from measure import backend_of, compare
 from tidemill import gen, join, program, select
 from tidemill.programs import State
 
-ESSAY = """The sea rises and falls twice a day, and for more than a thousand years people have used it to grind their grain. A tide mill
-needs a bay that can be closed with a dam. At high water the gates close by themselves, and the pond behind them keeps its level while
-the sea goes down. Then the miller opens the sluice. The work is hard in another way than that of other millers: the hours follow the
-moon, and so he must often rise in the night. But the tide never fails him, while rivers dry up in summer and winds are still. Some say
-that the first of these mills stood in Ireland, where two wooden wheels were found in the mud, cut in the year 619. When steam came, most
-of them were given up. Today, some are run again, and visitors can buy the flour.
+ESSAY = """The sea rises and falls twice a day, and for more than a thousand years people have used it to grind their
+grain. A tide mill needs a bay that can be closed with a dam. At high water the gates close by themselves, and
+the pond behind them keeps its level while the sea goes down. Then the miller opens the sluice. The work is
+hard in another way than that of other millers: the hours follow the moon, and so he must often rise in the
+night. But the tide never fails him, while rivers dry up in summer and winds are still. Some say that the
+first of these mills stood in Ireland, where two wooden wheels were found in the mud, cut in the year 619.
+When steam came, most of them were given up. Today, some are run again, and visitors can buy the flour.
 """
 DIMENSIONS = ("clarity", "evidence", "style", "structure")
 GRADES = [" poor", " fair", " good", " excellent"]

@@ -12,11 +12,12 @@ from measure import backend_of, compare
 from tidemill import gen, program, select
 from tidemill.programs import State
 
-PROBLEM = """A village at the coast has a tide mill. Its pond fills while the tide rises and is closed at high water. When the sea has
-fallen far enough, the water is let out through the wheel. The miller can grind for about three hours after each high water, twice a
-day, and high water comes some fifty minutes later each day. The baker needs flour from forty sacks of grain every week. The mill
-grinds two sacks an hour. In summer the pond loses a fifth of its water before the mill can start, and the mill grinds as much less.
-The question is whether the mill grinds enough for the baker in summer, and how many sacks are left over or missing in a week.
+PROBLEM = """A village at the coast has a tide mill. Its pond fills while the tide rises and is closed at high water. When
+the sea has fallen far enough, the water is let out through the wheel. The miller can grind for about three
+hours after each high water, twice a day, and high water comes some fifty minutes later each day. The baker
+needs flour from forty sacks of grain every week. The mill grinds two sacks an hour. In summer the pond loses
+a fifth of its water before the mill can start, and the mill grinds as much less. The question is whether the
+mill grinds enough for the baker in summer, and how many sacks are left over or missing in a week.
 """
 RATINGS = {" bad": 0.0, " fair": 0.5, " good": 1.0}
 WIDTH, BEST, DEPTH = 4, 2, 2

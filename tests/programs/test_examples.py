@@ -9,7 +9,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["tree_of_thought", "judge", "extract_json"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("tree_of_thought", "judge")), "extract_json"]
+)
 def test_example(name, thinking_folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     importlib.import_module(name).main(["--model", str(thinking_folder)])

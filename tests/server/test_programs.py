@@ -1,6 +1,8 @@
 """Programs on a server: what they do on the engine of this process, token by token."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from tidemill.errors import Cancelled, ContextTooLong, InvalidRequest, TidemillE
 from tidemill.programs import Remote
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+EXAMPLES = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "programs.md").read_text(), re.DOTALL)
 
 
 @program
@@ -50,6 +53,13 @@ def test_a_server_does_what_the_engine_here_does(server, tiny_folder, which):
     alone = which.run(backend=server.url, share_prefix=False)
     assert alone.token_ids() == here.token_ids()
     assert alone.usage.num_cached == 0
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_examples_of_the_page(server, example, capsys):
+    assert "http://127.0.0.1:8000" in example
+    exec(compile(example.replace("http://127.0.0.1:8000", server.url), "docs/programs.md", "exec"), {})
+    assert capsys.readouterr().out
 
 
 def test_a_cancelled_program_frees_its_requests(server):

@@ -4,7 +4,7 @@ is tokenized as a whole when a request needs it, so that a program's prompts hav
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import accumulate, count, takewhile
 
 from tidemill.errors import ProgramError
 from tidemill.programs.backend import Backend, Generated, OnText, Usage
@@ -80,13 +80,12 @@ class Sequence:
         shown = [one | {"content": mark} if i in self.replies else one for i, one in enumerate(self.messages)]
         tokens = await self.backend.encode_chat(shown)
         if self.replies:
-            at = b"".join(token.data for token in tokens).rfind(mark.encode()) + len(mark)
-            num = 0
-            while tokens and num < at:
-                num += len(tokens.pop(0).data)
-            if num != at or at < len(mark):
+            end = b"".join(token.data for token in tokens).rfind(mark.encode()) + len(mark)
+            ends = list(accumulate(len(token.data) for token in tokens))
+            if end < len(mark) or end not in ends:
                 fix = "Use texts without roles, or another template."
                 raise ProgramError("The chat template does not show where a reply ends.", fix=fix)
+            tokens = tokens[ends.index(end) + 1 :]
             (rest,) = await self._encoded([self.tail])
             self.ids, self.tail = self.ids + rest, ""
         self.ids = self.ids + [token.token_id for token in tokens]

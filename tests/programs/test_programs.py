@@ -345,3 +345,29 @@ def test_an_engine_that_is_dropped_is_freed(tiny_folder):
     gc.collect()
     while loop.is_running():
         time.sleep(0.01)
+
+
+def test_no_space_is_written_before_text_that_continues(tmp_path):
+    """By a tokenizer that writes one before every text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    make_llama(tmp_path, vocab_size=320)
+    byte_tokenizer(tmp_path)  # for its settings
+    words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "d"]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(str(tmp_path), progress=False, kv_memory_bytes=2**20)
+    letter = {word: i for i, word in enumerate(words)}
+
+    @program
+    def continued(s):
+        s += "ab" + gen("x", max_tokens=1, temperature=0, allowed_token_ids=[letter["c"]])
+        s += "d" + gen("y", max_tokens=1, temperature=0, allowed_token_ids=[letter["c"]])
+        s += select("z", ["d", " d"])
+
+    s = continued.run(backend=llm)
+    assert s.token_ids()[:6] == [letter[word] for word in "▁abcdc"]
+    assert s.token_ids()[6:] == ([letter["d"]] if s["z"] == "d" else [letter["▁"], letter["d"]])

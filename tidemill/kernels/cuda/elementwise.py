@@ -31,8 +31,8 @@ def _look_up(
 def look_up(
     rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width; none of
-    a model without keys and values."""
+    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width;
+    none of a model without keys and values."""
     made = torch.zeros_like if is_compiling() else torch.empty_like  # embeddings are looked up by these ids then too
     num = rows_T.numel()
     ids, slots = made(rows_T), torch.empty(len(tables), -(-num // 4) * 4, dtype=torch.int64, device=rows_T.device)

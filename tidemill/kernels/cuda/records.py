@@ -33,7 +33,7 @@ MEMBER_WIDTH = tl.constexpr(2)
 PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW = _words(4)
 PROMPT_WIDTH = tl.constexpr(4)
 
-# A sequence of which states are computed: its first token's index in the step, how many tokens, the first one's position, the row of
-# its page table.
+# A sequence of which states are computed: its first token's index in the step, how many tokens, the first one's position, the row
+# of its page table.
 CHAIN_TOKEN, CHAIN_TOKENS, CHAIN_POSITION, CHAIN_ROW = _words(4)
 CHAIN_WIDTH = tl.constexpr(4)

@@ -406,7 +406,7 @@ for some in map(bool, sys.argv[1:]):
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
              step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, words_ptr=I, rows_ptr=I,
              positions_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
-build(scan._convolve, types, INTERVAL=256, KERNEL=4, HAS_BIAS=True, BLOCK=1024)
+build(scan._convolve, types, INTERVAL=256, KERNEL=4, TAPS=4, HAS_BIAS=True, BLOCK=1024)
 for kind in (0, 1, 2):
     shape = dict(WORD=3, INTERVAL=256, KERNEL=4, KEPT=4, KEEPS=32, DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=16)
     build(scan._scan, types | dict(out_ptr=F if kind else B), 1, KIND=kind, HAS_SKIP=kind < 2, GATED=kind == 0, **shape)

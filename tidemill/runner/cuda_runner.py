@@ -44,6 +44,7 @@ from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
 _SHARED_PROGRAMS = 128
+_STATES_AT_ONCE = 32  # sequences of a step with prompts
 
 
 @dataclass(slots=True)
@@ -325,7 +326,7 @@ class CudaRunner:
         singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
-        programs = (*singles, num_prompts, min(size, self._max_requests))
+        programs = (*singles, num_prompts, min(size, _STATES_AT_ONCE))
 
         def run() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))

@@ -4,7 +4,8 @@ Every token is computed by the same operations in the same order, by one warp fo
 batches nor chunks change a bit. A prompt is therefore as slow as its tokens one after the other. (Matmuls over chunks of tokens
 would sum in another order than a token alone does: decoding would have to compute its chunk anew, up to 64 times the work, or
 bits would depend on how a prompt is cut.) So that a token takes as little as possible, a head is cut into many tiles, nothing
-crosses warps, and the inputs of the next two tokens are on their way meanwhile.
+crosses warps, and the inputs of the next two tokens are on their way meanwhile. What the kernel before does not write (lists,
+page tables, states) is read before it is done.
 
 The host lists the step's sequences as records of `kernels/cuda/records.py`. A program takes every n-th of them until a zero, so
 that a captured graph serves any number of sequences. Segments follow from positions; the convolution needs only rows and
@@ -26,7 +27,6 @@ from tidemill.model_config import STATE_KINDS, StateSpec
 
 _CHANNELS = 1024  # of a program of the convolution
 _TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds
-_ENOUGH = 8192  # programs that fill a GPU
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class StateLists:
     rows_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int32
     words: torch.Tensor  # int32: a header that says where the list is; it ends in `num_chains` records of zeros
-    num_chains: int  # sequences that may be computed side by side
+    num_chains: int  # sequences that are computed side by side
 
 
 @triton.jit
@@ -55,22 +55,25 @@ def _silu(x):
 @triton.jit
 def _place(tables_ptr, pieces_ptr, number, row, block, table_width, table_stride, page_words):
     """Of a piece, in words; a multiple of 64 bytes."""
-    page = tl.load(pieces_ptr + 2 * number)
+    page, offset = tl.load(pieces_ptr + 2 * number), tl.load(pieces_ptr + 2 * number + 1)
     held = tl.load(tables_ptr + page * table_stride + row * table_width + block).to(tl.int64)
-    return tl.multiple_of(held * page_words + tl.load(pieces_ptr + 2 * number + 1) // 4, 16)
+    return tl.multiple_of(held * page_words + offset // 4, 16)
 
 
 @triton.jit
 def _convolve(
     projected_ptr, weight_ptr, bias_ptr, out_ptr, pool_ptr, tables_ptr, pieces_ptr, rows_ptr, positions_ptr,
     num_channels, num_projected, table_width, table_stride, page_words,
-    INTERVAL: tl.constexpr, KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    INTERVAL: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before them are in its state."""
+    """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before them are in its state. TAPS:
+    KERNEL, to a power of two."""
     token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < num_channels
-    begin(AHEAD)
+    tap = tl.arange(0, TAPS)[:, None]
+    inside = (tap < KERNEL) & (channel < num_channels)[None, :]
+    weight = tl.load(weight_ptr + tap * num_channels + channel[None, :], mask=inside, other=0.0)
     row, position = tl.load(rows_ptr + token), tl.load(positions_ptr + token)
     num_near = 0
     for back in tl.static_range(1, KERNEL):
@@ -79,17 +82,19 @@ def _convolve(
         num_near += (is_near & (token >= back)).to(tl.int32)
     start = position - num_near
     kept = _place(tables_ptr, pieces_ptr, 0, row, tl.maximum(start - 1, 0) // INTERVAL, table_width, table_stride, page_words)
-    total = tl.zeros((BLOCK,), tl.float32)
+    back = KERNEL - 1 - tap
+    is_old = inside & (back > num_near)
+    x = tl.load(
+        pool_ptr + kept + (tap + num_near) * num_channels + channel[None, :], mask=is_old & (tap * 0 + start > 0), other=0.0
+    )
+    begin(AHEAD)
+    new = projected_ptr + (token - back).to(tl.int64) * num_projected + channel[None, :]
+    x += tl.load(new, mask=inside & (back <= num_near), other=0.0).to(tl.float32)
+    total = tl.sum(x * weight, 0)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0)
-    for k in tl.static_range(KERNEL):
-        is_old = channel * 0 + num_near < KERNEL - 1 - k  # (the interpreter's masks are of vectors only)
-        new = projected_ptr + (token - (KERNEL - 1 - k)).to(tl.int64) * num_projected + channel
-        old = pool_ptr + kept + (k + num_near) * num_channels + channel
-        x = tl.load(new, mask=inside & (is_old == 0), other=0.0).to(tl.float32)
-        x += tl.load(old, mask=inside & is_old & (channel * 0 + start > 0), other=0.0)
-        total = tl.fma(x, tl.load(weight_ptr + k * num_channels + channel, mask=inside, other=0.0), total)
-    tl.store(out_ptr + token.to(tl.int64) * num_channels + channel, _silu(total).to(out_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(bias_ptr + channel, mask=channel < num_channels, other=0.0)
+    out = out_ptr + token.to(tl.int64) * num_channels + channel
+    tl.store(out, _silu(total).to(out_ptr.dtype.element_ty), mask=channel < num_channels)
 
 
 @triton.jit
@@ -147,7 +152,6 @@ def _scan(
         bias = tl.load(step_bias_ptr + head)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + own, mask=here, other=0.0)
-    begin(AHEAD)
     record = words_ptr + tl.load(words_ptr + WORD) + tl.program_id(2) * CHAIN_WIDTH
     num = tl.load(record + CHAIN_TOKENS)
     while num > 0:
@@ -158,6 +162,7 @@ def _scan(
         kept = _place(tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words)
         state = tl.load(pool_ptr + from_ + at, mask=inside & (at * 0 + position > 0), other=0.0)
         last = token + num - 1
+        begin(AHEAD)
         value, key, query, step, strength, gate = _inputs(
             mixed_ptr, projected_ptr, steps_ptr, bc_ptr, token, head, own, here, n, real, num_channels, num_projected, num_heads,
             DIM, SIZE, GROUPS, KIND, GATED,
@@ -213,6 +218,7 @@ def _scan(
             has_old = position > 0
         record += tl.num_programs(2) * CHAIN_WIDTH
         num = tl.load(record + CHAIN_TOKENS)
+    begin(AHEAD)  # those without work, too
 
 
 @triton.jit
@@ -226,8 +232,8 @@ def _norm_heads(
     inside = at < size
     column = tl.program_id(1) * size + at
     weight = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    begin(AHEAD)
     gate = _silu(tl.load(projected_ptr + token * num_projected + num_channels + column, mask=inside, other=0.0).to(tl.float32))
+    begin(AHEAD)
     value = tl.load(values_ptr + token * num_inner + column, mask=inside, other=0.0)
     if GATE_FIRST:
         value *= gate
@@ -282,7 +288,8 @@ class CudaStateStep:
             _convolve, (projected_TC.shape[0], triton.cdiv(spec.num_channels, block)),
             projected_TC, learned.conv_KC, bias, out, made.words, made.tables, made.pieces[layer], lists.rows_T,
             lists.positions_T, spec.num_channels, spec.num_projected, *made.sizes, INTERVAL=made.states.interval,
-            KERNEL=spec.kernel, HAS_BIAS=learned.conv_bias_C is not None, BLOCK=block, num_warps=4, **HOW,
+            KERNEL=spec.kernel, TAPS=triton.next_power_of_2(spec.kernel), HAS_BIAS=learned.conv_bias_C is not None, BLOCK=block,
+            num_warps=4, **HOW,
         )  # fmt: skip
         return out
 
@@ -296,9 +303,8 @@ class CudaStateStep:
         rows = triton.next_power_of_2(spec.state_size)
         columns = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _TILE // rows), triton.next_power_of_2(spec.head_dim))
         tiles = triton.cdiv(spec.head_dim, columns)
-        num_chains = min(self.lists.num_chains, max(1, _ENOUGH // (tiles * spec.num_heads)))
         launch(
-            _scan, (tiles, spec.num_heads, num_chains), mixed, projected, steps, bc, values, learned.decay, skip, bias,
+            _scan, (tiles, spec.num_heads, self.lists.num_chains), mixed, projected, steps, bc, values, learned.decay, skip, bias,
             made.words, made.tables, made.pieces[layer], self.lists.words, spec.num_channels, spec.num_projected, spec.num_heads,
             *made.sizes, spec.state_size**-0.5, WORD=STATES, INTERVAL=made.states.interval, KERNEL=spec.kernel,
             KEPT=triton.next_power_of_2(max(1, spec.kernel - 1)),

@@ -1,6 +1,6 @@
 """Models with states of constant size on the GPU at hand: kernels and answers checked, then timed.
 
-    python -m bench.gpu_states [--json out.json] [--models mamba2,mamba,next] [--only kernels,families,times]
+    python -m bench.gpu_states [--json out.json] [--models mamba2,mamba,next] [--only kernels,families,times] [--token-budget n]
 
 Checked: the kernels against the torch reference and against themselves however a sequence is cut; each family near Transformers
 in float32, and the same bits alone, among others, in chunks, from the prefix cache, preempted and without graphs. Timed: the
@@ -32,8 +32,10 @@ from tidemill.kernels.cuda.scan import CudaStates, StateLists
 from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates
 from tidemill.model_config import StateSpec
+from tidemill.models.registry import model_class
 from tidemill.runner.cuda_work import chains, make_work, padded
 from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
 SPECS = {
@@ -229,20 +231,21 @@ def page_bytes(core: Any) -> int:
     return core.config.kv_bytes // core.config.num_pages
 
 
-def time_models(names: list[str]) -> list[dict[str, Any]]:
-    return [line for name in names for line in time_model(name)]
-
-
-def time_model(name: str) -> list[dict[str, Any]]:
-    folder = Path(tempfile.mkdtemp())
+def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
+    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
+    checkpoint = open_checkpoint(folder)
+    shape = model_class(checkpoint).read_config(checkpoint)
+    options = EngineOptions(
+        model=str(folder), load_format="dummy", max_context=16384, max_requests=128, token_budget=token_budget,
+        kv_memory_bytes=256 * shape.state_bytes + 2**31,
+    )  # fmt: skip
     begin = time.perf_counter()
-    core = EngineCore.load(EngineOptions(model=str(folder), load_format="dummy", max_context=16384, max_requests=128))
-    shape, draw = core.model.config, random.Random(0)
+    core = EngineCore.load(options)
     per_s = 4.25e12  # what an H200's memory gives
     floor_ms = 2e3 * (shape.num_active_parameters - (0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size)) / per_s
     state_ms = 2e3 * shape.state_bytes / per_s
-    print(f"{name}: ready in {time.perf_counter() - begin:.1f} s; {core.config.num_pages} pages", flush=True)
+    print(f"{name}: ready in {time.perf_counter() - begin:.1f} s; {core.config.token_budget} tokens a step", flush=True)
 
     def run(num: int, length: int, new: int) -> float:
         """Seconds of so many requests."""
@@ -277,6 +280,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--models", default="mamba2", help=f"to be timed, of {', '.join(MODELS)}")
     parser.add_argument("--only", default="kernels,families,times")
+    parser.add_argument("--token-budget", type=int, help="of the timed engines")
     given = parser.parse_args()
     parts, lines = given.only.split(","), list[dict[str, Any]]()
     if "kernels" in parts:
@@ -285,7 +289,8 @@ def main() -> None:
     if "families" in parts:
         check_families()
     if "times" in parts:
-        lines += time_models([name for name in given.models.split(",") if name])
+        for name in filter(None, given.models.split(",")):
+            lines += time_model(name, given.token_budget)
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

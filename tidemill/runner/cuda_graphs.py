@@ -17,7 +17,7 @@ class Graph:
 
     graph: torch.cuda.CUDAGraph
     size: int
-    programs: tuple[int, ...]  # of the kernels: singles, shared and prompts of attention, sequences with states
+    programs: tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
     out: torch.Tensor  # tokens of a decode step, hidden states of another
 
 
@@ -26,7 +26,7 @@ class Step:
     """What is captured: of how many tokens, with how many programs of the kernels, and the work itself."""
 
     size: int
-    programs: tuple[int, ...]
+    programs: tuple[int, int, int, int]
     run: Callable[[], torch.Tensor]
 
 

@@ -356,7 +356,7 @@ class CudaRunner:
         self,
         rows_T: torch.Tensor,
         positions_T: torch.Tensor,
-        programs: tuple[int, ...],
+        programs: tuple[int, int, int, int],
         by_flash: bool = False,
         lora: bool = False,
     ) -> torch.Tensor:

@@ -125,6 +125,25 @@ def _inputs(
 
 
 @triton.jit
+def _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND: tl.constexpr, GATED: tl.constexpr):
+    """What a token does to a state: value, key, query, what the state is multiplied by, what is written, gate."""
+    x, k, q, dt, gate = value.to(tl.float32), key.to(tl.float32), query.to(tl.float32), step.to(tl.float32), gate.to(tl.float32)
+    if KIND == 0:
+        dt = _softplus(dt)
+        shrink, written = tl.exp(dt[None, :] * decays), x * dt
+    else:
+        dt = _softplus(dt + bias)
+        shrink, written = tl.exp(dt * decays), x * dt
+    if KIND == 2:
+        k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+        q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
+        written = x * 0.0 + 1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))
+    if GATED:
+        gate = _silu(gate)
+    return x, k, q, shrink, written, gate
+
+
+@triton.jit
 def _scan(
     mixed_ptr, projected_ptr, steps_ptr, bc_ptr, out_ptr, decay_ptr, skip_ptr, step_bias_ptr,
     pool_ptr, tables_ptr, pieces_ptr, words_ptr,
@@ -146,10 +165,9 @@ def _scan(
     channel = ((head * tl.num_programs(0) + tl.program_id(0)) * KEEPS + tl.arange(0, KEEPS))[None, :]
     keeps = (rank < KERNEL - 1) & (channel < num_channels)
     if KIND == 0:
-        decays = tl.load(decay_ptr + head * SIZE * DIM + at, mask=inside, other=0.0)
+        decays, bias = tl.load(decay_ptr + head * SIZE * DIM + at, mask=inside, other=0.0), 0.0
     else:
-        rate = tl.load(decay_ptr + head)
-        bias = tl.load(step_bias_ptr + head)
+        decays, bias = tl.load(decay_ptr + head), tl.load(step_bias_ptr + head)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + own, mask=here, other=0.0)
     record = words_ptr + tl.load(words_ptr + WORD) + tl.program_id(2) * CHAIN_WIDTH
@@ -171,38 +189,37 @@ def _scan(
             mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 1, last), head, own, here, n, real, num_channels,
             num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
         )  # fmt: skip
+        value2, key2, query2, step2, strength2, gate2 = _inputs(
+            mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 2, last), head, own, here, n, real, num_channels,
+            num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
+        )  # fmt: skip
+        x, k, q, shrink, written, silu = _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND, GATED)
         while token <= last:
             block = position // INTERVAL
             first = token  # of what the state of this block is made of
             end = tl.minimum(last + 1, token + (block + 1) * INTERVAL - position)
             position += end - token
             while token < end:
-                value2, key2, query2, step2, strength2, gate2 = _inputs(
-                    mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 2, last), head, own, here, n, real,
+                value3, key3, query3, step3, strength3, gate3 = _inputs(
+                    mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 3, last), head, own, here, n, real,
                     num_channels, num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
                 )  # fmt: skip
-                x, k, q, dt = value.to(tl.float32), key.to(tl.float32), query.to(tl.float32), step.to(tl.float32)
-                if KIND == 0:
-                    dt = _softplus(dt)
-                    state = state * tl.exp(dt[None, :] * decays) + k[:, None] * (x * dt)[None, :]
-                else:
-                    dt = _softplus(dt + bias)
-                    state = state * tl.exp(dt * rate)
-                    if KIND == 2:
-                        k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-                        q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
-                        known = tl.sum(state * k[:, None], 0)
-                        state += k[:, None] * ((x - known) / (1.0 + tl.exp(-strength.to(tl.float32))))[None, :]
-                    else:
-                        state += k[:, None] * (x * dt)[None, :]
+                x1, k1, q1, shrink1, written1, silu1 = _ready(
+                    value1, key1, query1, step1, strength1, gate1, decays, bias, scale, KIND, GATED
+                )
+                state = state * shrink
+                if KIND == 2:
+                    written = (x - tl.sum(state * k[:, None], 0)) * written
+                state += k[:, None] * written[None, :]
                 out = tl.sum(state * q[:, None], 0)
                 if HAS_SKIP:
                     out += skip * x
                 if GATED:
-                    out *= _silu(gate.to(tl.float32))
+                    out *= silu
                 tl.store(out_ptr + token.to(tl.int64) * inner + own, out.to(out_ptr.dtype.element_ty), mask=here)
-                value, key, query, step, strength, gate = value1, key1, query1, step1, strength1, gate1
+                x, k, q, shrink, written, silu = x1, k1, q1, shrink1, written1, silu1
                 value1, key1, query1, step1, strength1, gate1 = value2, key2, query2, step2, strength2, gate2
+                value2, key2, query2, step2, strength2, gate2 = value3, key3, query3, step3, strength3, gate3
                 token += 1
             to = _place(tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words)
             tl.store(pool_ptr + to + at, state, mask=inside)

@@ -4,8 +4,8 @@ Every token is computed by the same operations in the same order, by one warp fo
 batches nor chunks change a bit. A prompt is therefore as slow as its tokens one after the other. (Matmuls over chunks of tokens
 would sum in another order than a token alone does: decoding would have to compute its chunk anew, up to 64 times the work, or
 bits would depend on how a prompt is cut.) So that a token takes as little as possible, a head is cut into many tiles, nothing
-crosses warps, and the inputs of the next two tokens are on their way meanwhile. What the kernel before does not write (lists,
-page tables, states) is read before it is done.
+crosses warps, the next token is made ready meanwhile, and the inputs of two more are on their way. What the kernel before does
+not write (lists, page tables, states) is read before it is done.
 
 The host lists the step's sequences as records of `kernels/cuda/records.py`. A program takes every n-th of them until a zero, so
 that a captured graph serves any number of sequences. Segments follow from positions; the convolution needs only rows and
@@ -26,7 +26,7 @@ from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.model_config import STATE_KINDS, StateSpec
 
 _CHANNELS = 1024  # of a program of the convolution
-_TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds
+_TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds, and columns of a program
 
 
 @dataclass(slots=True)
@@ -327,7 +327,8 @@ class CudaStateStep:
             KEPT=triton.next_power_of_2(max(1, spec.kernel - 1)),
             KEEPS=triton.next_power_of_2(triton.cdiv(spec.num_channels, tiles * spec.num_heads)),
             DIM=spec.head_dim, SIZE=spec.state_size, GROUPS=spec.num_groups, KIND=STATE_KINDS.index(spec.kind),
-            HAS_SKIP=learned.skip_I is not None, GATED=not has_norm, ROWS=rows, COLUMNS=columns, num_warps=1, **HOW,
+            HAS_SKIP=learned.skip_I is not None, GATED=not has_norm, ROWS=rows, COLUMNS=columns,
+            num_warps=max(1, rows * columns // _TILE), **HOW,
         )  # fmt: skip
         return self._norm(spec, values, projected, learned) if has_norm else values
 

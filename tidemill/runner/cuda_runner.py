@@ -300,7 +300,7 @@ class CudaRunner:
 
     def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:
         num_singles = _num_singles(size) if self.model.config.attention_layers else 0
-        programs = (num_singles, _SHARED_PROGRAMS if shares else 0, 0, size)
+        programs = (num_singles, _SHARED_PROGRAMS if shares else 0, 0, size if self._states else 0)
 
         def run() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
@@ -332,7 +332,7 @@ class CudaRunner:
         singles = (_num_singles(min(size, self._max_draws)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
-        programs = (*singles, num_prompts, min(size, _STATES_AT_ONCE))
+        programs = (*singles, num_prompts, min(size, _STATES_AT_ONCE) if self._states else 0)
 
         def run() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))

@@ -15,6 +15,7 @@ import json
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -231,6 +232,34 @@ def page_bytes(core: Any) -> int:
     return core.config.kv_bytes // core.config.num_pages
 
 
+def profile_steps(core: Any, label: str, num: int, length: int, skip: int, num_steps: int) -> dict[str, Any]:
+    """Microseconds a step by kernel, after `skip` steps of so many requests."""
+    from torch.profiler import ProfilerActivity, profile
+
+    core.scheduler.kv.clear_prefixes()
+    for i in range(num):
+        params = SamplingParams(temperature=0.0, max_tokens=skip + num_steps + 9, ignore_eos=True)
+        core.submit(Submit(str(i), [(7 * i + j) % 1000 + 10 for j in range(length)], params))
+    for _ in range(skip):
+        core.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            core.step()
+        torch.cuda.synchronize()
+    spent = defaultdict[str, float](float)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name[:60]] += event.time_range.elapsed_us() / num_steps
+    ranked = dict(sorted(spent.items(), key=lambda item: -item[1])[:10])
+    print(f"{label}: kernels {sum(spent.values()):,.0f} us a step", flush=True)
+    for name, us in ranked.items():
+        print(f"  {us:9.1f} us  {name}")
+    while core.has_work:
+        core.step()
+    return {"what": label, "kernels_us": ranked}
+
+
 def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
     folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
@@ -272,6 +301,8 @@ def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
         seconds = min(partial(run, num, 4096, 1)() for _ in range(3))
         lines.append({"model": name, "what": f"prefill {num} x 4096", "ms": 1e3 * seconds, "tok/s": num * 4096 / seconds})
         print(f"{name} prefill {num} x 4096: {1e3 * seconds:.1f} ms, {num * 4096 / seconds:.0f} tok/s", flush=True)
+    for label, num, length, skip in (("decode b1", 1, 64, 3), ("decode b64", 64, 64, 20), ("a prompt", 1, 12000, 1)):
+        lines.append(profile_steps(core, f"{name} {label}", num, length, skip, 4 if length > 1000 else 8))
     return lines
 
 

@@ -146,8 +146,6 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         return value
 
     device = settle("device", decide_device(options, machine, model))
-    if device == "cuda" and model.state_layers:
-        raise ConfigError("Models with states of constant size do not run on a GPU yet.", fix="Use --device cpu.", param="device")
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))

@@ -34,6 +34,7 @@ INTEGERS = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs_start": (1, 2**31 - 1),
     "pair_start": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
@@ -156,6 +157,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
     logprob_token_ids: tuple[int, ...] = ()  # report these tokens instead of the likeliest
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1  # the position of the first token they are reported of; what is before it may be cached
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to
@@ -223,9 +225,11 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         return not (is_restricted or self.has_penalties or is_masked)
 
     @property
-    def needs_whole_prompt(self) -> bool:
-        """Every prompt token must be computed, even if its prefix is cached."""
-        return self.prompt_logprobs is not None or self.pooling == "mean"
+    def num_reusable(self) -> int:
+        """Prompt tokens that need not be computed if they are cached: those after them must be."""
+        if self.pooling == "mean":
+            return 0
+        return 2**31 - 1 if self.prompt_logprobs is None else self.prompt_logprobs_start - 1
 
     @property
     def has_penalties(self) -> bool:

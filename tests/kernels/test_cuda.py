@@ -380,7 +380,7 @@ build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
 build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
-build(elementwise._look_up, types, PAGE=64, BLOCK=256)
+build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
 build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
@@ -404,14 +404,13 @@ for some in map(bool, sys.argv[1:]):
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
     build(attention._attend_prompts, types, **shape, **kind, SINKS=some, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
-             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, segments_ptr=I, chains_ptr=I,
-             chain_of_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
-build(scan._convolve, types, KERNEL=4, HAS_BIAS=True, BLOCK=256)
-build(scan._keep, types, KERNEL=4, KEPT=4, BLOCK=256)
+             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, words_ptr=I, rows_ptr=I,
+             positions_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
+build(scan._convolve, types, INTERVAL=256, KERNEL=4, TAPS=4, HAS_BIAS=True, BLOCK=1024)
 for kind in (0, 1, 2):
-    shape = dict(DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=32)
-    build(scan._scan, types | dict(out_ptr=F), KIND=kind, HAS_SKIP=kind < 2, **shape)
-build(scan._finish_scan, types, GATE_FIRST=True, HAS_NORM=True, BLOCK=128)
+    shape = dict(WORD=3, INTERVAL=256, KERNEL=4, KEPT=4, KEEPS=32, DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=16)
+    build(scan._scan, types | dict(out_ptr=F if kind else B), 1, KIND=kind, HAS_SKIP=kind < 2, GATED=kind == 0, **shape)
+build(scan._norm_heads, types, GATE_FIRST=True, BLOCK=128)
 build(scan._gate, types, BLOCK=1024)
 types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
              out_ptr=I, adjusted_ptr=F, records_ptr=I, limits_ptr=F, stats_ptr=F, above_ptr=F,
@@ -452,6 +451,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_convolve", "_keep", "_scan", "_finish_scan", "_gate", "_shrink", "_expand", "_expand_gated",
+        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -14,6 +14,7 @@ from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_
 from tests.kernels.test_cuda import flash_reference
 from tests.models.test_families import make as make_family
 from tests.models.test_moe import make as make_experts
+from tests.models.test_state_models import make_reference as make_states
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
@@ -225,6 +226,31 @@ def test_families_with_experts(family, on_gpu, tmp_path):
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
     assert_same(run(on_gpu(tmp_path), requests), expected)
+
+
+def test_a_state_in_place_of_keys_and_values(on_gpu, monkeypatch, tmp_path):
+    """A prompt beside one that decodes, over more than one state that is kept."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    make_states("Mamba2", tmp_path, vocab_size=64, num_hidden_layers=1, hidden_size=16, num_heads=2, n_groups=1)
+    requests = {"short": ([5, 6], greedy(3, logprobs=1)), "long": (ids(17, 2), greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    assert_same(run(on_gpu(tmp_path, max_requests=2, token_budget=16), requests), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Qwen3Next"])
+def test_families_with_states(family, on_gpu, monkeypatch, tmp_path):
+    """A prompt in two steps beside one that decodes, over several states that are kept; then from the prefix cache."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    make_states(family, tmp_path)
+    requests = {"long": (ids(38, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(3, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    core = on_gpu(tmp_path, max_requests=2, page_size=16)
+    together = run(core, requests)
+    assert_same(together, expected)
+    again = run(core, {"long": requests["long"]})["long"]
+    assert again.last.num_cached == 32
+    assert again == together["long"]  # bit for bit
 
 
 def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):

@@ -6,7 +6,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,6 +40,15 @@ from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Subm
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
+
+
+class InFlight(NamedTuple):
+    """A step that was launched and is not collected."""
+
+    plan: StepPlan
+    launched: Any
+    started_s: float
+    is_ahead: bool  # it was launched before the one before it was collected
 
 
 def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -93,7 +102,7 @@ class EngineCore:
         self._take_expert_counts()  # what starting computed
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
-        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
+        self._in_flight: deque[InFlight] = deque()
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
@@ -250,7 +259,7 @@ class EngineCore:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
-                self._in_flight.append((plan, self.runner.launch(plan), started))
+                self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
@@ -268,8 +277,8 @@ class EngineCore:
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress]]:
         """Wait for the oldest step in flight and take its results."""
-        done, launched, started = self._in_flight[0]
-        result = self.runner.collect(launched)
+        step = self._in_flight[0]
+        done, result = step.plan, self.runner.collect(step.launched)
         self._in_flight.popleft()
         self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
@@ -278,9 +287,10 @@ class EngineCore:
         if self.structured:
             progress = self._follow_grammars(progress, failed)
         if self.drafting is not None:
-            self.drafting.observe(done, progress, started, self.scheduler.has_work)
+            is_ahead = step.is_ahead or not self.runner.steps_ahead
+            self.drafting.observe(done, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - started, sum(len(one.token_ids) for one in progress)))
+        self._events(events.StepDone(now, done.step, now - step.started_s, sum(len(one.token_ids) for one in progress)))
         self._count_experts(now)
         return done, result, progress
 
@@ -352,7 +362,7 @@ class EngineCore:
     def _fail_step(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail, and those of steps launched after it (all of them, if it was not even planned). The
         others start over, since they may share pages that the step had announced and never computed."""
-        plans = [launched for launched, _, _ in self._in_flight]
+        plans = [step.plan for step in self._in_flight]
         if plan is not None and plan not in plans:  # it was not launched
             plans.append(plan)
         self._in_flight.clear()

@@ -111,10 +111,11 @@ class KVManager:
     def holds(self, seq: int) -> bool:
         return seq in self._sequences
 
-    def path(self, token_ids: Sequence[int], salt: str = "", is_findable: bool = True) -> Path:
-        """By which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
-        is_findable &= self.prefix_caching
-        return self._index.path(token_ids, salt, len(token_ids) - 1 if is_findable and token_ids else 0)
+    def path(self, token_ids: Sequence[int], salt: str = "", most: int | None = None) -> Path:
+        """By which a prompt's pages can be found, of the first `most` tokens: never the last token's, which must be computed for
+        its logits."""
+        num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
+        return self._index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
 
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""

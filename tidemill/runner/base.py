@@ -137,7 +137,8 @@ def look_at_prompt(
         return None
     report = PromptReport(item.row, params.prompt_logprobs or 0)
     if params.prompt_logprobs is not None:
-        _score_prompt(cast(CausalLM, model), state, item, hidden_TH, score, logits, report)
+        first = max(params.prompt_logprobs_start, item.start + 1)
+        _score_prompt(cast(CausalLM, model), state, item, hidden_TH, score, logits, report, first)
     if params.pooling is not None:
         report.pooled = model.pool(hidden_TH, params.pooling)
     return report
@@ -151,13 +152,16 @@ def _score_prompt(
     score: Score,
     logits: torch.Tensor | None,
     report: PromptReport,
+    first: int,
 ) -> None:
-    """Of the prompt tokens that these hidden states predict: those at start + 1 .. start + count, within the prompt."""
-    num = min(item.count, state.num_prompt[item.row] - 1 - item.start)
+    """Of the prompt tokens that these hidden states predict: those at start + 1 .. start + count, within the prompt, from `first`
+    on."""
+    num = min(item.start + item.count, state.num_prompt[item.row] - 1) + 1 - first
     if num < 1:
         return
+    hidden_TH = hidden_TH[first - item.start - 1 :]
     at_once = _AT_ONCE if logits is None else min(_MOST_AT_ONCE, logits.shape[0])
-    report.tokens = state.tokens[item.row, item.start + 1 : item.start + 1 + num].clone()
+    report.tokens = state.tokens[item.row, first : first + num].clone()
     parts = []
     for begin in range(0, num, at_once):
         end = min(num, begin + at_once)

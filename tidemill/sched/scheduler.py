@@ -443,7 +443,7 @@ class Scheduler:
             reason = f"prefix hit {start.num_cached} of {request.num_known}"
             if start.num_matching > start.num_cached:
                 reason += f" ({start.num_matching} match)"
-            if request.params.needs_whole_prompt:
+            if request.params.num_reusable < self.kv.page_size:
                 reason = "prefix cache not used: the request asks about the whole prompt"
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
@@ -548,9 +548,9 @@ class Scheduler:
         return self.kv.num_pages_to_admit(request.num_known, self._path(request))
 
     def _path(self, request: Request) -> Path:
-        """Its tokens in the prefix cache. Prompt logprobs need every position computed, so then nothing is found."""
+        """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
         if request.path is None:
-            request.path = self.kv.path(request.tokens, request.salt, is_findable=not request.params.needs_whole_prompt)
+            request.path = self.kv.path(request.tokens, request.salt, request.params.num_reusable)
         return request.path
 
     def _victim(self) -> Request:

@@ -85,6 +85,9 @@ class Sampling(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
+_Salt = Annotated[str, Field(max_length=256)]
+
+
 class Generate(Body):
     """One prompt, or a list of them. What may differ between prompts may be a list as well."""
 
@@ -98,6 +101,7 @@ class Generate(Body):
     stream: bool = False
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1  # logprobs of the prompt's tokens from here; -1: none
+    extra_key: _Salt | list[_Salt] | None = None  # the prefix cache is separate for each
     top_logprobs_num: int | list[int] = 0
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool = False
@@ -176,10 +180,9 @@ class _Sequence:
     def _take_prompt(self, tokenizer: Tokenizer, with_text: bool, entries: list[TokenLogprobs]) -> None:
         """From the start that was asked for. The first token of a prompt has none."""
         cells: list[Any] = [_cell(tokenizer, with_text, self.prompt[0], None)] if self._start == 0 else []
-        kept = entries[max(self._start - 1, 0) :]
-        cells += [_cell(tokenizer, with_text, entry.token_id, entry.logprob) for entry in kept]
+        cells += [_cell(tokenizer, with_text, entry.token_id, entry.logprob) for entry in entries]
         tops: list[Any] = [None] if self._start == 0 else []
-        tops += [[_cell(tokenizer, with_text, *pair) for pair in entry.top] for entry in kept]
+        tops += [[_cell(tokenizer, with_text, *pair) for pair in entry.top] for entry in entries]
         self._prompt_logprobs, self._prompt_top = _json(cells)[1:-1], _json(tops)[1:-1]
 
     def body(self, index: int, meta: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +230,11 @@ class _Job:
 
     async def outputs(self) -> AsyncGenerator[tuple[int, int], None]:
         """Which sample of which prompt has new output."""
-        streams = [self.service.stream(self.caller, one.prompt, one.params, i) for i, one in enumerate(self.sequences)]
+        salts = self.body.of_each("extra_key", len(self.sequences))
+        streams = [
+            self.service.stream(self.caller, one.prompt, one.params, i, salt=salt or "")
+            for i, (one, salt) in enumerate(zip(self.sequences, salts, strict=True))
+        ]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
                 self.sequences[i].take(self.service.tokenizer, self.body.return_text_in_logprobs, delta, text)
@@ -307,6 +314,7 @@ async def _sequence(
     shared = [ids] * num_prompts  # as if all were like this one: together they fit one response
     work = (service, shared, values, max_tokens, body.stream)
     params = await asyncio.to_thread(ggml.completion_params, *work)
+    params = msgspec.structs.replace(params, prompt_logprobs_start=max(start, 1))
     if body.stream and params.logprobs is not None and max_tokens**2 * (num_top + len(named) + 1) // 2 > _MAX_STREAMED_CELLS:
         what = "Each event repeats all logprobs so far, which would be too much for this many tokens."
         raise InvalidRequest(what, fix="Lower max_new_tokens, do not stream, or use /v1/completions.", param="return_logprob")

@@ -23,12 +23,14 @@ _MIN_LORAS = 8  # slots
 MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
+_DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "suffix"),
     "off": (),
     "forced": ("forced",),
     "ngram": ("ngram",),
     "suffix": ("suffix",),
+    "draft-model": ("forced", "draft-model"),
 }
 
 
@@ -56,6 +58,7 @@ class EngineOptions:
     fast_math: bool = False
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
+    draft_model: str | None = None
     max_drafts: int | None = None  # tokens guessed for a request in a step
     adaptive_drafts: bool = True
     sampling_defaults: str = "model"  # or neutral
@@ -106,6 +109,7 @@ class EngineConfig:
     speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
     max_drafts: int = 0
     adaptive_drafts: bool = True
+    draft: EngineConfig | None = None  # of the draft model
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -116,7 +120,7 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = _GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + spare
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + _draft_bytes(self.draft) + spare
 
     @property
     def num_kv_tokens(self) -> int:
@@ -137,8 +141,8 @@ T = TypeVar("T")
 Decision: TypeAlias = tuple[T, str]
 
 
-def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> EngineConfig:
-    """Fill every "auto", check every given value, record why."""
+def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_model: ModelConfig | None = None) -> EngineConfig:
+    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`."""
     reasons: dict[str, str] = {}
 
     def settle(name: str, decision: Decision[T]) -> T:
@@ -164,7 +168,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
     layout = settle("layout", _layout(model, kv_dtype, page_size, context))
     memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
-    memory = replace(memory, lora_bytes=lora_bytes)
+    draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
+    memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
     most_pages = max_requests * memory.num_pages_for(context)
     if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
         most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
@@ -201,6 +206,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         speculate=speculate,
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
+        draft=draft,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -311,10 +317,18 @@ def _speculate(options: EngineOptions, model: ModelConfig) -> Decision[tuple[str
         )
     names = SPECULATE[options.speculate]
     why = "drafts are verified where that saves time" if options.speculate == "auto" else "given"
+    if options.draft_model is not None and options.speculate == "auto":
+        names, why = SPECULATE["draft-model"], "a draft model was given"
+    if ("draft-model" in names) != (options.draft_model is not None):
+        raise ConfigError(
+            f"speculate is {options.speculate}, and a draft model was {'given' if options.draft_model else 'not given'}.",
+            fix="Give --draft-model PATH together with --speculate draft-model.",
+            param="draft_model",
+        )
     if model.pooler is not None:
         return (), "the model generates nothing"
     if names and model.state_layers:
-        if options.speculate != "auto":
+        if options.speculate != "auto" or options.draft_model is not None:
             raise ConfigError(
                 "This model keeps states of constant size, which cannot be taken back where a draft was wrong.",
                 fix="Use --speculate off.",
@@ -332,6 +346,34 @@ def _max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[
     if not 1 <= options.max_drafts <= 64:
         raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
     return options.max_drafts, "given"
+
+
+def _draft(
+    options: EngineOptions, speculate: tuple[str, ...], model: ModelConfig | None, machine: Machine,
+    device: str, context: int, max_requests: int, token_budget: int,
+) -> EngineConfig | None:  # fmt: skip
+    """The draft model's own settings: as many rows and tokens a step as the target has, and a small KV cache."""
+    if "draft-model" not in speculate or options.draft_model is None:
+        return None
+    if model is None:
+        raise ConfigError("The draft model's shape is not known.", param="draft_model")
+    name = options.draft_model
+    if model.pooler is not None or model.state_layers:
+        why = "generates nothing" if model.pooler is not None else "keeps states of constant size, which cannot be taken back"
+        raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
+    model = replace(model, max_context=min(model.max_context, context))
+    given = replace(
+        options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
+        max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
+        queue_order="arrival",
+    )  # fmt: skip
+    kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
+    num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
+    return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
+
+
+def _draft_bytes(draft: EngineConfig | None) -> int:
+    return 0 if draft is None else draft.weight_bytes + draft.activation_bytes + draft.kv_bytes
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:
@@ -487,6 +529,7 @@ class _Memory:
     gpu: str  # its name and size for messages, or empty
     is_limited: bool  # a limit was given, below what is free
     lora_bytes: int = 0
+    draft_bytes: int = 0
 
     def num_pages_for(self, num_tokens: int) -> int:
         """What a sequence of so many tokens holds at most."""
@@ -498,12 +541,13 @@ class _Memory:
 
     @property
     def left_bytes(self) -> int:
-        return self.available_bytes - self.weight_bytes - self.activation_bytes - self.lora_bytes
+        return self.available_bytes - self.weight_bytes - self.activation_bytes - self.lora_bytes - self.draft_bytes
 
     @property
     def needs(self) -> str:
         adapters = f", {fmt_bytes(self.lora_bytes)} for adapters" if self.lora_bytes else ""
-        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights{adapters}"
+        draft = f", {fmt_bytes(self.draft_bytes)} for its draft model" if self.draft_bytes else ""
+        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights{adapters}{draft}"
 
     @property
     def free(self) -> str:

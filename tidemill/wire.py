@@ -65,6 +65,7 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     """Before Start: send `Inspected`."""
 
     model: str
+    draft_model: str | None = None
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +180,7 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
 
     model: ModelConfig
     machine: Machine
+    draft_model: ModelConfig | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

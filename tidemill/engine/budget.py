@@ -88,7 +88,7 @@ def _shared(
 def _resolve(name: str, options: EngineOptions, found: Inspected, limit: int | None) -> EngineConfig:
     given = [num_bytes for num_bytes in (options.memory_bytes, limit) if num_bytes is not None]
     try:
-        return resolve(replace(options, memory_bytes=min(given, default=None)), found.model, found.machine)
+        return resolve(replace(options, memory_bytes=min(given, default=None)), found.model, found.machine, found.draft_model)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error.message}", fix=error.fix, param=error.param) from error
 

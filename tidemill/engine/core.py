@@ -19,6 +19,7 @@ from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
 from tidemill.model_config import ModelConfig
@@ -26,7 +27,7 @@ from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
-from tidemill.runner.spec.registry import SLOPES, make_drafters
+from tidemill.runner.spec.registry import SLOPES, Parts, make_drafters
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
@@ -58,8 +59,24 @@ def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
     return checkpoint, architecture, architecture.read_config(checkpoint)
 
 
+def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model], ModelConfig]:
+    """A draft model, without its weights. Its tokens must be the target's."""
+    checkpoint, architecture, config = inspect(name)
+    if checkpoint.path != target.path:
+        theirs, ours = Tokenizer.load(checkpoint.path).vocabulary, Tokenizer.load(target.path).vocabulary
+        if theirs != ours:
+            num = len(theirs.items() ^ ours.items())
+            raise ConfigError(
+                f"The draft model {name} has another tokenizer than {target.path.name}: {num:,} tokens differ.",
+                fix="Use a draft model with the same vocabulary, such as a smaller one of the same family.",
+                param="draft_model",
+            )
+    return checkpoint, architecture, config
+
+
 class EngineCore:
-    def __init__(self, model: Model, config: EngineConfig, clock: Clock | None = None) -> None:
+    def __init__(self, model: Model, config: EngineConfig, clock: Clock | None = None, draft: Model | None = None) -> None:
+        """`draft`: the draft model, if the drafters need one."""
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
@@ -90,7 +107,7 @@ class EngineCore:
             max_draws=config.max_draws,
         )
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
-        drafters = make_drafters(config, self.runner, self.structured.forced)
+        drafters = make_drafters(Parts(config, self.runner, model.config.vocab_size, self.structured.forced, draft))
         self.drafting = None
         if drafters:
             how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
@@ -117,13 +134,17 @@ class EngineCore:
         make_policy(options.policy)  # a wrong name is an error before gigabytes are read
         check_backend(options.structured_backend)
         checkpoint, architecture, model_config = inspect(options.model)
-        config = resolve(options, model_config, machine.detect())
+        draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
+        config = resolve(options, model_config, machine.detect(), None if draft is None else draft[2])
         machine.set_threads(config.threads)
         if options.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
-        random = options.load_format == "dummy"
-        method = f"{config.dtype}-fast" if config.fast_math else config.dtype
-        core = cls(architecture.load(checkpoint, model_config, method, progress, config.device, random), config)
+        random, fast = options.load_format == "dummy", "-fast" if config.fast_math else ""
+        model = architecture.load(checkpoint, model_config, config.dtype + fast, progress, config.device, random)
+        draft_model = None
+        if draft is not None and config.draft is not None:
+            draft_model = draft[1].load(draft[0], draft[2], config.draft.dtype + fast, progress, config.device, random)
+        core = cls(model, config, draft=draft_model)
         core.structured.tokenizer_path = checkpoint.path
         for number, (name, path) in enumerate(options.lora_paths.items(), 1):
             core.adapters.load_now(number, name, path)

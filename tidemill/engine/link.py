@@ -59,9 +59,9 @@ class EngineLink:
         self._is_ready = True
         return ready
 
-    async def inspect(self, model: str, within_s: float = START_S) -> Inspected:
+    async def inspect(self, model: str, draft_model: str | None = None, within_s: float = START_S) -> Inspected:
         """A model's shape, from a process that is not started. May be called several times."""
-        return await self._ask(Inspect(model), Inspected, None, within_s)
+        return await self._ask(Inspect(model, draft_model), Inspected, None, within_s)
 
     async def _ask(self, message: ToEngine, kind: type[T], on_loading: Callable[[Loading], None] | None, within_s: float) -> T:
         """Send a message to the process, which is spawned if there is none, and wait for its answer."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
-from tidemill.engine.core import EngineCore, inspect, refusal
+from tidemill.engine.core import EngineCore, inspect, inspect_draft, refusal
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
@@ -113,7 +113,9 @@ class EngineProcess:
             if not isinstance(message, Inspect):
                 return message if isinstance(message, Start) else None
             try:
-                self.send(Inspected(inspect(message.model)[2], machine.detect()))
+                checkpoint, _, model = inspect(message.model)
+                draft = None if message.draft_model is None else inspect_draft(message.draft_model, checkpoint)[2]
+                self.send(Inspected(model, machine.detect(), draft))
             except TidemillError as error:
                 self.send(refusal(None, error))
 

@@ -229,6 +229,11 @@ class Tokenizer:
         _log.warning("The model's chat template rewrites content: control tokens in messages are not distinguished from its own.")
         return False
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, special ones, too."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def token_id(self, token: str) -> int | None:
         """Of a token by its name in the vocabulary."""
         found: int | None = self._backend.token_to_id(token)

@@ -90,6 +90,8 @@ class RowState:
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
             self._add(2, new.row, 0, _draw_words(new.params))
+        for row, (start, token_ids) in plan.tokens.items():
+            self._add(0, row, start, token_ids)
         for update in plan.page_updates:
             self._add(1, update.row, self.columns[update.group] + update.first_index, update.page_ids)
             end, nums = update.first_index + len(update.page_ids), self._num_pages[update.row]

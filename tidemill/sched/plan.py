@@ -59,6 +59,9 @@ class StepPlan:
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
+    tokens: dict[int, tuple[int, list[int]]] = field(
+        default_factory=dict
+    )  # by row: known ones that it did not draw, from where on
     masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
 
     @property

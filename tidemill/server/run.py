@@ -208,7 +208,10 @@ async def serve(
 async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None) -> EnginePool:
     """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
     try:
-        found = {engine.served.name: await link.inspect(engine.served.engine.model, start_s) for engine in engines}
+        found = {
+            one.served.name: await link.inspect(one.served.engine.model, one.served.engine.draft_model, start_s)
+            for one in engines
+        }
     except OSError as error:
         raise EngineDead(f"The engine process cannot be started: {error}.") from error
     options = {engine.served.name: engine.served.engine for engine in engines}

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tidemill.config import EngineConfig
+from tidemill.models.base import Model
 from tidemill.runner.base import Runner
 from tidemill.runner.spec import Drafter
+from tidemill.runner.spec.draft_model import DraftModelDrafter
 from tidemill.runner.spec.forced import ForcedDrafter
 from tidemill.runner.spec.ngram import NgramDrafter
 from tidemill.runner.spec.suffix import SuffixDrafter
 
-Forced = Callable[[int], Sequence[int]]  # see ForcedDrafter
 
-DRAFTERS: dict[str, Callable[[Runner, Forced], Drafter]] = {
-    "forced": lambda runner, forced: ForcedDrafter(forced),
-    "ngram": lambda runner, forced: NgramDrafter(),
-    "suffix": lambda runner, forced: SuffixDrafter(),
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What drafters are made of."""
+
+    config: EngineConfig
+    runner: Runner
+    vocab_size: int
+    forced: Callable[[int], Sequence[int]]  # see ForcedDrafter
+    draft_model: Model | None = None
+
+
+def _draft_model(parts: Parts) -> Drafter:
+    assert parts.draft_model is not None
+    assert parts.config.draft is not None
+    return DraftModelDrafter(parts.draft_model, parts.config.draft, parts.vocab_size)
+
+
+DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
+    "forced": lambda parts: ForcedDrafter(parts.forced),
+    "ngram": lambda parts: NgramDrafter(),
+    "suffix": lambda parts: SuffixDrafter(),
+    "draft-model": _draft_model,
 }
 # What a further token adds to the time of a step of one, before it is measured.
 SLOPES = {"cpu": 0.35, "cuda": 0.01}
 
 
-def make_drafters(config: EngineConfig, runner: Runner, forced: Forced) -> list[Drafter]:
-    return [DRAFTERS[name](runner, forced) for name in config.speculate]
+def make_drafters(parts: Parts) -> list[Drafter]:
+    return [DRAFTERS[name](parts) for name in parts.config.speculate]

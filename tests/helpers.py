@@ -16,6 +16,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
+from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
 from tidemill.runner.spec import Ask, Drafter
@@ -87,11 +88,18 @@ def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     return cls.load(checkpoint, cls.read_config(checkpoint), dtype)
 
 
-def engine_config(model: CausalLM, **options: Any) -> EngineConfig:
+def engine_config(model: CausalLM, draft: ModelConfig | None = None, **options: Any) -> EngineConfig:
     threads = 2 if native.lib else 1  # those of torch wait for each other by spinning, and another worker has the other core
     options = {"kv_memory_bytes": 64 * 2**20, "threads": threads, "dtype": model.dtype} | options
     machine = replace(here.detect(), num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
-    return resolve(EngineOptions(**options), model.config, machine)
+    return resolve(EngineOptions(**options), model.config, machine, draft)
+
+
+def draft_core(model: CausalLM, draft: CausalLM, **options: Any) -> EngineCore:
+    """All drafts of the draft model are verified."""
+    given = {"adaptive_drafts": False, "max_drafts": 5, "draft_model": "draft"} | options
+    config = engine_config(model, draft.config, **given)
+    return EngineCore(model, config, draft=draft)
 
 
 def make_core(model: CausalLM, **options: Any) -> EngineCore:

@@ -61,7 +61,7 @@ class Drafting:
     def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
         """Those that it has no guess for. `most`: how many tokens of all, or of whom how many."""
         asked = requests if isinstance(most, int) else [request for request in requests if most.get(request.seq)]
-        nums = [most if isinstance(most, int) else most[request.seq] for request in asked]
+        nums = [most if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked]
         asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
         left = []
         for request, guess in zip(asked, drafter.propose(asks) if asks else (), strict=True):

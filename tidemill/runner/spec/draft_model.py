@@ -42,6 +42,7 @@ class _Row:
             self.num_done = known + min(num_right, len(drafts) - 1)
             self.drafts = []
         self.num_known = len(tokens)
+        self.num_done = min(self.num_done, len(tokens) - 1)  # the last must be computed for its logits
 
 
 class DraftModelDrafter:

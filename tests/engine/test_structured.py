@@ -265,6 +265,7 @@ def check_random_schemas(core, tokenizer, num, first=0):
         if core.config.structured_backend == "xgrammar" and "\ufffd" in text:
             continue  # it takes surrogates for characters
         jsonschema.validate(json.loads(text), one)
+    return answers
 
 
 @pytest.mark.parametrize("num", [300, pytest.param(3000, marks=pytest.mark.slow)])

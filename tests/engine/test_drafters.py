@@ -1,0 +1,169 @@
+"""Every drafter, over what a request may ask and what may happen to it: tokens and logprobs are those without drafts."""
+
+import asyncio
+import random
+
+import pytest
+
+from tests.engine.test_client import LONG_S, collect, until
+from tests.engine.test_structured import check_random_schemas
+from tests.helpers import Answer, Guesser, draft_core, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tidemill import LLM, SamplingParams, events
+from tidemill.config import SPECULATE, EngineOptions
+from tidemill.engine.client import EngineClient
+from tidemill.events import EngineRestarted
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.wire import Submit
+
+# Those that need no trained heads; "random" guesses any token, "often" is right for most.
+NAMES = ("random", "often", "ngram", "suffix", "auto", "draft-model", "itself")
+ADJUSTED = SamplingParams(
+    temperature=1.0, presence_penalty=0.4, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=24, seed=-7, logprobs=2,
+    min_tokens=9, stop_token_ids=tuple(range(0, 250, 3)), logit_bias={5: 2.0}, bad_word_ids=((7, 9), (11,)),
+)  # fmt: skip
+PROMPT = [(i * i) % 97 + 3 for i in range(40)] * 2
+REQUESTS = {
+    "greedy": (PROMPT, greedy(30, logprobs=1)),
+    "seeded": (PROMPT[:33], SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=24, seed=1234, logprobs=3)),
+    "adjusted": (PROMPT[5:60], ADJUSTED),
+    "samples": (PROMPT[:30], SamplingParams(n=4, seed=3, temperature=0.4, max_tokens=16)),
+    "asked": (PROMPT[3:50], greedy(12, prompt_logprobs=2)),
+}
+OPTIONS = {
+    "": {},
+    "chunks": {"token_budget": 9, "max_requests": 3},
+    "pages of one": {"page_size": 1},
+    "small memory": {"kv_memory_bytes": 2**17},
+}
+
+
+class Random(Guesser):
+    """Any tokens, as many as it likes."""
+
+    def propose(self, asks):
+        return [[random.Random(len(ask.tokens) + i).randrange(250) for i in range(ask.most)] for ask in asks]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = []
+    for seed, more in ((5, {}), (6, {"num_hidden_layers": 1})):
+        path = tmp_path_factory.mktemp(f"model{seed}")
+        make_llama(path, seed=seed, **{"vocab_size": 250, "initializer_range": 0.15} | more)
+        made.append(load_model(path))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    return {name: run(make_core(models[0], speculate="off", **options), REQUESTS) for name, options in OPTIONS.items()}
+
+
+def core_with(name, models, answers, **options):
+    """Every draft is verified."""
+    if name in ("draft-model", "itself"):
+        return draft_core(models[0], models[name == "draft-model"], **options)
+    if name in SPECULATE:
+        return make_core(models[0], speculate=name, adaptive_drafts=False, max_drafts=5, **options)
+    known = {tuple(REQUESTS[key][0]): answer.tokens for key, answer in answers.items() if ":" not in key}
+    return guess_with(make_core(models[0], **options), Random() if name == "random" else Guesser(known, 0.7))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [pytest.param(key, marks=pytest.mark.slow if "pages" in key else ()) for key in OPTIONS])
+def test_tokens_and_logprobs(models, expected, name, options):
+    """And again: some learn from outputs."""
+    core = core_with(name, models, expected[options], **OPTIONS[options])
+    for _ in range(2):
+        assert run(core, REQUESTS) == expected[options]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preempted_at_any_time(models, expected, name):
+    core, draw = core_with(name, models, expected[""], token_budget=64), random.Random(1)
+    answers = {key: Answer() for key in expected[""]}
+    for key, (prompt, params) in REQUESTS.items():
+        core.submit(Submit(key, prompt, params))
+    num_preempted = 0
+    while core.has_work:
+        take(core, answers)
+        if core.scheduler.running and draw.random() < 0.4:
+            core.scheduler._preempt(draw.choice(core.scheduler.running), "test")
+            num_preempted += 1
+        core.scheduler.check_integrity()
+    assert num_preempted >= 4
+    assert answers == expected[""]
+
+
+def test_the_same_asked_again_is_nearly_all_drafts(models):
+    core = make_core(models[0], speculate="suffix", adaptive_drafts=False)
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=100)  # nothing that repeats within itself
+    first = run(core, {"x": (PROMPT[:40], params)})["x"]
+    core.submit(Submit("x", PROMPT[:40], params))
+    again, num_right, num_steps = [], 0, 0
+    while core.has_work:
+        output, _ = core.step()
+        num_steps += 1
+        for delta in output.deltas:
+            again += delta.token_ids
+        num_right += sum(e.of[0][2] for e in output.events if isinstance(e, events.DraftsVerified))
+    assert again == first.tokens
+    assert num_right > 80
+    assert num_steps < 20
+
+
+@pytest.mark.parametrize("speculate", ["auto", "ngram", "draft-model"])
+def test_stop_strings(tiny_folder, speculate):
+    """The text ends at the same place, though tokens after it may have been drawn in the same step."""
+    draft = {"draft_model": str(tiny_folder)} if speculate == "draft-model" else {}
+    texts = []
+    for given in ({"speculate": "off"}, {"speculate": speculate, "adaptive_drafts": False} | draft):
+        llm = LLM(str(tiny_folder), progress=False, kv_memory_bytes=2**24, **given)
+        whole = llm.generate("hello " * 8, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0].outputs[0].text
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=whole[21:23])
+        one = llm.generate("hello " * 8, params)[0].outputs[0]
+        texts.append((whole, one.text, one.token_ids, one.finish_reason, one.stop_reason))
+    assert texts[0] == texts[1]
+    assert texts[0][3] == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", ["off", "auto", "ngram", "draft-model"])
+def test_an_engine_killed_meanwhile_goes_on_with_the_same_tokens(tiny_folder, speculate):
+    draft = str(tiny_folder) if speculate == "draft-model" else None
+    expected = run(
+        make_core(load_model(tiny_folder), speculate="off"),
+        {"x": ([1, 2, 3], SamplingParams(max_tokens=300, ignore_eos=True, n=3, seed=5))},
+    )
+
+    async def whole():
+        seen = []
+        client = EngineClient(on_events=seen.extend)
+        try:
+            options = EngineOptions(
+                model=str(tiny_folder), threads=1, speculate=speculate, draft_model=draft, adaptive_drafts=False
+            )
+            await client.start(options)
+            going = asyncio.create_task(collect(client, "x", n=3, seed=5, length=300))
+            await until(lambda: any(client._pending["x"].outputs if "x" in client._pending else ()))
+            client._link.kill()
+            assert await asyncio.wait_for(going, LONG_S) == [answer.tokens for answer in expected.values()]
+            assert any(isinstance(event, EngineRestarted) for event in seen)
+        finally:
+            await client.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("name", ["auto", "draft-model"])
+def test_random_schemas_give_the_same_bytes(tiny_folder, backend, name):
+    model, tokenizer = load_model(tiny_folder), Tokenizer.load(tiny_folder)
+    more = {"structured_backend": backend, "max_requests": 32}
+    plain = make_core(model, speculate="off", **more)
+    core = draft_core(model, model, **more) if name == "draft-model" else make_core(model, adaptive_drafts=False, **more)
+    for each in (plain, core):
+        each.structured.tokenizer_path = tiny_folder
+    for first in range(0, 1000, 100):
+        assert check_random_schemas(core, tokenizer, 100, first) == check_random_schemas(plain, tokenizer, 100, first)

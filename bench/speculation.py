@@ -2,7 +2,8 @@
 
     .venv/bin/python -m bench.speculation [--speculate auto] [--turns 3] [--requests 1] [--model smollm2]
 
-Prompts of two kinds: what follows copies from the prompt (code, JSON records, a text that is quoted), or it does not.
+Prompts of two kinds: what follows copies from the prompt (code, JSON records, a text that is quoted), or it does not. Each is
+asked with a salt of its own, so that no earlier output helps, and then once more with the same salt.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ FREE = {
 
 
 def run(
-    core: EngineCore, prompts: dict[str, list[int]], num_requests: int, num_tokens: int
+    core: EngineCore, prompts: dict[str, list[int]], num_requests: int, num_tokens: int, salt: str = ""
 ) -> tuple[float, dict[str, list[int]], int, int]:
     """Seconds of decoding, answers, drafts, drafts that were right; `num_requests` at a time."""
     seconds, answers, num_drafts, num_right = 0.0, {name: list[int]() for name in prompts}, 0, 0
@@ -65,7 +66,8 @@ def run(
     for first in range(0, len(names), num_requests):
         batch = names[first : first + num_requests]
         for name in batch:
-            core.submit(Submit(name, prompts[name], SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)))
+            params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            core.submit(Submit(name, prompts[name], params, salt=salt))
         began = 0.0
         while core.has_work:
             output, failed = core.step()
@@ -86,12 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--speculate", default="auto")
+    parser.add_argument("--draft-model")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--json")
     given = parser.parse_args()
-    core = EngineCore.load(EngineOptions(model=given.model, speculate=given.speculate, kv_memory_bytes=2**29))
+    options = EngineOptions(model=given.model, speculate=given.speculate, draft_model=given.draft_model, kv_memory_bytes=2**29)
+    core = EngineCore.load(options)
     drafting = core.drafting
     tokenizer = Tokenizer.load(inspect(given.model)[0].path)
     lines = []
@@ -101,23 +105,25 @@ def main() -> None:
                 text = tokenizer.render_chat([{"role": "user", "content": text}], add_generation_prompt=True)
             prompt = tokenizer.encode(text)
             prompts = {f"{name}{i}": prompt for i in range(given.requests)}
-            best: dict[bool, float] = {}
+            best: dict[str, float] = {}
             expected: dict[str, list[int]] = {}
-            counts = (0, 0)
-            for _ in range(given.turns):
-                for has_drafts in (False, True):
-                    core.drafting = drafting if has_drafts else None
-                    seconds, answers, *counts = run(core, prompts, given.requests, given.tokens)
+            counts: dict[str, list[int]] = {}
+            for turn in range(given.turns):
+                for how in ("off", "first", "again"):
+                    core.drafting = drafting if how != "off" else None
+                    seconds, answers, *counts[how] = run(core, prompts, given.requests, given.tokens, f"{name}{turn}")
                     assert not expected or answers == expected, "drafts changed a token"
                     expected = answers
-                    best[has_drafts] = min(best.get(has_drafts, seconds), seconds)
-            line: dict[str, Any] = {"kind": kind, "prompt": name, "gain": best[False] / best[True]}
-            line |= {"drafts": counts[0], "right": counts[1]}
+                    best[how] = min(best.get(how, seconds), seconds)
+            line: dict[str, Any] = {"kind": kind, "prompt": name, "gain": best["off"] / best["first"]}
+            line |= {"drafts": counts["first"][0], "right": counts["first"][1], "again": best["off"] / best["again"]}
             lines.append(line)
-            print(f"{kind:8} {name:8} {line['gain']:.2f} x; {counts[1]} of {counts[0]} drafts right", flush=True)
+            drafts = f"{line['right']} of {line['drafts']} drafts right"
+            print(f"{kind:8} {name:8} {line['gain']:.2f} x; {drafts}; again {line['again']:.2f} x", flush=True)
     for kind in ("copying", "free"):
-        gains = [line["gain"] for line in lines if line["kind"] == kind]
-        print(f"{kind}: {min(gains):.2f} to {max(gains):.2f}, mean {sum(gains) / len(gains):.2f}")
+        for key in ("gain", "again"):
+            gains = [line[key] for line in lines if line["kind"] == kind]
+            print(f"{kind} {key}: {min(gains):.2f} to {max(gains):.2f}, mean {sum(gains) / len(gains):.2f}")
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))
 

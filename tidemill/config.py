@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.machine import Machine
 
@@ -76,6 +77,7 @@ class AttentionSpec(LayerSpec):
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
     is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
+    has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
 
     def __post_init__(self) -> None:
@@ -87,6 +89,19 @@ class AttentionSpec(LayerSpec):
                 fix="The first must be a multiple of the second.",
             )
         assert not (self.is_bidirectional and self.window), "no kernel has both"
+
+    @property
+    def kinds(self) -> list[str]:
+        """What it has beyond causal attention, as `coverage.py` names it."""
+        has = {
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.has_sinks,
+            "bidirectional": self.is_bidirectional,
+            "distance bias": self.has_distance_bias,
+            "ALiBi": self.has_alibi,
+        }
+        return [kind for kind, value in has.items() if value]
 
 
 STATE_KINDS = ("mamba", "mamba2", "delta")
@@ -491,7 +506,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
-    fast_math = settle("fast_math", _fast_math(options, device))
+    fast_math = settle("fast_math", _fast_math(options, device, model))
     max_loras = settle("max_loras", _max_loras(options))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
@@ -685,9 +700,13 @@ def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]
     return options.max_context, "given"
 
 
-def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
-    if options.fast_math and device != "cuda":
-        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
+def _fast_math(options: EngineOptions, device: str, model: ModelConfig) -> Decision[bool]:
+    if options.fast_math and device != "cuda" and not uncovered("C", model.attention_layers):
+        raise ConfigError(
+            "fast_math is for GPUs, and on a CPU for models whose attention the compiled kernels do not have.",
+            fix="Leave --fast-math out.",
+            param="fast_math",
+        )
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tidemill.config import ModelConfig, RopeScaling, Rotation
-from tidemill.kernels.attention import capped
+from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm

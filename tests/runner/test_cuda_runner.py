@@ -219,11 +219,11 @@ def test_families_with_experts(family, on_gpu, tmp_path):
     assert_same(run(on_gpu(tmp_path), requests), expected)
 
 
-@pytest.mark.parametrize("kind", ["ALiBi", "not of 24"])
+@pytest.mark.parametrize("kind", ["ALiBi", pytest.param("not of 24", marks=pytest.mark.slow)])
 def test_attention_that_no_kernel_has(kind, on_gpu, monkeypatch, tmp_path):
     """Goes to torch's FlexAttention, here not compiled."""
     if kind == "ALiBi":
-        make_bloom(vocab_size=64, hidden_size=32, n_layer=2, n_head=2).save_pretrained(tmp_path)
+        make_bloom(vocab_size=64, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
         monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
     else:
         make_llama(tmp_path, **SMALL | {"hidden_size": 48, "intermediate_size": 64})

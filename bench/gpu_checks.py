@@ -28,11 +28,11 @@ from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels.attention import capped
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
+from tidemill.kernels.masks import capped
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.model_config import AttentionSpec
@@ -492,11 +492,15 @@ def check_families() -> None:
             "logits_scaling": 8.0,
         },
         "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
+        # By FlexAttention:
+        "Bloom": {"hidden_size": 512, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
+        "Mistral with heads of 96": {"sliding_window": 300, "head_dim": 96},
     }.items():
+        family = name.split()[0]
         torch.manual_seed(0)
-        sizes = more if name == "GPT2" else common | more
-        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
-        made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+        sizes = more if family in ("GPT2", "Bloom") else common | more
+        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**sizes)
+        made = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
         check_family(name, made, [draw.randrange(2000) for _ in range(700)])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import KV_BYTES, ModelConfig, StateSpec
@@ -139,7 +140,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
-    fast_math = settle("fast_math", _fast_math(options, device))
+    fast_math = settle("fast_math", _fast_math(options, device, model))
     max_loras = settle("max_loras", _max_loras(options))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
@@ -333,9 +334,13 @@ def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]
     return options.max_context, "given"
 
 
-def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
-    if options.fast_math and device != "cuda":
-        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
+def _fast_math(options: EngineOptions, device: str, model: ModelConfig) -> Decision[bool]:
+    if options.fast_math and device != "cuda" and not uncovered("C", model.attention_layers):
+        raise ConfigError(
+            "fast_math is for GPUs, and on a CPU for models whose attention the compiled kernels do not have.",
+            fix="Leave --fast-math out.",
+            param="fast_math",
+        )
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 

@@ -171,7 +171,7 @@ def test_work_follows_live_tokens():
     kv = PagedKV(
         new_cache(100, 1, 2, 16, 64), [torch.zeros(21, 512, dtype=torch.int32)], (spec_of(6, 2, 64),), [None], (Place(0, 0),)
     )
-    plan = plan_attention(starts, counts, kv.tables[0].numpy(), kv)
+    plan = plan_attention(starts, counts, kv.tables[0].numpy(), kv, kv.specs[0])
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
 

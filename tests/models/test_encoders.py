@@ -228,6 +228,7 @@ def test_activations_and_layer_norm_by_row(act, width):
     x = torch.randn(37, width, generator=torch.Generator().manual_seed(0)) * 4
     expected = {
         "gelu": torch.nn.functional.gelu(x), "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh"), "relu": x.relu(),
+        "silu": torch.nn.functional.silu(x),
     }[act]  # fmt: skip
     for function in (activate, activate_reference):
         made = function(x, act)

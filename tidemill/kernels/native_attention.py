@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
+from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
@@ -41,9 +42,16 @@ class NativeAttention:
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
+        return native.lib is not None and not NativeAttention.uncovered(kv)
+
+    @staticmethod
+    def uncovered(kv: PagedKV) -> str:
+        """What of this cache or its layers the kernel does not do, or empty."""
         if kv.page_size & (kv.page_size - 1):
-            return False
-        return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MIN_TILE_ROWS
+            return f"the C attention kernel takes pages of a power of two, not of {kv.page_size}"
+        if kv.num_heads // kv.num_kv_heads > _MIN_TILE_ROWS:
+            return f"the C attention kernel takes up to {_MIN_TILE_ROWS} query heads a KV head"
+        return uncovered("C", kv.specs)
 
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor

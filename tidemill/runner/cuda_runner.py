@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
-from tidemill.errors import ConfigError
+from tidemill.coverage import uncovered
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
@@ -28,6 +28,7 @@ from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.sampling import pick_tokens
+from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.models.base import CausalLM
@@ -71,15 +72,10 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
-    fallback = ""
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self.model, shape = model, model.config
-        if shape.head_dim & (shape.head_dim - 1) or not 16 <= shape.head_dim <= 256:
-            raise ConfigError(
-                f"The model has heads of {shape.head_dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu."
-            )
         self._device = torch.device("cuda")
         self._decode_sizes = sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
@@ -97,6 +93,9 @@ class CudaRunner:
         )  # fmt: skip
         angles = model.angles(config.max_context, self._device)
         self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places)
+        missing = uncovered("Triton", shape.attention_layers)
+        self._flex = FlexAttention(self._kv) if missing else None
+        self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._by_roles = by_roles(shape.attention_layers)
         group = shape.num_heads // shape.num_kv_heads
         self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
@@ -116,9 +115,11 @@ class CudaRunner:
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
-        self._compile()
+        with refused_if_not_compiled() if self._flex is not None else nullcontext():
+            self._compile()
         pool = torch.cuda.graph_pool_handle()
-        first = config.fast_math  # else the library has been tried at every size
+        # Else libraries have been tried at every size.
+        first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
             (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
@@ -162,7 +163,7 @@ class CudaRunner:
             steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
             steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
-            for step in steps:
+            for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
             self.sampler.warm_up(self.model, self._hidden, self._logits)
             self.model.compile(nums_rows)
@@ -332,11 +333,14 @@ class CudaRunner:
         lora: bool = False,
     ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.tables, self.state.page_size)
-        singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
-        prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
-        lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            return self.model(self.model.embed_tokens(ids, positions_T), CudaStep(self._kv, lists, positions_T, slots))
+            embedded = self.model.embed_tokens(ids, positions_T)
+            if self._flex is not None:
+                return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
+            singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
+            prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
+            lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
+            return self.model(embedded, CudaStep(self._kv, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

@@ -19,7 +19,9 @@ class Coverage:
 
 
 COVERED = {
-    "C": Coverage(("window", "softcap", "sinks", "bidirectional", "distance bias"), lambda dim: dim % 8 == 0, "multiples of 8"),
+    "C": Coverage(
+        ("window", "softcap", "sinks", "bidirectional", "distance bias", "ALiBi"), lambda dim: dim % 8 == 0, "multiples of 8"
+    ),
     "Triton": Coverage(
         ("window", "softcap", "sinks"), lambda dim: 16 <= dim <= 256 and dim & (dim - 1) == 0, "16, 32, 64, 128 and 256"
     ),

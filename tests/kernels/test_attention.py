@@ -91,7 +91,8 @@ KINDS = {
     "scale": {"scale": 0.3},
     "sinks": {"has_sinks": True},
     "partly rotated": {"rotated": 8},
-    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "rotated": 24},
+    "ALiBi": {"has_alibi": True},
+    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True, "rotated": 24},
 }
 
 

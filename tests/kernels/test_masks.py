@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import load_model, make_core, make_llama
 from tests.kernels import test_attention
 from tests.kernels.test_attention import Scene, spec_of
+from tidemill import events
 from tidemill.coverage import COVERED, uncovered
-from tidemill.kernels import flex_attention, masks
+from tidemill.errors import ConfigError
+from tidemill.kernels import flex_attention, masks, native
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.flex_attention import FlexAttention
 
@@ -87,18 +90,6 @@ def scene_of(kind, monkeypatch):
     return Scene(requests, 6, 2, 32, 16, "torch", **KINDS[kind])
 
 
-def equals_reference_in_any_company(scene):
-    out = scene.run()
-    assert torch.allclose(out, torch.cat(scene.expected), atol=3e-5)
-    for row, part in enumerate(out.split([new for _, new in scene.requests])):
-        assert torch.equal(scene.run([row]), part), row
-
-
-@pytest.mark.parametrize("kind", ["ALiBi", "all at once"])
-def test_the_torch_backend_has_alibi(kind, monkeypatch):
-    equals_reference_in_any_company(scene_of(kind, monkeypatch))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_flex_attention_equals_the_reference(kind, monkeypatch):
     """What is in the cache of nobody, or of others, is poisoned: it must not count."""
@@ -138,7 +129,24 @@ def test_the_table_says_what_kernels_have():
     assert everything.kinds == ["window", "softcap", "sinks"]
     for kernel in COVERED:
         assert uncovered(kernel, [spec_of(4, 4, 32), everything]) == ""
-        assert "ALiBi" in uncovered(kernel, [everything, spec_of(4, 4, 32, has_alibi=True)])
+    assert uncovered("C", [spec_of(4, 4, 32, has_alibi=True)]) == ""
+    assert "ALiBi" in uncovered("Triton", [everything, spec_of(4, 4, 32, has_alibi=True)])
     assert "not of 24" in uncovered("Triton", [spec_of(4, 4, 24)])
     assert "not of 20" in uncovered("C", [spec_of(4, 4, 20)])
     assert "bidirectional" in uncovered("Triton", [spec_of(4, 4, 32, is_bidirectional=True)])
+
+
+def test_the_choice_of_attention_is_an_event(tmp_path):
+    make_llama(tmp_path, hidden_size=40, num_attention_heads=2, num_key_value_heads=1)
+    model = load_model(tmp_path)
+    for options in {}, {"fast_math": True}:
+        core = make_core(model, **options)
+        [event] = [event for event in core.take_events() if isinstance(event, events.KernelsFellBack)]
+        assert ("not of 20" in event.reason) == (native.lib is not None)
+        assert ("FlexAttention" in event.reason) == (native.lib is not None and bool(options))
+
+
+def test_fast_math_on_a_cpu_is_for_attention_that_no_kernel_has(tmp_path):
+    make_llama(tmp_path)
+    with pytest.raises(ConfigError, match="attention the compiled kernels do not have"):
+        make_core(load_model(tmp_path), fast_math=True)

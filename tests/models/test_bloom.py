@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from tests.helpers import greedy, load_model, make_core, make_llama, reference_agrees, run
+from tests.helpers import greedy, load_model, make_core, reference_agrees, run
 from tests.models import test_families
 from tests.models.test_llama import prompt_logits, prompts
 from tests.weights.test_safetensors import edit_config, edit_weights, fails
 from tidemill import events
-from tidemill.errors import ConfigError
 from tidemill.kernels import native
 
 
@@ -48,20 +47,10 @@ def test_tokens_do_not_depend_on_the_company(saved):
     test_families.test_tokens_do_not_depend_on_the_company(saved[1])
 
 
-def test_the_choice_of_attention_is_an_event(saved):
-    model = load_model(saved[1])
-    for options in {}, {"fast_math": True}:
-        core = make_core(model, **options)
-        [event] = [event for event in core.take_events() if isinstance(event, events.KernelsFellBack)]
-        assert ("ALiBi" in event.reason) == (native.lib is not None)
-        assert ("FlexAttention" in event.reason) == (native.lib is not None and bool(options))
-
-
-def test_fast_math_on_a_cpu_is_for_attention_that_no_kernel_has(tmp_path):
-    make_llama(tmp_path)
-    model = load_model(tmp_path)
-    with pytest.raises(ConfigError, match="attention the compiled kernels do not have"):
-        make_core(model, fast_math=True)
+def test_it_is_computed_by_the_compiled_kernels_alone(saved):
+    core = make_core(load_model(saved[1]))
+    fell_back = [event for event in core.take_events() if isinstance(event, events.KernelsFellBack)]
+    assert bool(fell_back) == (native.lib is None)
 
 
 def test_names_without_the_prefix(saved, tmp_path):

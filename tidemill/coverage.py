@@ -18,13 +18,10 @@ class Coverage:
     sizes: str  # the head sizes, in words
 
 
+_KINDS = ("window", "softcap", "sinks", "bidirectional", "distance bias", "ALiBi")
 COVERED = {
-    "C": Coverage(
-        ("window", "softcap", "sinks", "bidirectional", "distance bias", "ALiBi"), lambda dim: dim % 8 == 0, "multiples of 8"
-    ),
-    "Triton": Coverage(
-        ("window", "softcap", "sinks"), lambda dim: 16 <= dim <= 256 and dim & (dim - 1) == 0, "16, 32, 64, 128 and 256"
-    ),
+    "C": Coverage(_KINDS, lambda dim: dim % 8 == 0, "multiples of 8"),
+    "Triton": Coverage(_KINDS, lambda dim: 16 <= dim <= 256 and dim & (dim - 1) == 0, "16, 32, 64, 128 and 256"),
 }
 
 

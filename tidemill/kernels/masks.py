@@ -124,3 +124,14 @@ def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: 
     if bias_NW is not None:
         changes.append(distance_bias(bias_NW))
     return in_turn(changes) if changes else None
+
+
+def by_distance(spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions: int) -> torch.Tensor | None:
+    """What is added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for kernels that read
+    one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
+    if not spec.has_alibi:
+        return bias_NW
+    last = num_positions - 1 if bias_NW is None else bias_NW.shape[1] // 2
+    heads, distances = torch.arange(spec.num_heads)[:, None], torch.arange(-last, last + 1)
+    table = alibi(alibi_slopes(spec.num_heads))(0.0, heads, 0, distances)
+    return table if bias_NW is None else table.to(bias_NW.device) + bias_NW

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
 from tidemill.coverage import uncovered
-from tidemill.kernels import masks, native
+from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 from tidemill.model_config import AttentionSpec
@@ -31,9 +31,9 @@ class NativeAttention:
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._group = kv.num_heads // kv.num_kv_heads
-        layers = [(spec.has_alibi, id(bias)) for spec, bias in zip(kv.specs, kv.biases, strict=True)]
-        tables = {one: _bias_table(kv, layers.index(one)) for one in layers}  # layers may share one
-        self._biases = [tables[one] for one in layers]
+        biases = kv.by_distance()
+        tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
+        self._biases = [tables[id(bias)] for bias in biases]
         self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
@@ -85,16 +85,9 @@ class NativeAttention:
         return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
 
 
-def _bias_table(kv: PagedKV, layer: int) -> torch.Tensor | None:
-    """What a layer adds to scores by distance, learned or ALiBi's, that of distance 0 in the middle of each head's row. With room
-    for a block that goes past the last key."""
-    spec, bias = kv.specs[layer], kv.biases[layer]
-    if spec.has_alibi:
-        last = kv.tables[kv.places[layer].group].shape[1] * kv.page_size - 1
-        heads, distances = torch.arange(spec.num_heads)[:, None], torch.arange(-last, last + 1)
-        alibi = masks.alibi(masks.alibi_slopes(spec.num_heads))(0.0, heads, 0, distances)
-        bias = alibi if bias is None else bias + alibi
-    return None if bias is None else F.pad(bias.float(), (_BLOCK + 1, _BLOCK)).contiguous()
+def _bias_table(bias: torch.Tensor) -> torch.Tensor:
+    """With room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
+    return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
 def _spec(spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:

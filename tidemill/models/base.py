@@ -89,9 +89,15 @@ class Model(nn.Module, ABC):
         return [None] * len(self.config.attention_layers)
 
     def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
-        """Of some tokens of a sequence, in float64: the sum for a mean, else the last's or the first's hidden state."""
+        """Of some tokens of a sequence, in float64: the sum for a mean, scores, else the last's or the first's hidden state."""
+        if how == "score":
+            return self.scores(hidden_TH[:1].contiguous())[0]
         states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
         return states.double().sum(0)
+
+    def scores(self, first_SH: torch.Tensor) -> torch.Tensor:
+        """Of a cross-encoder, [S, labels] in float64: from the hidden states of the first tokens of pairs."""
+        raise NotImplementedError
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""

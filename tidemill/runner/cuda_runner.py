@@ -49,6 +49,7 @@ class CudaStep:
     """What a layer's attention needs."""
 
     kv: PagedKV
+    biases: list[torch.Tensor | None]  # of each layer, by distance
     lists: Lists
     positions_T: torch.Tensor
     slots_GT: torch.Tensor
@@ -58,7 +59,8 @@ class CudaStep:
         slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
         enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
+        spec, bias = kv.specs[layer], self.biases[layer]
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias)
         return out
 
 
@@ -92,7 +94,9 @@ class CudaRunner:
             dtype=torch.bfloat16, device=self._device,
         )  # fmt: skip
         angles = model.angles(config.max_context, self._device)
-        self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places)
+        biases = model.distance_biases(config.max_context)
+        self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places, biases)
+        self._biases = self._kv.by_distance()
         missing = uncovered("Triton", shape.attention_layers)
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
@@ -340,7 +344,7 @@ class CudaRunner:
             singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
             prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
             lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
-            return self.model(embedded, CudaStep(self._kv, lists, positions_T, slots))
+            return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""

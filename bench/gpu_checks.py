@@ -492,8 +492,9 @@ def check_families() -> None:
             "logits_scaling": 8.0,
         },
         "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
-        # By FlexAttention:
         "Bloom": {"hidden_size": 512, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
+        # By FlexAttention:
+        "Bloom with heads of 96": {"hidden_size": 384, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
         "Mistral with heads of 96": {"sliding_window": 300, "head_dim": 96},
     }.items():
         family = name.split()[0]

@@ -396,7 +396,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, lora, sampling, scan
+from tidemill.kernels.cuda import attention, elementwise, gemm, lora, pooling, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -418,6 +418,7 @@ build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=10
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, BLOCK=256)
+build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
 build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
@@ -434,7 +435,8 @@ build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32",
+             softcap="fp32")
 for some in map(bool, sys.argv[1:]):
     kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
@@ -492,5 +494,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_keep", "_scan", "_finish_scan", "_gate", "_shrink", "_expand", "_expand_gated",
+        "_pool",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.encoders import make_encoder, reference_embedding
-from tests.helpers import load_model, make_core, run
+from tests.helpers import load_model, make_core
 from tests.models.test_encoders import pooled
 from tests.runner.test_cuda_runner import Again, folder, on_gpu  # noqa: F401 - fixtures
 from tidemill.errors import ConfigError
@@ -13,6 +13,7 @@ from tidemill.kernels.cuda.pooling import pool, pool_reference
 from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.runner import cuda_encoder
 from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
 
 COMPILE = cuda_encoder.CudaEncoder._compile
 SMALL = {
@@ -79,10 +80,15 @@ def test_a_state_that_is_not_finite_fails_its_request_alone(encoder, tmp_path):
     expected = pooled(core, {"good": [5, 6, 8]}, "mean")["good"]
     with torch.inference_mode():
         core.runner.model.embed.weight._weight_NK[7] = float("nan")
-    params = SamplingParams(max_tokens=1, pooling="mean")
-    answers = run(core, {"bad": ([7, 8], params), "good": ([5, 6, 8], params)})
-    assert answers["bad"].finish_reason != answers["good"].finish_reason
-    assert answers["good"].last.embedding == expected
+    params, made, failed = SamplingParams(max_tokens=1, pooling="mean"), {}, []
+    for name, ids in {"bad": [7, 8], "good": [5, 6, 8]}.items():
+        core.submit(Submit(name, ids, params))
+    while core.has_work:
+        output, broken = core.step()
+        failed += [one.request_id for one in broken]
+        made |= {delta.request_id: delta.embedding for delta in output.deltas}
+    assert failed == ["bad"]
+    assert made["good"] == expected
 
 
 def test_adapters_are_refused(encoder, tmp_path):

@@ -127,8 +127,8 @@ def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: 
 
 
 def by_distance(spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions: int) -> torch.Tensor | None:
-    """What is added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for kernels that read
-    one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
+    """What is added to scores as a table [N, 2 * num_positions - 1], by the key's position less the query's, for kernels that
+    read one; None: nothing. `bias_NW`: a learned one, which brings its own number of positions."""
     if not spec.has_alibi:
         return bias_NW
     last = num_positions - 1 if bias_NW is None else bias_NW.shape[1] // 2

@@ -1,9 +1,9 @@
 """CudaEncoder: executes the StepPlans of an encoder on a GPU.
 
 An encoder computes an input whole, in one step, and draws no token: a step needs nothing of those before it. So its tokens,
-positions, page tables and tiles of attention are gathered on the host and copied over in one go; then one CUDA graph is replayed, up
-to the hidden states of its tokens, padded to a few sizes, and these are pooled for all inputs at once. The next step is gathered
-meanwhile.
+positions, page tables and tiles of attention are gathered on the host and copied over in one go. Then one CUDA graph is replayed,
+up to the hidden states of its tokens, padded to a few sizes, and these are pooled for all inputs at once. The next step is
+gathered meanwhile.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class CudaEncoder:
         device = self._device = torch.device("cuda")
         self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
         self._max_requests, self._table_width = config.max_requests, self.state.tables[0].shape[1]
+        self._last_type = max(shape.num_token_types - 1, 0)
         self._sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         self._tile = prompt_rows(shape.num_heads // shape.num_kv_heads, by_roles=False) // (shape.num_heads // shape.num_kv_heads)
         most = self._words_of(config.token_budget).tiles
@@ -125,7 +126,7 @@ class CudaEncoder:
         with refused_if_not_compiled() if missing else nullcontext():
             self._compile()
         memory = torch.cuda.graph_pool_handle()
-        self._graphs = {size: capture(self._step(size), memory, run_first=bool(missing)) for size in reversed(self._sizes)}
+        self.graphs = {size: capture(self._step(size), memory, run_first=bool(missing)) for size in reversed(self._sizes)}
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()
@@ -185,7 +186,9 @@ class CudaEncoder:
         if plan.page_zeroes:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         batch = gather_batch(plan.items, self.state)
-        graph = self._graphs[self._sizes[bisect_left(self._sizes, batch.ids_T.shape[0])]]
+        if batch.types_T is not None:
+            batch.types_T.clamp_(max=self._last_type)  # an index past a table would stop the GPU
+        graph = self.graphs[self._sizes[bisect_left(self._sizes, batch.ids_T.shape[0])]]
         self._replay(graph, batch)
         pooled = self._pool(self._spans(batch))
         ready = torch.cuda.Event()

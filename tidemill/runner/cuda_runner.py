@@ -26,7 +26,7 @@ from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.records import HEADER
+from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
@@ -111,6 +111,7 @@ class CudaRunner:
         self._range = torch.arange(config.max_requests, dtype=torch.int32, device=self._device)
         num_words = 16 * (num_slots + config.token_budget + 2 * config.max_requests + 1024)  # more than any step's lists
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        model.count_experts(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-HEADER = 4  # words; of them, where these lists begin (singles follow the tokens):
-SHARED, MEMBERS, PROMPTS = 0, 1, 2
+HEADER = 4  # words; of them, where these lists begin (singles follow the tokens), and how many tokens do not only fill up:
+SHARED, MEMBERS, PROMPTS, LIVE = 0, 1, 2, 3
 
 
 def _words(num: int) -> list[tl.constexpr]:

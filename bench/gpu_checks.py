@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.events import ExpertsUsed
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
@@ -505,7 +506,7 @@ def check_families() -> None:
         check_family(name, made, [draw.randrange(2000) for _ in range(700)])
 
 
-def check_family(name: str, made: Any, prompt: list[int]) -> None:
+def check_family(name: str, made: Any, prompt: list[int]) -> EngineCore:
     folder = Path(tempfile.mkdtemp())
     model = with_weights(made, torch.bfloat16)
     model.save_pretrained(folder)
@@ -522,6 +523,7 @@ def check_family(name: str, made: Any, prompt: list[int]) -> None:
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
     chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
     assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+    return core
 
 
 def check_moe() -> None:
@@ -556,7 +558,27 @@ def check_moe() -> None:
         for weight_name, weight in made.named_parameters():
             if "bias" in weight_name or "sinks" in weight_name or ".gate.weight" in weight_name or "router" in weight_name:
                 weight.data.normal_(0.0, 0.3)
-        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+        core = check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+        check_expert_counts(name, core)
+
+
+def check_expert_counts(name: str, core: EngineCore) -> None:
+    """Events say how many tokens experts got: every one that a step computed, and none that filled a graph up."""
+    draw, lens, num_out = random.Random(3), (3, 30, 101, 260, 7), 70
+    params = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
+    for i, length in enumerate(lens):
+        core.submit(Submit(f"counted {i}", [draw.randrange(2000) for _ in range(length)], params))
+    totals: dict[int, int] = {}
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        for event in output.events:
+            if isinstance(event, ExpertsUsed):
+                for layer, counts in event.tokens_of:
+                    totals[layer] = totals.get(layer, 0) + sum(counts)
+    num_tokens = sum(lens) + len(lens) * (num_out - 1)
+    expected = {layer: num_tokens * spec.top_k for layer, spec in enumerate(core.model_config.experts) if spec}
+    assert totals == expected, f"{name}: tokens of experts {totals}, not {expected}"
 
 
 def check_fast_math() -> None:

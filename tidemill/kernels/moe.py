@@ -106,7 +106,10 @@ def read_counts(counts: Sequence[np.ndarray | torch.Tensor]) -> list[np.ndarray]
         return [np.array(one) for one in counts]
     stream = _reading_stream()
     with torch.cuda.stream(stream):
-        copies = [torch.empty(one.shape, dtype=torch.int32, pin_memory=True).copy_(one, non_blocking=True) for one in counts]
+        copies = [
+            torch.empty(one.shape, dtype=torch.int32, pin_memory=True).copy_(torch.as_tensor(one), non_blocking=True)
+            for one in counts
+        ]
     stream.synchronize()
     return [one.numpy() for one in copies]
 

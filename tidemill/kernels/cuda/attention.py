@@ -414,7 +414,7 @@ def attend(
     has_bias = bias_NW is not None
     is_scaled = spec.softcap > 0 or has_bias  # before the softmax
     scale = spec.scale if is_scaled else spec.scale * _LOG2_E
-    how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, bias_NW.shape[1] if has_bias else 0)
+    how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, 0 if bias_NW is None else bias_NW.shape[1])
     common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
     common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0, "BIAS": has_bias}
     has_sinks = {"SINKS": sinks_N is not None}

@@ -135,7 +135,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))
     threads = settle("threads", _threads(options, machine))
-    max_requests = settle("max_requests", _max_requests(options, device))
+    max_requests = settle("max_requests", _max_requests(options, device, model))
     context = settle("max_context", _wanted_context(options, model))
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
@@ -249,9 +249,11 @@ def _threads(options: EngineOptions, machine: Machine) -> Decision[int]:
     return threads, "given" if options.threads else "physical cores this process may use"
 
 
-def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
+def _max_requests(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
     if options.max_requests is not None:
         return _at_least("max_requests", options.max_requests, 1), "given"
+    if device == "cuda" and model.pooler is not None:
+        return 512, "slots: inputs of two steps, one of which is computed while the next is gathered"
     if device == "cuda":
         return 256, "slots: the largest CUDA graph batch"
     return 64, "slots; more would only make each request slower on a CPU"

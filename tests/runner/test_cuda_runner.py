@@ -220,7 +220,7 @@ def test_families_with_experts(family, on_gpu, tmp_path):
     expected = run(on_cpu, requests)
     assert_same(run(core, requests), expected)
     assert counted[0] == counted[1]
-    assert sum(counted[0][0]) > 0
+    assert any(map(sum, counted[0].values()))
 
 
 def expert_tokens(core):

@@ -194,14 +194,14 @@ class CudaEncoder:
         ready = torch.cuda.Event()
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
-            made = to_host(pooled)
+            made = to_host(pooled[: batch.rows.size])
             ready.record()
         return Launched(batch.rows.tolist(), made, ready)
 
     def collect(self, launched: Launched) -> StepResult:
         """A sequence of which something is not a number fails: its token is -1."""
         launched.ready.synchronize()
-        made = launched.pooled.numpy()[: len(launched.rows)]
+        made = launched.pooled.numpy()
         tokens = np.where(np.isfinite(made).all(1), 0, -1).tolist()
         return StepResult(dict(zip(launched.rows, tokens, strict=True)), pooled=dict(zip(launched.rows, made, strict=True)))
 

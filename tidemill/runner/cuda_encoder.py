@@ -202,7 +202,7 @@ class CudaEncoder:
         """A sequence of which something is not a number fails: its token is -1."""
         launched.ready.synchronize()
         made = launched.pooled.numpy()
-        tokens = np.where(np.isfinite(made).all(1), 0, -1).tolist()
+        tokens = [[0] if is_finite else [-1] for is_finite in np.isfinite(made).all(1)]
         return StepResult(dict(zip(launched.rows, tokens, strict=True)), pooled=dict(zip(launched.rows, made, strict=True)))
 
     def _replay(self, graph: Graph, batch: Batch) -> None:

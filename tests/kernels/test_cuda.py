@@ -258,7 +258,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ALiBi", marks=pytest.mark.slow), *(kind for kind in KINDS if kind != "ALiBi")])
 def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
     """Of tokens alone, in several splits, of prompts, and of a split in common; alone they have the same bits."""
     requests = [(0, 1), (70, 1), (64, 1), (90, 1), (0, 9), (40, 40), (180, 1)]
@@ -274,7 +274,7 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prompts_that_see_both_ways(has_bias, small_blocks):
     """As an encoder's: whole, each token sees all of its own text, in any company with the same bits."""
     requests = [(0, 5), (0, 70), (0, 16), (0, 33), (0, 1)]

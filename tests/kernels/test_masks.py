@@ -2,6 +2,7 @@
 traces runs as torch ops."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,8 @@ KINDS = {
     "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True, "rotated": 24},
 }
 
+FAST = ("bidirectional", "all at once")
+
 
 def scene_of(kind, monkeypatch):
     monkeypatch.setattr(test_attention, "NUM_PAGES", 24)
@@ -90,7 +93,7 @@ def scene_of(kind, monkeypatch):
     return Scene(requests, 6, 2, 32, 16, "torch", **KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS])
 def test_flex_attention_equals_the_reference(kind, monkeypatch):
     """What is in the cache of nobody, or of others, is poisoned: it must not count."""
     scene = scene_of(kind, monkeypatch)
@@ -124,16 +127,16 @@ def test_one_compiled_kernel_serves_all_numbers_of_tokens(monkeypatch):
     assert len(compiled) == 1
 
 
-def test_the_table_says_what_kernels_have():
-    everything = spec_of(4, 4, 32, window=8, softcap=2.0, has_sinks=True)
-    assert everything.kinds == ["window", "softcap", "sinks"]
+def test_the_table_says_what_kernels_have(monkeypatch):
+    everything = spec_of(4, 4, 32, window=8, softcap=2.0, has_sinks=True, has_alibi=True)
+    assert everything.kinds == ["window", "softcap", "sinks", "ALiBi"]
     for kernel in COVERED:
-        assert uncovered(kernel, [spec_of(4, 4, 32), everything]) == ""
-    assert uncovered("C", [spec_of(4, 4, 32, has_alibi=True)]) == ""
-    assert "ALiBi" in uncovered("Triton", [everything, spec_of(4, 4, 32, has_alibi=True)])
+        both_ways = spec_of(4, 4, 32, is_bidirectional=True, has_distance_bias=True)
+        assert uncovered(kernel, [spec_of(4, 4, 32), everything, both_ways]) == ""
     assert "not of 24" in uncovered("Triton", [spec_of(4, 4, 24)])
     assert "not of 20" in uncovered("C", [spec_of(4, 4, 20)])
-    assert "bidirectional" in uncovered("Triton", [spec_of(4, 4, 32, is_bidirectional=True)])
+    monkeypatch.setitem(COVERED, "C", replace(COVERED["C"], kinds=("window", "sinks")))
+    assert uncovered("C", [spec_of(4, 4, 32), everything]) == "the C attention kernels do not have softcap or ALiBi"
 
 
 def test_the_choice_of_attention_is_an_event(tmp_path):

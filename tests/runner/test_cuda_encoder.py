@@ -38,7 +38,9 @@ def encoder(on_gpu, monkeypatch):  # noqa: F811
     return make
 
 
-@pytest.mark.parametrize("name", ["BertModel", "MPNetModel", pytest.param("RobertaModel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["BertModel", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MPNetModel", "RobertaModel"))]
+)
 def test_embeddings_equal_transformers_alone_and_among_others(name, encoder, tmp_path):
     num_layers = 2 if name == "BertModel" else 1  # layers use one place of the cache in turn
     reference = make_encoder(tmp_path, name, **SMALL | {"num_hidden_layers": num_layers})
@@ -64,6 +66,7 @@ def test_scores_of_pairs_equal_the_cpus(encoder, monkeypatch, tmp_path):
     assert pooled(made, {"4": asked["4"]}, "score", pair_start=2)["4"] == scores["4"]
 
 
+@pytest.mark.slow
 def test_heads_that_no_kernel_takes_go_to_flex_attention(encoder, monkeypatch, tmp_path):
     reference = make_encoder(tmp_path, "BertModel", **SMALL | {"hidden_size": 24})
     monkeypatch.setattr(cuda_encoder, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))

@@ -249,6 +249,7 @@ def expert_tokens(core):
     return totals
 
 
+@pytest.mark.slow
 def test_alibi(on_gpu, tmp_path):
     make_bloom(vocab_size=64, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
     requests = {"long": (ids(40, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
@@ -261,7 +262,6 @@ def test_alibi(on_gpu, tmp_path):
 def test_attention_that_no_kernel_has(on_gpu, monkeypatch, tmp_path):
     """Goes to torch's FlexAttention, here not compiled."""
     make_bloom(vocab_size=64, hidden_size=48, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
     monkeypatch.setattr(cuda_runner, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)

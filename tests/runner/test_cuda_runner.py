@@ -226,7 +226,8 @@ def test_families_with_experts(family, on_gpu, tmp_path):
     """Few tokens, which take a way of their own through the experts, and more."""
     make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
-    on_cpu, core = make_core(load_model(tmp_path), max_requests=8, max_context=128), on_gpu(tmp_path)
+    on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
+    core = on_gpu(tmp_path, speculate="off")
     counted = [expert_tokens(on_cpu), expert_tokens(core)]
     expected = run(on_cpu, requests)
     assert_same(run(core, requests), expected)

@@ -185,7 +185,8 @@ OPTIONS = (
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
-           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
+           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
+           "attention that the compiled kernels do not have. Not batch-invariant."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
            help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,

@@ -107,10 +107,13 @@ class StepTimes:
         return self._relative(num_tokens, drafted) * (self._scale or 1.0)
 
     def _relative(self, num_tokens: int, drafted: bool) -> float:
+        """With drafts, the first few measurements are not believed: something may have been done for the first time."""
+        is_believed = not drafted or sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
         found = self._shape.get((drafted, _bucket(num_tokens)))
-        if found is not None:
+        if found is not None and is_believed:
             return found
-        near = min(self._shape, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
+        known = [key for key in self._shape if is_believed or not key[0]]
+        near = min(known, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
         line = 1 + self.slope * (num_tokens - 1)
         return line if near is None else self._shape[near] * line / (1 + self.slope * (near[1] - 1))
 

@@ -1,4 +1,6 @@
-"""Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
+"""Random submit, fork, abort, finish and preempt steps, also ahead of results: nothing leaks or is lost, everything ends."""
+
+from collections import deque
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.request import BACKGROUND
@@ -25,6 +27,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = None
         self.live = {}
         self.tables = {}  # by row: pages as a runner knows them, from the plans alone
+        self.tokens = {}  # by row: tokens likewise
+        self.in_flight = deque()  # plans whose results are not committed, and the results
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -57,10 +61,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([-(2**31), 0, 1, 2, BACKGROUND, BACKGROUND + 1]),
         salt=st.sampled_from(["", "x"]),
         tenant=st.sampled_from(["", "a", "b"]),
+        is_beam=st.sampled_from([False, False, True]),
     )
-    def submit(self, prompt, max_tokens, n, priority, salt, tenant):
+    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam):
         if len(self.live) < 12:
-            params = SamplingParams(max_tokens=max_tokens, n=n, seed=1)
+            beams = Beams(2) if is_beam and n == 1 else None
+            params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
             ends = frozenset({EOS})
             for request in self.scheduler.add(
                 "r", prompt, params, priority=priority, salt=salt, tenant=tenant, eos_token_ids=ends
@@ -78,41 +84,91 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort(request, "fuzz")
             del self.live[request.seq]
 
+    @rule(which=st.integers(0, 11))
+    def fork(self, which):
+        """Of any request at any point: running, queued, preempted, held, in the middle of its prompt."""
+        if self.live and len(self.live) < 12:
+            request = list(self.live.values())[which % len(self.live)]
+            child = self.scheduler.fork(request, "fork")
+            assert child.tokens == request.tokens
+            assert child.rank[:-1] == request.rank[:-1]
+            self.live[child.seq] = child
+
+    @rule(which=st.integers(0, 11), token=st.integers(0, 2))
+    def choose(self, which, token):
+        held = [request for request in self.live.values() if request.is_held]
+        if held:
+            self.go_on(held[which % len(held)], token)
+
+    def go_on(self, request, token):
+        self.scheduler.choose(request, token)
+        if request.num_output >= request.max_tokens:
+            self.scheduler.finish(request, "length")
+            del self.live[request.seq]
+
+    @rule(which=st.integers(0, 11))
+    def drop(self, which):
+        if self.live:
+            request = list(self.live.values())[which % len(self.live)]
+            self.scheduler.drop(request)
+            del self.live[request.seq]
+
     @rule(which=st.integers(0, 4))
     def preempt(self, which):
         if self.scheduler.running:
             self.scheduler._preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
 
-    @rule(tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5), times=st.integers(1, 8))
-    def step(self, tokens, times):
+    @rule(
+        tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5), times=st.integers(1, 8), steps_ahead=st.sampled_from([0, 1])
+    )
+    def step(self, tokens, times, steps_ahead):
         for _ in range(times):
             plan = self.scheduler.plan()
-            if plan is None:
-                assert not self.scheduler.has_work, "work is left but nothing was planned"
+            if plan is None and not self.in_flight:
+                assert all(request.is_held for request in self.live.values()), "work is left but nothing was planned"
                 return
-            assert len({item.row for item in plan.items}) == len(plan.items)
-            self.check_plan(plan)
-            done = self.scheduler.commit(plan, {i.row: tokens[i.row] for i in plan.items if i.samples})
-            for progress in done:
-                if progress.finish_reason:
-                    del self.live[progress.request.seq]
+            if plan is not None:
+                assert len({item.row for item in plan.items}) == len(plan.items)
+                self.check_plan(plan)
+                sampled = {item.row: tokens[item.row] for item in plan.items if item.samples}
+                for item in plan.items:
+                    if item.samples:
+                        self.tokens[item.row][item.start + item.count :] = [sampled[item.row]]
+                self.in_flight.append((plan, sampled))
+            while self.in_flight and (plan is None or len(self.in_flight) > steps_ahead):
+                self.commit()
             self.scheduler.check_integrity()
+
+    def commit(self):
+        for progress in self.scheduler.commit(*self.in_flight.popleft()):
+            if progress.finish_reason:
+                del self.live[progress.request.seq]
 
     def check_plan(self, plan):
         """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
         which pages a row has."""
         assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
         assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
+        tables, known = dict(self.tables), dict(self.tokens)
+        for copy in plan.row_copies:
+            self.tables[copy.target] = [dict(table) for table in tables[copy.source]]
+            self.tokens[copy.target] = known[copy.source][: copy.num_tokens]
         for new in plan.new_rows:
+            self.tokens[new.row] = list(new.token_ids)
             self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
         for update in plan.page_updates:
             self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
+        for write in plan.token_writes:
+            self.tokens[write.row][write.position] = write.token_id
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
         written = []
         for item in plan.items:
             assert item.row == by_seq[item.seq].row
+            assert not by_seq[item.seq].is_held
+            for mine, theirs in zip(self.tokens[item.row][: item.start + item.count], by_seq[item.seq].tokens, strict=False):
+                assert mine == theirs
             for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
-                assert dict(enumerate(table)) == known
+                assert {i: page for i, page in known.items() if page or i < len(table)} == dict(enumerate(table))
                 first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
                 assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
                 written += table[first:end]
@@ -133,7 +189,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not self.scheduler:
             return
+        while self.in_flight:
+            self.commit()
         for _ in range(5000):
+            for request in [request for request in self.live.values() if request.is_held]:
+                self.go_on(request, 1)
             plan = self.scheduler.plan()
             if plan is None:
                 break

@@ -6,13 +6,13 @@ LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 
 from typing import TYPE_CHECKING, Any
 
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import BeamSearchParams, SamplingParams
 from tidemill.version import __version__
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

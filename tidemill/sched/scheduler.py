@@ -278,8 +278,7 @@ class Scheduler:
         """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
         while not plan.items and (held := [request for request in self.running if request.is_held]):
             self._preempt(held[-1], "held, and those that it waits for have no slot or pages")
-            state.num_running -= 1
-            state.num_running_before -= 1
+            state.num_running = state.num_running_before = len(self.running)
             self._fill(plan, state)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Progress]:
@@ -574,7 +573,8 @@ class Scheduler:
         most = max(num_running, key=lambda account: num_running[account], default=request.account)
         if num_running[request.account] >= part or num_running[most] <= part:
             return []
-        return [running for running in self.running if running.account is most][part:]
+        beyond = [running for running in self.running if running.account is most][part:]
+        return [running for running in beyond if running.priority >= request.priority]  # others would start before it again
 
     def _pages_to_start(self, request: Request) -> int:
         """Free pages that admission would take now."""

@@ -53,12 +53,15 @@ def search(core, prompt, params, ends=(1,)):
     return collect(core)["x"]
 
 
-def collect(core):
+def collect(core, seen=None):
+    """Of all requests. `seen`: gets the events."""
     made = {}
     while core.has_work:
         output, failed = core.step()
         assert not failed
         core.scheduler.check_integrity()
+        if seen is not None:
+            seen += output.events
         for delta in output.deltas:
             if delta.finish_reason:
                 made.setdefault(delta.request_id, {})[delta.index] = delta
@@ -130,7 +133,7 @@ def others(num):
     "options",
     [
         {},
-        {"token_budget": 8},
+        {"token_budget": 8, "max_requests": 8},
         {"prefix_caching": False, "page_size": 1},
         {"max_requests": 5},  # other beams have some of the slots
         {"kv_memory_bytes": 30 * 4 * 2 * 2 * 16 * 4, "max_context": 64},  # 30 pages: beams are preempted
@@ -145,12 +148,10 @@ def test_among_others_they_are_the_same_bits(model, alone, options):
     for name, (prompt, params) in list(others(4).items()):
         core.submit(Submit(name, prompt, params, [1]))
     core.submit(Submit("x", PROMPT, PARAMS, [1]))
-    num_preempted = 0
-    for _ in range(3):
-        output, _ = core.step()
-        num_preempted += sum(isinstance(event, events.Preempted) for event in output.events)
-    made = collect(core)
+    seen = []
+    made = collect(core, seen)
     assert made["x"] == alone
+    assert any(isinstance(event, events.Preempted) for event in seen) or "kv_memory_bytes" not in options
     assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
 
 
@@ -223,7 +224,7 @@ def test_a_beam_whose_logits_are_not_numbers_fails_its_request_alone(model, monk
     _, failed = core.step()
     assert [(one.request_id, one.error) for one in failed] == [("x", "ModelFailed")]
     monkeypatch.undo()
-    assert run(core, {}) == {}
+    assert len(collect(core)["y"][0][0]) > 0
     core.scheduler.check_integrity()
 
 

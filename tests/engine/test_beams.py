@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import greedy, load_model, make_core, make_llama, run
+from tests.models import test_families, test_state_models
 from tidemill import events
 from tidemill.engine.beams import BeamSearch
 from tidemill.errors import InvalidRequest
@@ -171,6 +172,37 @@ def test_preempted_at_every_step(model, alone):
         core.scheduler.check_integrity()
     assert num > 10
     assert [made[i] for i in range(4)] == alone
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Mistral",  # windows
+        pytest.param("Gemma3", marks=pytest.mark.slow),
+        pytest.param("Mamba", marks=pytest.mark.slow),  # states: forks start from the prefix cache
+        pytest.param("Qwen3Next", marks=pytest.mark.slow),
+    ],
+)
+def test_families_with_windows_and_states(family, tmp_path):
+    """Against Transformers, and again with preemption at every step."""
+    is_state = family in test_state_models.FAMILIES
+    reference = test_state_models.make_reference(family) if is_state else test_families.make(family)
+    reference.float().eval().save_pretrained(tmp_path)
+    model, prompt = load_model(tmp_path), ids(50, 4)
+    tokens, scores = expected(reference, prompt, 3, 1.0, False, [1], 12)
+    for preempts in (False, True):
+        core = make_core(model, max_requests=4, max_context=128, threads=1)
+        core.submit(Submit("x", prompt, beams(3, 12), [1]))
+        made = {}
+        while core.has_work:
+            output, failed = core.step()
+            assert not failed
+            made |= {one.index: one for one in output.deltas if one.score is not None}
+            if preempts and core.scheduler.running:
+                core.scheduler._preempt(core.scheduler.running[-1], "test")
+            core.scheduler.check_integrity()
+        assert [made[i].token_ids for i in range(3)] == tokens
+        assert [made[i].score for i in range(3)] == pytest.approx(scores, abs=1e-3)
 
 
 def test_it_is_one_request(model):

@@ -249,7 +249,7 @@ def test_a_beam_whose_logits_are_not_numbers_fails_its_request_alone(model, monk
     def broken(launched):
         result = collected(launched)
         row = core.scheduler.running[-1].row
-        result.tokens[row] = -1
+        result.tokens[row] = [-1]
         return result
 
     monkeypatch.setattr(core.runner, "collect", broken)

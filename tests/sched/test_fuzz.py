@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
+from tidemill.runner.base import accept, draws
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
@@ -119,10 +120,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler._preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
 
     @rule(
-        tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5), times=st.integers(1, 8), steps_ahead=st.sampled_from([0, 1])
+        tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
+        drafts=st.lists(st.integers(0, 1), max_size=5),
+        times=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1]),
     )
-    def step(self, tokens, times, steps_ahead):
+    def step(self, tokens, drafts, times, steps_ahead):
         for _ in range(times):
+            for request in self.scheduler.running:
+                num = (request.row + len(request.tokens)) % 6
+                request.drafts = drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ()
             plan = self.scheduler.plan()
             if plan is None and not self.in_flight:
                 assert all(request.is_held for request in self.live.values()), "work is left but nothing was planned"
@@ -130,11 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             if plan is not None:
                 assert len({item.row for item in plan.items}) == len(plan.items)
                 self.check_plan(plan)
-                sampled = {item.row: tokens[item.row] for item in plan.items if item.samples}
-                for item in plan.items:
-                    if item.samples:
-                        self.tokens[item.row][item.start + item.count :] = [sampled[item.row]]
-                self.in_flight.append((plan, sampled))
+                drawn = self.draw(plan, tokens)
+                self.write(plan, drawn)
+                self.in_flight.append((plan, accept(plan.items, plan.drafts, drawn)))
             while self.in_flight and (plan is None or len(self.in_flight) > steps_ahead):
                 self.commit()
             self.scheduler.check_integrity()
@@ -143,6 +148,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for progress in self.scheduler.commit(*self.in_flight.popleft()):
             if progress.finish_reason:
                 del self.live[progress.request.seq]
+
+    def draw(self, plan, tokens):
+        """A row's drafts are right now and then."""
+        return [
+            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row]
+            for item in plan.items
+            for i in range(item.num_draws)
+        ]
+
+    def write(self, plan, drawn):
+        """As a runner does: what is drawn goes into the rows."""
+        rows, positions = draws(plan.items)
+        for row, position, token in zip(rows, positions, drawn, strict=True):
+            self.tokens[row][position:] = [token]
 
     def check_plan(self, plan):
         """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
@@ -156,6 +175,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for new in plan.new_rows:
             self.tokens[new.row] = list(new.token_ids)
             self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
+        places = [(one.row, one.group, one.first_index + i) for one in plan.page_updates for i in range(len(one.page_ids))]
+        assert len(places) == len(set(places)), "a device writes them in no order"
         for update in plan.page_updates:
             self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
         for write in plan.token_writes:
@@ -168,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for mine, theirs in zip(self.tokens[item.row][: item.start + item.count], by_seq[item.seq].tokens, strict=False):
                 assert mine == theirs
             for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
-                assert {i: page for i, page in known.items() if page or i < len(table)} == dict(enumerate(table))
+                assert dict(enumerate(table)) == {i: page for i, page in known.items() if i < len(table) or page}
                 first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
                 assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
                 written += table[first:end]
@@ -197,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.scheduler.plan()
             if plan is None:
                 break
-            self.scheduler.commit(plan, {item.row: 1 for item in plan.items if item.samples})
+            self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.check_integrity()
         assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages

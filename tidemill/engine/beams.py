@@ -7,7 +7,7 @@ are dropped. A beam is held by the scheduler from its token until that choice, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill import events
@@ -150,7 +150,7 @@ class BeamSearches:
         self._of[first.seq] = _Search(live, choice, [first], indices, params.logprobs is not None)
 
     def take(
-        self, progress: list[Progress], logprobs: dict[int, TokenLogprobs], now: float
+        self, progress: list[Progress], logprobs: Mapping[int, list[TokenLogprobs]], now: float
     ) -> tuple[list[Progress], list[Delta]]:
         """Advance the searches whose beams are all computed. `logprobs`: of a step, by row. Returns the progress of requests
         that are no beams, and the outputs of searches that are over."""
@@ -162,7 +162,7 @@ class BeamSearches:
             if search is None:
                 others.append(one)
                 continue
-            search.tops[one.request.seq] = logprobs[one.request.row]
+            search.tops[one.request.seq] = logprobs[one.request.row][-1]
             if len(search.tops) == len(search.requests):
                 ready.append(search)
         for search in ready:

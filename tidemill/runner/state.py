@@ -123,10 +123,11 @@ class RowState:
         """On the device; the sources are read before a target is written."""
         if self._copies:
             rows = np.array([(copy.source, copy.target) for copy in self._copies], np.int64).T.copy()
-            source, target = upload(rows, self.tokens.device)
-            longest = max(copy.num_tokens for copy in self._copies)
-            self.tokens[target, :longest] = self.tokens[source, :longest]
-            self.pages[target] = self.pages[source]
+            longest, on_cpu = max(copy.num_tokens for copy in self._copies), self.tokens.device.type == "cpu"
+            source, target = rows if on_cpu else upload(rows, self.tokens.device)
+            for whole in (self.tokens[:, :longest], self.pages):
+                part = whole.numpy() if on_cpu else whole  # torch starts threads for it, which takes longer than the copy
+                part[target] = part[source]
             self._copies = []
 
     def is_pooled(self, row: int) -> bool:

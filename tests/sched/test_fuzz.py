@@ -34,7 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         page_size=st.sampled_from([1, 2, 4]),
-        rows=st.integers(1, 5),
+        rows=st.sampled_from([1, 2, 3, 4, 5, 8]),
         caching=st.booleans(),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
@@ -89,7 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fork(self, which):
         """Of any request at any point: running, queued, preempted, held, in the middle of its prompt."""
         if self.live and len(self.live) < 12:
-            request = list(self.live.values())[which % len(self.live)]
+            sources = self.scheduler.running if which % 2 and self.scheduler.running else list(self.live.values())
+            request = sources[which % len(sources)]
             child = self.scheduler.fork(request, "fork")
             assert child.tokens == request.tokens
             assert child.rank[:-1] == request.rank[:-1]
@@ -152,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw(self, plan, tokens):
         """A row's drafts are right now and then."""
         return [
-            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row]
+            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row % 5]
             for item in plan.items
             for i in range(item.num_draws)
         ]

@@ -187,11 +187,11 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
 
 def test_beams(folder, on_gpu):
     """Beside another request, which is computed a step ahead. Rows are copied on the device, tokens written into them."""
-    params = SamplingParams(n=3, max_tokens=6, logprobs=1, beams=Beams(3))
+    params = SamplingParams(n=3, max_tokens=4, logprobs=1, beams=Beams(3))
     made = []
     for core in (make_core(load_model(folder), max_requests=8), on_gpu()):
         core.submit(Submit("beams", ids(18, 8), params, [1]))
-        core.submit(Submit("other", [5, 6, 7], greedy(9)))
+        core.submit(Submit("other", [5, 6, 7], greedy(5)))
         outputs = {}
         while core.has_work:
             output, failed = core.step()

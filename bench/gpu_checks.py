@@ -39,7 +39,7 @@ from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.model_config import AttentionSpec
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sampling import Beams, Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
 # Tiles of the matmul by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
@@ -442,6 +442,7 @@ def check_engine() -> None:
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3),
+        SamplingParams(n=8, max_tokens=40, ignore_eos=True, logprobs=2, beams=Beams(8)),
     ):
         x = {"x": (prompt, params)}
         whole = core()

@@ -13,6 +13,8 @@ from tidemill.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 20.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIASES = 1024
@@ -57,6 +59,14 @@ _UNSUPPORTED = frozenset({
 })  # fmt: skip
 
 
+# What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
+_NOT_WITH_BEAMS = (
+    "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids", "bad_word_ids", "grammar", "stop", "logprob_token_ids", "prompt_logprobs", "pooling",
+)  # fmt: skip
+_NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output"}  # as users know them
+
+
 class UnsetReal(float):
     """A neutral value that nobody asked for: the model's default may take its place."""
 
@@ -70,6 +80,14 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
+
+
+class Beams(msgspec.Struct, frozen=True):
+    """Beam search: the outputs are the best that were found by keeping the `width` best of each length."""
+
+    width: int
+    length_penalty: float = 1.0  # a score is the sum of log-probabilities / length ** length_penalty
+    early_stopping: bool | str = False  # True: at `width` outputs; False, "never": when no better one is likely, or possible
 
 
 def closed(schema: Any) -> Any:
@@ -118,7 +136,8 @@ class _ByName(msgspec.StructMeta):
 
 def _unknown(name: str, known: tuple[str, ...]) -> InvalidRequest:
     if name in _UNSUPPORTED:
-        return InvalidRequest(f"The sampling parameter {name} is not supported.", param=name)
+        fix = "Use LLM.beam_search." if name in ("use_beam_search", "length_penalty", "early_stopping") else ""
+        return InvalidRequest(f"The sampling parameter {name} is not supported.", fix=fix, param=name)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(known)}."
     return InvalidRequest(f"There is no sampling parameter {name!r}.", fix=fix, param=name)
@@ -161,6 +180,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to
+    beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
     pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
     pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
 
@@ -202,6 +222,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             if len(ids) > most or not all(_is_int(t) and 0 <= t < 2**31 for t in ids):
                 raise InvalidRequest(f"{field} must be at most {most} non-negative token ids.", param=field)
         _check_bad_words(self)
+        if self.beams is not None:
+            _check_beams(self, self.beams)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -232,6 +254,11 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         return 2**31 - 1 if self.prompt_logprobs is None else self.prompt_logprobs_start - 1
 
     @property
+    def waits_for_tokens(self) -> bool:
+        """What is computed after a token depends on the host's view of it."""
+        return self.grammar is not None or self.beams is not None
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -259,6 +286,38 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
                     raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
 
 
+class BeamSearchParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True):
+    """Parameters of `LLM.beam_search`, under vLLM's names."""
+
+    beam_width: int  # also the number of outputs
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # without effect: beams are ranked by the model's own log-probabilities
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # the end-of-text token is part of an output
+    early_stopping: bool | str = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = 0  # how many alternatives to report beside each token
+
+    def __post_init__(self) -> None:
+        self.sampling()  # checked
+
+    def sampling(self) -> SamplingParams:
+        width = self.beam_width if _is_int(self.beam_width) else 0
+        return SamplingParams(
+            n=max(min(width, MAX_BEAMS), 1),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
+            beams=Beams(self.beam_width, self.length_penalty, self.early_stopping),
+        )
+
+
 def sample_seed(seed: int, index: int) -> int:
     """Seed of one of n samples. The first keeps the request's seed, so n=1 and the first of n agree."""
     mixed = (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
@@ -271,6 +330,23 @@ def _check_bad_words(params: SamplingParams) -> None:
     if len(words) > MAX_BAD_WORDS or not is_valid or not all(_is_int(t) and 0 <= t < 2**31 for word in words for t in word):
         what = f"bad_word_ids must be at most {MAX_BAD_WORDS} lists of 1 to {MAX_BAD_WORD_TOKENS} token ids."
         raise InvalidRequest(what, param="bad_word_ids")
+
+
+def _check_beams(params: SamplingParams, beams: Beams) -> None:
+    if not _is_int(beams.width) or not 1 <= beams.width <= MAX_BEAMS:
+        raise InvalidRequest(f"beam_width must be an integer from 1 to {MAX_BEAMS}; got {beams.width!r}.", param="beam_width")
+    if params.n > beams.width:
+        raise InvalidRequest(f"n is {params.n}, more than beam_width, {beams.width}.", param="n")
+    if not _is_real(beams.length_penalty) or abs(beams.length_penalty) > MAX_LENGTH_PENALTY:
+        limits = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        raise InvalidRequest(f"length_penalty must be a number {limits}; got {beams.length_penalty!r}.", param="length_penalty")
+    if not isinstance(beams.early_stopping, bool) and beams.early_stopping != "never":
+        raise InvalidRequest(f'early_stopping is true, false or "never"; got {beams.early_stopping!r}.', param="early_stopping")
+    neutral = SamplingParams()
+    for field in _NOT_WITH_BEAMS:
+        if getattr(params, field) != getattr(neutral, field):
+            fix = "Use stop_token_ids." if field == "stop" else "Leave one of them out."
+            raise InvalidRequest(f"Beam search does not support {_NAMES.get(field, field)}.", fix=fix, param=field)
 
 
 def _is_int(value: Any) -> bool:

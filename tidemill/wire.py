@@ -42,6 +42,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached: int = 0
     timings: Timings | None = None
     embedding: list[float] | None = None  # of the prompt, of length 1
+    score: float | None = None  # of an output of beam search, which comes as a whole
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Abort, Submit
 
@@ -187,6 +187,25 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     core = on_gpu()
     assert_same(run(core, REQUESTS), expected)
     assert_same(run(core, {"one": REQUESTS["one"]}), {"one": expected["one"]})  # from the prefix cache
+
+
+def test_beams(folder, on_gpu):
+    """Beside another request, which is computed a step ahead. Rows are copied on the device, tokens written into them."""
+    params = SamplingParams(n=3, max_tokens=4, logprobs=1, beams=Beams(3))
+    made = []
+    for core in (make_core(load_model(folder), max_requests=8), on_gpu()):
+        core.submit(Submit("beams", ids(18, 8), params, [1]))
+        core.submit(Submit("other", [5, 6, 7], greedy(5)))
+        outputs = {}
+        while core.has_work:
+            output, failed = core.step()
+            assert not failed
+            outputs |= {one.index: (one.token_ids, one.score) for one in output.deltas if one.score is not None}
+            core.scheduler.check_integrity()
+        made.append([outputs[i] for i in range(3)])
+    on_cpu, on_device = made
+    assert [tokens for tokens, _ in on_device] == [tokens for tokens, _ in on_cpu]
+    assert [score for _, score in on_device] == pytest.approx([score for _, score in on_cpu], abs=1e-3)
 
 
 @pytest.mark.parametrize("chance", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])

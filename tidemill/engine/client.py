@@ -300,7 +300,7 @@ class EngineClient:
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
         now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
-        for index in range(request.params.n):
+        for index in range(1 if request.params.beams else request.params.n):
             name = request.request_id if index == 0 else f"{request.request_id}:{index}"
             submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
             self._report([submitted, events.Deferred(now, name, why)])

@@ -42,6 +42,7 @@ from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.state import RowState, upload
+from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
@@ -251,10 +252,12 @@ class CudaRunner:
     def _stage(self, plan: StepPlan) -> None:
         self.state.stage(plan)
         self.state.apply()
+        if plan.row_copies:
+            self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
+        for copy in plan.row_copies:
+            self._know(copy.target, copy.params)
         for new in plan.new_rows:
-            params = new.params
-            self._is_plain[new.row], self._asks[new.row] = params.is_plain, params.logprobs is not None
-            self._asks_prompt[new.row] = params.prompt_logprobs is not None or params.pooling is not None
+            self._know(new.row, new.params)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:
@@ -264,6 +267,10 @@ class CudaRunner:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
+
+    def _know(self, row: int, params: SamplingParams) -> None:
+        self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
+        self._asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
 
     def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""

@@ -12,11 +12,13 @@ from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_BEAMS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_STOPS,
+    Beams,
     Grammar,
     SamplingParams,
     closed,
@@ -117,8 +119,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_progress": (False,), "response_fields": ([],), "penalize_newline": (True,),
     "penalize_nl": (True,),
     # vLLM
-    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
-    "include_reasoning": (True,), "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
+    "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
     # SGLang
     "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,), "return_hidden_states": (False,),
     "tfs_z": (1,),
@@ -180,6 +182,10 @@ class SamplingRequest(Body):
     logprob_token_ids: list[int] | None = Field(
         default=None, min_length=1, max_length=MAX_LOGPROB_IDS
     )  # instead of the likeliest
+    use_beam_search: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)  # of which n are returned: samples, or beams
+    length_penalty: float | None = None  # of beam search
+    early_stopping: bool | Literal["never"] | None = None  # of beam search
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
@@ -236,7 +242,22 @@ class SamplingRequest(Body):
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if "grammar" not in more:
             given["grammar"] = self._asked_grammar()
-        return SamplingParams(**given | more)
+        return SamplingParams(**given | more, beams=self._beams())
+
+    def _beams(self) -> Beams | None:
+        """Their number is best_of, or n."""
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+                if getattr(self, name) not in (None, neutral):
+                    raise InvalidRequest(f"{name} is only allowed with use_beam_search.", param=name)
+            return None
+        if self.stream:
+            raise InvalidRequest("use_beam_search cannot be streamed: the beams are known only at the end.", param="stream")
+        width, name = (self.n or 1, "n") if self.best_of is None else (self.best_of, "best_of")
+        if width > MAX_BEAMS:
+            raise InvalidRequest(f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name)
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return Beams(width, penalty, self.early_stopping or False)
 
     def _asked_grammar(self) -> Grammar | None:
         names = [name for name in ("structured_outputs", "response_format", *_GRAMMARS) if getattr(self, name) is not None]
@@ -261,7 +282,6 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     add_special_tokens: bool = True
     suffix: str | None = None  # the output comes before it
 
@@ -278,7 +298,8 @@ class CompletionRequest(SamplingRequest):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
             if self.stream:
                 raise InvalidRequest("best_of cannot be streamed: the best sample is known only at the end.", param="best_of")
-            more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+            if not self.use_beam_search:
+                more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         return self.sampling(**more)
 
     @field_validator("prompt")
@@ -356,6 +377,8 @@ class ChatRequest(SamplingRequest, ChatMessages):
         more["max_tokens"] = self.most_tokens(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
+        if not self.use_beam_search and self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("Of a chat, best_of is only allowed with use_beam_search.", fix="Use n.", param="best_of")
         if self.must_call:  # a response format, if there is one, is for answers without a call
             name = self.chosen.name if isinstance(self.chosen, NamedTool) else None
             several = name is None and self.parallel_tool_calls is not False

@@ -114,7 +114,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
             return
         if num >= context:
             raise ContextTooLong(
-                f"The prompt ({num} tokens) is longer than the model's context length: this model's maximum context length is "
+                f"The prompt ({num} tokens) is longer than the model's context length. This model's maximum context length is "
                 f"{context} tokens, one of them for the output.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",

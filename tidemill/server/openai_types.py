@@ -115,7 +115,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
     "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,), "backend_sampling": (False, True),
+    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
     "include_reasoning": (True,), "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
@@ -133,7 +133,7 @@ class SamplingRequest(Body):
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
         "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
-        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep",
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
     })  # fmt: skip
 
     model: str | None = None

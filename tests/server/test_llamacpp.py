@@ -343,7 +343,7 @@ def test_progress_of_the_prompt(server, path, more):
         assert (told[0]["cache"] > 0) is is_cached
         done = [one["processed"] for one in told]
         assert done == sorted(set(done))
-        assert done[-1] == told[-1]["total"] > 300
+        assert done[-1] == told[-1]["total"] >= 300
         first = next(i for i, part in enumerate(parts) if part.get("content") or "delta" in part or _says(part))
         assert all("prompt_progress" not in part for part in parts[first:])
     assert not any("prompt_progress" in part for part in events(server, path, **more, **limit))

@@ -6,7 +6,7 @@ LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 
 from typing import TYPE_CHECKING, Any
 
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import BeamSearchParams, SamplingParams
 from tidemill.version import __version__
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tidemill.programs import assistant, fork, gen, join, program, select, system, user
 
 __all__ = [
-    "LLM", "SamplingParams", "__version__", "assistant", "fork", "gen", "join", "program", "select", "system", "user",
+    "LLM", "BeamSearchParams", "SamplingParams", "__version__", "assistant", "fork", "gen", "join", "program", "select", "system",
+    "user",
 ]  # fmt: skip
 
 

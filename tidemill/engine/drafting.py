@@ -130,4 +130,5 @@ class Drafting:
 
 
 def _can_have_drafts(request: Request) -> bool:
-    return request.status is Status.RUNNING and request.num_needed <= 1 and request.params.pooling is None
+    params = request.params
+    return request.status is Status.RUNNING and request.num_needed <= 1 and params.pooling is None and params.beams is None

@@ -18,6 +18,7 @@ import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tidemill.config import EngineOptions, parse_bytes
+from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
@@ -26,7 +27,7 @@ from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams, sample_seed
+from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
@@ -73,6 +74,7 @@ class Completion:
     finish_reason: str | None = None
     timings: Timings | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it
+    score: float | None = None  # of beam search
 
 
 @dataclass(slots=True)
@@ -216,6 +218,27 @@ class LLM:
             return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
 
         return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0, lora)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best `params.beam_width` outputs for each prompt, as Transformers' beam search finds them. Prompts as in
+        `generate`."""
+        if not isinstance(params, BeamSearchParams):
+            what = f"beam_search() takes BeamSearchParams; got {_shown(params)}."
+            raise InvalidRequest(what, fix="Write BeamSearchParams(beam_width=4, max_tokens=100).", param="params")
+        batch, is_list = _prompt_list(prompts)
+        made = self._run(batch, is_list, self._encode, params.sampling(), _shows(progress, use_tqdm), 0, lora)
+        return [
+            BeamSearchOutput.of(self.tokenizer, one.prompt_token_ids, one.samples, one.error, params.include_stop_str_in_output)
+            for one in made
+        ]
 
     def embed(
         self,
@@ -429,7 +452,7 @@ class LLM:
         if delta.prompt_logprobs is not None:
             pending.output.prompt_logprobs = delta.prompt_logprobs
         pending.output.num_cached = max(pending.output.num_cached, delta.num_cached if delta.index == 0 else 0)
-        sample.timings = delta.timings
+        sample.timings, sample.score = delta.timings, delta.score
         sample.finish_reason, sample.stop_reason = text.finish_reason, text.stop
         if text.finish_reason and not delta.finish_reason:
             sample.timings = self.core.finish(Finish(delta.request_id, delta.index))

@@ -20,15 +20,17 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.records import HEADER
+from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep, StateLists
+from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.layers.cuda_lora import CudaLoras
@@ -40,6 +42,7 @@ from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.state import RowState, upload
+from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
@@ -52,19 +55,22 @@ class CudaStep:
     """What a layer's attention, or its state, needs."""
 
     kv: PagedKV
+    biases: list[torch.Tensor | None]  # of each layer, by distance
     lists: Lists
     positions_T: torch.Tensor
     slots_GT: torch.Tensor
-    numbers: list[int]  # of each layer, among those with attention
-    states: CudaStateStep | None
+    numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
+    states: CudaStateStep | None = None
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        layer = self.numbers[layer]
+        if self.numbers is not None:
+            layer = self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
         slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
         enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
+        spec, bias = kv.specs[layer], self.biases[layer]
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias)
         return out
 
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
@@ -86,12 +92,10 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
-    fallback = ""
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self.model, shape = model, model.config
-        _check_heads(shape)
         self._device = torch.device("cuda")
         self._decode_sizes = sizes(config.max_draws, ((4, 1), (64, 8), (256, 16), (1024, 32)))
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
@@ -108,7 +112,14 @@ class CudaRunner:
         has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
         angles = model.angles(config.max_context, self._device)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
-        self._kv = PagedKV(self.cache, self.state.kv_tables, shape.attention_layers, own, config.layout.places)
+        biases = model.distance_biases(config.max_context)
+        self._kv = PagedKV(self.cache, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases)
+        self._biases = self._kv.by_distance()
+        missing = uncovered("Triton", shape.attention_layers)
+        if missing and shape.state_layers:
+            raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
+        self._flex = FlexAttention(self._kv) if missing else None
+        self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
         self._by_roles = by_roles(shape.attention_layers)
@@ -125,6 +136,7 @@ class CudaRunner:
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
         num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + 1024)  # more than any step's lists
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        model.count_experts(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
@@ -133,9 +145,11 @@ class CudaRunner:
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
-        self._compile()
+        with refused_if_not_compiled() if self._flex is not None else nullcontext():
+            self._compile()
         pool = torch.cuda.graph_pool_handle()
-        first = config.fast_math  # else the library has been tried at every size
+        # Else libraries have been tried at every size.
+        first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
             (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
@@ -186,7 +200,7 @@ class CudaRunner:
             steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
             steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
-            for step in steps:
+            for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
             self.sampler.warm_up(self.model, self._hidden, self._logits)
             self.model.compile(nums_rows)
@@ -238,10 +252,12 @@ class CudaRunner:
     def _stage(self, plan: StepPlan) -> None:
         self.state.stage(plan)
         self.state.apply()
+        if plan.row_copies:
+            self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
+        for copy in plan.row_copies:
+            self._know(copy.target, copy.params)
         for new in plan.new_rows:
-            params = new.params
-            self._is_plain[new.row], self._asks[new.row] = params.is_plain, params.logprobs is not None
-            self._asks_prompt[new.row] = params.prompt_logprobs is not None or params.pooling is not None
+            self._know(new.row, new.params)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:
@@ -251,6 +267,10 @@ class CudaRunner:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
+
+    def _know(self, row: int, params: SamplingParams) -> None:
+        self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
+        self._asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
 
     def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
@@ -367,24 +387,22 @@ class CudaRunner:
         lora: bool = False,
     ) -> torch.Tensor:
         ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
-        singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
-        prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
-        lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
-        states = None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
-        step = CudaStep(self._kv, lists, positions_T, slots, self._numbers, states)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            return self.model(self.model.embed_tokens(ids, positions_T), step)
+            embedded = self.model.embed_tokens(ids, positions_T)
+            if self._flex is not None:
+                return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
+            singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
+            prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
+            lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
+            states = (
+                None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
+            )
+            return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""
         logits = self.model.logits(hidden_SH, self._logits[: hidden_SH.shape[0]])
         return pick_tokens(logits, index_S, rows, positions, self.state.draws, self.state.tokens)
-
-
-def _check_heads(shape: ModelConfig) -> None:
-    dim = shape.head_dim
-    if shape.attention_layers and (dim & (dim - 1) or not 16 <= dim <= 256):
-        raise ConfigError(f"The model has heads of {dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu.")
 
 
 def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tidemill.kernels.cuda import records
 from tidemill.kernels.cuda.attention import BLOCK, SPLIT
-from tidemill.kernels.cuda.records import HEADER, MEMBERS, PROMPTS, SHARED, STATES
+from tidemill.kernels.cuda.records import HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
@@ -60,7 +60,7 @@ class Work:
             target[at:end] = values.reshape(-1)
             at = end + num_programs * values.shape[1]
             target[end:at] = 0
-        target[[SHARED, MEMBERS, PROMPTS, STATES]] = places[1:]
+        target[[SHARED, MEMBERS, PROMPTS, STATES]], target[LIVE] = places[1:], num
         target[at : at + self.last.size] = self.last
         return at
 

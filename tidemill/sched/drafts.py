@@ -6,6 +6,7 @@ longer for all. Both are measured all the time. Where no draft is worth its time
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from heapq import heapify, heappop, heappush
 _FADE = 0.95  # weight of older guesses with each new one
 _PRIOR = 3.0  # guesses that what is known of all requests counts for, where little is known of one
 _SHAPE, _SCALE = 0.2, 0.03  # how fast measured times follow: of one number of tokens, and of all (contexts grow)
+_FIRST = 3  # measurements of a number of tokens, of which the least counts
+_FORGET_AFTER = 512  # steps without drafts, after which times of steps with them are measured anew
 _LEAST = 0.02  # a draft less likely than this is not considered
 _MARGIN = 1.02  # what a gain must be at least: the estimate is not exact
 
@@ -70,6 +73,8 @@ class StepTimes:
     slope: float
     _scale: float = 0.0
     _shape: dict[tuple[bool, int], float] = field(default_factory=dict)
+    _num_seen: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    _num_without: int = 0  # steps since the last with drafts
 
     def add(self, num_tokens: int, drafted: bool, seconds: float) -> None:
         key = drafted, _bucket(num_tokens)
@@ -78,9 +83,17 @@ class StepTimes:
             self._scale = seconds / expected
         elif seconds > 8 * self._scale * expected:
             return  # something else happened
+        if drafted:
+            self._num_without = 0
+        else:
+            self._num_without += 1
+            if self._num_without == _FORGET_AFTER:  # they may have been slow for another reason
+                self._shape = {known: value for known, value in self._shape.items() if not known[0]}
+                self._num_seen = Counter()
         found = self._shape.get(key)
-        if found is None:
-            self._shape[key] = seconds / self._scale
+        self._num_seen[key] += 1
+        if found is None or self._num_seen[key] <= _FIRST:  # the first ones may be slow: something is done for the first time
+            self._shape[key] = min(seconds / self._scale, math.inf if found is None else found)
             return
         self._shape[key] += _SHAPE * (seconds / self._scale - found)
         self._scale += _SCALE * (seconds / found - self._scale)
@@ -94,10 +107,13 @@ class StepTimes:
         return self._relative(num_tokens, drafted) * (self._scale or 1.0)
 
     def _relative(self, num_tokens: int, drafted: bool) -> float:
+        """With drafts, the first few measurements are not believed: something may have been done for the first time."""
+        is_believed = not drafted or sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
         found = self._shape.get((drafted, _bucket(num_tokens)))
-        if found is not None:
+        if found is not None and is_believed:
             return found
-        near = min(self._shape, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
+        known = [key for key in self._shape if is_believed or not key[0]]
+        near = min(known, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
         line = 1 + self.slope * (num_tokens - 1)
         return line if near is None else self._shape[near] * line / (1 + self.slope * (near[1] - 1))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-HEADER = 4  # words; of them, where these lists begin (singles follow the tokens):
-SHARED, MEMBERS, PROMPTS, STATES = 0, 1, 2, 3
+HEADER = 8  # words; of them, where these lists begin (singles follow the tokens), and how many tokens do not only fill up:
+SHARED, MEMBERS, PROMPTS, STATES, LIVE = 0, 1, 2, 3, 4
 
 
 def _words(num: int) -> list[tl.constexpr]:

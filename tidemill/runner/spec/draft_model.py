@@ -20,7 +20,7 @@ from tidemill.models.base import Model
 from tidemill.runner.make import make_runner
 from tidemill.runner.spec import Ask
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan
+from tidemill.sched.plan import NewRow, RowPages, StepItem, StepPlan, TokenWrite
 
 
 @dataclass(slots=True)
@@ -33,16 +33,19 @@ class _Row:
     num_done: int = 0  # of these, how many have their keys and values
     drafts: list[int] = field(default_factory=list)  # drawn after those; all but the last have theirs, too
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """What the request has by now. Drafts that were right need not be computed again."""
+    def take(self, tokens: Sequence[int]) -> int:
+        """What the request has by now. Drafts that were right need not be computed again. Returns from where on the row does not
+        have these tokens."""
+        first = self.num_known
         if self.drafts:
             known, drafts = self.num_known, self.drafts
             pairs = enumerate(zip(drafts, tokens[known:], strict=False))
             num_right = next((i for i, (draft, token) in pairs if draft != token), min(len(drafts), len(tokens) - known))
             self.num_done = known + min(num_right, len(drafts) - 1)
-            self.drafts = []
+            first, self.drafts = known + num_right, []
         self.num_known = len(tokens)
         self.num_done = min(self.num_done, len(tokens) - 1)  # the last must be computed for its logits
+        return first
 
 
 class DraftModelDrafter:
@@ -110,7 +113,7 @@ class DraftModelDrafter:
             row = self._row_of(ask, asked) if room else None
             if row is None:
                 continue
-            row.take(ask.tokens)
+            first = row.take(ask.tokens)
             count = min(len(ask.tokens) - row.num_done, room)
             end = row.num_done + count
             num = min(ask.most, self._config.max_context - end) if end == len(ask.tokens) else 0
@@ -119,18 +122,18 @@ class DraftModelDrafter:
                 continue
             room -= count
             self._kv.record(ask.seq, ask.tokens, end)
-            self._enter(plan, ask, row, changes)
+            self._enter(plan, ask, row, first, changes)
             plan.items.append(StepItem(ask.seq, row.row, row.num_done, count, num > 0, 0))
             row.num_done = end
             if num > 0:
                 nums[ask.seq] = num
         return plan, nums
 
-    def _enter(self, plan: StepPlan, ask: Ask, row: _Row, changes: list[PageChange]) -> None:
-        """What is new about a row."""
+    def _enter(self, plan: StepPlan, ask: Ask, row: _Row, first: int, changes: list[PageChange]) -> None:
+        """What is new about a row. `first`: of its tokens."""
         if not row.is_new:
             plan.page_updates += [RowPages(row.row, one.group, one.first_index, one.page_ids) for one in changes]
-            plan.tokens[row.row] = row.num_done, list(ask.tokens[row.num_done :])
+            plan.token_writes += [TokenWrite(row.row, at, token) for at, token in enumerate(ask.tokens[first:], first)]
             return
         pages = [list(pages) for pages in self._kv.tables(ask.seq)]
         params = _own_params(ask.params, self._num_ids)

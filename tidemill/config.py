@@ -121,7 +121,12 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = _GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + _draft_bytes(self.draft) + spare
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+
+    @property
+    def draft_bytes(self) -> int:
+        """Of the draft model: weights, activations and KV cache."""
+        return _draft_bytes(self.draft)
 
     @property
     def num_kv_tokens(self) -> int:

@@ -210,6 +210,9 @@ def budget_table(name: str, ready: Ready) -> Table:
     if config.max_loras:
         most = f"{config.max_loras} adapters of rank {config.max_lora_rank}"
         table.add_row("adapters", f"{fmt_bytes(config.lora_bytes)}: {most}", why["max_loras"])
+    if config.draft is not None:
+        held = f"{config.draft.num_kv_tokens:,} KV tokens"
+        table.add_row("draft model", f"{fmt_bytes(config.draft_bytes)}: weights, activations, {held}", why["speculate"])
     table.add_row("activations", fmt_bytes(config.activation_bytes), "peak of one step")
     table.add_row("context", f"{config.max_context:,} tokens", why["max_context"])
     table.add_row("slots", f"{config.max_requests} sequences", why["max_requests"])

@@ -95,4 +95,5 @@ def _resolve(name: str, options: EngineOptions, found: Inspected, limit: int | N
 
 def _parts(config: EngineConfig) -> str:
     weights, activations, kv = map(fmt_bytes, (config.weight_bytes, config.activation_bytes, config.kv_bytes))
-    return f"{weights} for weights, {activations} for activations, {kv} for the KV cache"
+    draft = f", {fmt_bytes(config.draft_bytes)} for the draft model" if config.draft else ""
+    return f"{weights} for weights, {activations} for activations, {kv} for the KV cache{draft}"

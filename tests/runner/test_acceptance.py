@@ -1,4 +1,4 @@
-"""Acceptance of drafts: rejection gives the target's distribution (chi-square), exact acceptance with shared noise agrees often."""
+"""Acceptance of drafts: rejection gives the target's distribution (chi-square); draws with shared noise agree often."""
 
 import numpy as np
 import pytest

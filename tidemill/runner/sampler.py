@@ -80,7 +80,7 @@ class Sampled:
 
 class Sampler:
     def __init__(self, state: RowState, by_rejection: bool = False) -> None:
-        """`by_rejection`: drafts of sampled requests are accepted as spec/acceptance.py says, not where they are what is drawn."""
+        """`by_rejection`: drafts of sampled requests are accepted as in spec/acceptance.py, not where they are what is drawn."""
         self._state, self._by_rejection = state, by_rejection
         self._stages = {
             "grammar": self._apply_grammar,

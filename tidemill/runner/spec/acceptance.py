@@ -4,8 +4,8 @@ A draft x drawn from q is right with probability min(1, p(x) / q(x)); else the t
 max(p - q, 0) scaled to 1. A draft whose q is not given counts as the only token that could have come: q(x) = 1, so it is right
 with probability p(x), else the token is drawn from p without x. Either way the token's distribution is p.
 
-The noise is a function of (seed, position), in streams of its own: a drafter may draw with the noise of exact acceptance, and what
-it draws, or keeps back, tells nothing about the draws here.
+The noise is a function of (seed, position), in streams of its own: a drafter may draw with the noise of exact acceptance, and
+what it draws, or keeps back, tells nothing about the draws here.
 """
 
 from __future__ import annotations

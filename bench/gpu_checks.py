@@ -27,18 +27,19 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.events import ExpertsUsed, StepPlanned
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels.attention import capped
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
 from tidemill.kernels.cuda.gemm import Tile, gemm, library_agrees, matmul
 from tidemill.kernels.glu import glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
+from tidemill.kernels.masks import capped
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.model_config import AttentionSpec
 from tidemill.runner.cuda_work import Work, make_work, padded
 from tidemill.runner.sampler import restrict_min_p, restrict_top_k, restrict_top_p, restrict_typical
-from tidemill.sampling import Grammar, SamplingParams
+from tidemill.sampling import Beams, Grammar, SamplingParams
 from tidemill.wire import Abort, Submit
 
 # Tiles of the matmul by rows: (outs, ins, stages, warps), with ordinary loads and by bulk copies.
@@ -441,6 +442,7 @@ def check_engine() -> None:
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3),
+        SamplingParams(n=8, max_tokens=40, ignore_eos=True, logprobs=2, beams=Beams(8)),
     ):
         x = {"x": (prompt, params)}
         whole = core()
@@ -492,15 +494,20 @@ def check_families() -> None:
             "logits_scaling": 8.0,
         },
         "GPT2": {"n_embd": 512, "n_layer": 4, "n_head": 4, "n_positions": 2048, "vocab_size": 2000, "initializer_range": 0.05},
+        "Bloom": {"hidden_size": 512, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
+        # By FlexAttention:
+        "Bloom with heads of 96": {"hidden_size": 384, "n_layer": 4, "n_head": 4, "vocab_size": 2000, "initializer_range": 0.05},
+        "Mistral with heads of 96": {"sliding_window": 300, "head_dim": 96},
     }.items():
+        family = name.split()[0]
         torch.manual_seed(0)
-        sizes = more if name == "GPT2" else common | more
-        config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(**sizes)
-        made = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+        sizes = more if family in ("GPT2", "Bloom") else common | more
+        config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")(**sizes)
+        made = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
         check_family(name, made, [draw.randrange(2000) for _ in range(700)])
 
 
-def check_family(name: str, made: Any, prompt: list[int]) -> None:
+def check_family(name: str, made: Any, prompt: list[int]) -> EngineCore:
     folder = Path(tempfile.mkdtemp())
     model = with_weights(made, torch.bfloat16)
     model.save_pretrained(folder)
@@ -517,6 +524,7 @@ def check_family(name: str, made: Any, prompt: list[int]) -> None:
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
     chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
     assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
+    return core
 
 
 def check_moe() -> None:
@@ -551,7 +559,28 @@ def check_moe() -> None:
         for weight_name, weight in made.named_parameters():
             if "bias" in weight_name or "sinks" in weight_name or ".gate.weight" in weight_name or "router" in weight_name:
                 weight.data.normal_(0.0, 0.3)
-        check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+        core = check_family(name, made, [draw.randrange(2000) for _ in range(700)])
+        check_expert_counts(name, core)
+
+
+def check_expert_counts(name: str, core: EngineCore) -> None:
+    """Events say how many tokens experts got: every one that a step computed, and none that filled a graph up."""
+    draw, params = random.Random(3), SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    for i, length in enumerate((3, 30, 101, 260, 7)):
+        core.submit(Submit(f"counted {i}", [draw.randrange(2000) for _ in range(length)], params))
+    totals: dict[int, int] = {}
+    num_tokens = 0
+    while core.has_work:
+        output, failed = core.step()
+        assert not failed
+        for event in output.events:
+            if isinstance(event, StepPlanned):
+                num_tokens += event.num_tokens
+            if isinstance(event, ExpertsUsed):
+                for layer, counts in event.tokens_of:
+                    totals[layer] = totals.get(layer, 0) + sum(counts)
+    expected = {layer: num_tokens * spec.top_k for layer, spec in enumerate(core.model_config.experts) if spec}
+    assert totals == expected, f"{name}: tokens of experts {totals}, not {expected}"
 
 
 def check_fast_math() -> None:

@@ -2,8 +2,8 @@
 
     python -m bench.gpu_spec [--json out.json] [--model llama8b]
 
-First prompt lookup on prompts of 40 random tokens repeated 12 times, 256 tokens out, for 1, 8 and 64 requests; then a drafter
-that is right with a given probability (it knows the answers from a run without it) for 1, 64 and 256 requests. In turns with the
+First a drafter that is right with a given probability (it knows the answers from a run without it) for 1, 64 and 256 requests;
+then prompt lookup on prompts of 40 random tokens repeated 12 times, 256 tokens out, for 1, 8 and 64 requests. In turns with the
 same requests without drafts; every answer is compared.
 """
 
@@ -27,6 +27,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
 from tidemill.runner.spec import Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
+from tidemill.runner.spec.registry import SLOPES
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -36,6 +37,10 @@ VLLM = {1: 1000 / 1.53, 8: 3655.0, 64: 10327.0}
 Answers = dict[tuple[int, ...], list[int]]
 
 
+def _chance(seed: int, at: int) -> float:
+    return ((seed * 1_000_003 + at) * 2_654_435_761 % 2**32) / 2**32
+
+
 class Oracle:
     """Right with probability `chance`, each draft by itself."""
 
@@ -43,14 +48,15 @@ class Oracle:
     is_free = True
 
     def __init__(self, answers: Answers, chance: float) -> None:
-        self._answers, self._chance, self._draw = answers, chance, random.Random(0)
+        self._answers, self._chance = answers, chance
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         made: list[Sequence[int]] = []
         for ask in asks:
             known = self._answers[tuple(ask.tokens[: ask.num_prompt])]
-            right = known[len(ask.tokens) - ask.num_prompt :][: ask.most]
-            made.append([token if self._draw.random() < self._chance else token ^ 1 for token in right])
+            first = len(ask.tokens) - ask.num_prompt
+            right = enumerate(known[first : first + ask.most], first)
+            made.append([token if _chance(ask.tokens[0], at) < self._chance else token ^ 1 for at, token in right])
         return made
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
@@ -93,7 +99,7 @@ def compare(
         seconds, expected, _, _, _ = run(core, prompts, num_out, temperature=0.0)
         times[False].append(seconds)
         chosen: Drafter = drafter(expected)
-        core.drafting = Drafting([chosen], most, 0.01, core._clock, core._events, adaptive)
+        core.drafting = Drafting([chosen], most, SLOPES["cuda"], core._clock, core._events, adaptive)
         seconds, made, num_steps, num_drafts, num_right = run(core, prompts, num_out, temperature=0.0)
         assert made == expected, "drafts changed a token"
         times[True].append(seconds)
@@ -114,7 +120,7 @@ def check_sampled(core: EngineCore) -> None:
         core.drafting = None
         _, expected, *_ = run(core, prompts, 64, **params)
         for chance in (0.0, 0.7):
-            core.drafting = Drafting([Oracle(expected, chance)], 5, 0.01, core._clock, core._events, adaptive=False)
+            core.drafting = Drafting([Oracle(expected, chance)], 5, SLOPES["cuda"], core._clock, core._events, adaptive=False)
             _, made, _, num_drafts, num_right = run(core, prompts, 64, **params)
             assert made == expected, params
             assert num_drafts
@@ -135,19 +141,18 @@ def main() -> None:
     print(f"{given.model}: ready in {time.perf_counter() - begin:.1f} s; {core.config.max_draws} draws a step", flush=True)
     check_sampled(core)
     draw, lines = random.Random(0), []
+    prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
+    for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
+        for chance in chances:
+            line = compare(core, prompts[:num], 512, lambda answers, a=chance: Oracle(answers, a), 4, True, given.turns)
+            lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})
+            print(json.dumps(lines[-1]), flush=True)
     prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]
     for num in (1, 8, 64):
         for adaptive in (True, False):
             line = compare(core, prompts[:num], 256, lambda _: NgramDrafter(), 4 if not adaptive else 8, adaptive, given.turns)
-            lines.append(
-                line | {"drafter": "ngram", "adaptive": adaptive, "requests": num, "of_vllm": line["with_tok_s"] / VLLM[num]}
-            )
-            print(json.dumps(lines[-1]), flush=True)
-    prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
-    for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
-        for chance in chances:
-            line = compare(core, prompts[:num], 192, lambda answers, a=chance: Oracle(answers, a), 4, True, given.turns)
-            lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})
+            line |= {"drafter": "ngram", "adaptive": adaptive, "requests": num, "of_vllm": line["with_tok_s"] / VLLM[num]}
+            lines.append(line)
             print(json.dumps(lines[-1]), flush=True)
     if given.json:
         Path(given.json).write_text(json.dumps(lines, indent=1))

@@ -46,6 +46,7 @@ _ONLY_WHEN_SLOW = (
     *(f"transformers[{name}-torch" for name in ("Mamba", "Mamba with biases", "Qwen3Next")),
     *(f"is_computed[{name}-torch" for name in ("Mamba", "Mamba with biases", "Mamba2", "Qwen3Next")),
     *(f"the_reference_does[{kind}-triton_plan" for kind in ("mamba", "mamba2")),
+    "from_a_position_on[smollm2 torch",
     "the_cache[Mamba with biases",
     "was_kept[Mamba with biases",
     "is_shifted[Mamba with biases",

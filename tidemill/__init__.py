@@ -6,13 +6,17 @@ LLM("smollm2").generate(["The tide"], SamplingParams(max_tokens=32))
 
 from typing import TYPE_CHECKING, Any
 
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import BeamSearchParams, SamplingParams
 from tidemill.version import __version__
 
 if TYPE_CHECKING:
     from tidemill.engine.llm import LLM
+    from tidemill.programs import assistant, fork, gen, join, program, select, system, user
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "BeamSearchParams", "SamplingParams", "__version__", "assistant", "fork", "gen", "join", "program", "select", "system",
+    "user",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from tidemill.engine.llm import LLM
 
         return LLM
+    if name in __all__:
+        from tidemill import programs
+
+        return getattr(programs, name)
     raise AttributeError(f"module 'tidemill' has no attribute {name!r}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, TypeVar
 
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import KV_BYTES, ModelConfig, StateSpec
@@ -16,7 +17,7 @@ DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: 
 GPU_PAGE = 64
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
-_ENCODER_BUDGET = 1024
+_ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
 _MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
 _MIN_LORAS = 8  # slots
@@ -147,14 +148,12 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         value, reasons[name] = decision
         return value
 
-    device = settle("device", decide_device(options, machine, model))
-    if device == "cuda" and model.state_layers:
-        raise ConfigError("Models with states of constant size do not run on a GPU yet.", fix="Use --device cpu.", param="device")
+    device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
     page_size = settle("page_size", _page_size(options, device))
     threads = settle("threads", _threads(options, machine))
-    max_requests = settle("max_requests", _max_requests(options, device))
+    max_requests = settle("max_requests", _max_requests(options, device, model))
     context = settle("max_context", _wanted_context(options, model))
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     speculate = settle("speculate", _speculate(options, model))
@@ -163,8 +162,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
-    fast_math = settle("fast_math", _fast_math(options, device))
-    max_loras = settle("max_loras", _max_loras(options))
+    fast_math = settle("fast_math", _fast_math(options, device, model))
+    max_loras = settle("max_loras", _max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
     layout = settle("layout", _layout(model, kv_dtype, page_size, context))
@@ -215,8 +214,8 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     )
 
 
-def decide_device(options: EngineOptions, machine: Machine, model: ModelConfig | None = None) -> Decision[str]:
-    asked, is_encoder = options.device, model is not None and model.pooler is not None
+def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
+    asked = options.device
     if asked not in ("auto", *DTYPES):
         raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
     if asked == "cuda" and not machine.gpu:
@@ -225,12 +224,8 @@ def decide_device(options: EngineOptions, machine: Machine, model: ModelConfig |
             fix="Use --device cpu, or install torch for CUDA.",
             param="device",
         )
-    if asked == "cuda" and is_encoder:
-        raise ConfigError("Encoders are not supported on a GPU yet.", fix="Use --device cpu.", param="device")
     if asked != "auto":
         return asked, "given"
-    if is_encoder:
-        return "cpu", "encoders are not supported on a GPU yet"
     return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
 
 
@@ -285,9 +280,11 @@ def _threads(options: EngineOptions, machine: Machine) -> Decision[int]:
     return threads, "given" if options.threads else "physical cores this process may use"
 
 
-def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
+def _max_requests(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
     if options.max_requests is not None:
         return _at_least("max_requests", options.max_requests, 1), "given"
+    if device == "cuda" and model.pooler is not None:
+        return 512, "slots: inputs of two steps, one of which is computed while the next is gathered"
     if device == "cuda":
         return 256, "slots: the largest CUDA graph batch"
     return 64, "slots; more would only make each request slower on a CPU"
@@ -295,7 +292,7 @@ def _max_requests(options: EngineOptions, device: str) -> Decision[int]:
 
 def _token_budget(options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig) -> Decision[int]:
     if model.pooler is not None:
-        return _encoder_budget(options, max_requests, context)
+        return _encoder_budget(options, device, max_requests, context)
     if options.token_budget is None:
         default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
         if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
@@ -367,10 +364,10 @@ def _tokens_for_experts(model: ModelConfig) -> int:
     return min(wanted, _MOST_TOKENS)
 
 
-def _encoder_budget(options: EngineOptions, max_requests: int, context: int) -> Decision[int]:
+def _encoder_budget(options: EngineOptions, device: str, max_requests: int, context: int) -> Decision[int]:
     least = max(context, max_requests)
     if options.token_budget is None:
-        return max(_ENCODER_BUDGET, least), "tokens per step: an encoder computes an input whole"
+        return max(_ENCODER_BUDGETS[device], least), "tokens per step: an encoder computes an input whole"
     if options.token_budget < least:
         raise ConfigError(
             f"token_budget is {options.token_budget}; an encoder computes an input whole, so it must hold {least} tokens.",
@@ -442,14 +439,20 @@ def _wanted_context(options: EngineOptions, model: ModelConfig) -> Decision[int]
     return options.max_context, "given"
 
 
-def _fast_math(options: EngineOptions, device: str) -> Decision[bool]:
-    if options.fast_math and device != "cuda":
-        raise ConfigError("fast_math is for GPUs.", fix="Leave --fast-math out.", param="fast_math")
+def _fast_math(options: EngineOptions, device: str, model: ModelConfig) -> Decision[bool]:
+    if options.fast_math and device != "cuda" and not uncovered("C", model.attention_layers):
+        raise ConfigError(
+            "fast_math is for GPUs, and on a CPU for models whose attention the compiled kernels do not have.",
+            fix="Leave --fast-math out.",
+            param="fast_math",
+        )
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
 
 
-def _max_loras(options: EngineOptions) -> Decision[int]:
+def _max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
     num = len(options.lora_paths)
+    if device == "cuda" and model.pooler is not None and (num or options.max_loras):
+        raise ConfigError("Adapters of encoders do not run on a GPU yet.", fix="Use --device cpu.", param="max_loras")
     if options.max_loras is not None:
         return _at_least("max_loras", options.max_loras, 1), "given"
     return (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")

@@ -28,6 +28,10 @@ class InvalidRequest(TidemillError):
     status = 400
 
 
+class ProgramError(InvalidRequest):
+    """A program (tidemill.programs) that makes no sense."""
+
+
 class ContextTooLong(InvalidRequest):
     """The prompt, or prompt plus output, does not fit the context."""
 

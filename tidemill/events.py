@@ -20,6 +20,7 @@ class Submitted(_Event, frozen=True):
     num_prompt: int
     priority: int = 0
     tenant: str = ""
+    num_beams: int = 1  # sequences that are computed side by side
 
 
 class Resumed(_Event, frozen=True):
@@ -111,6 +112,15 @@ class Forked(_Event, frozen=True):
     request_id: str
     parent_id: str
     num_shared_pages: int
+
+
+class BeamsReordered(_Event, frozen=True):
+    """Of a beam search: the beams that follow are not those before, each with one more token."""
+
+    request_id: str
+    num_output: int  # tokens of each
+    parents: tuple[int, ...]  # by beam, best first: which one before it continues
+    num_finished: int  # outputs that are complete
 
 
 class PageCopied(_Event, frozen=True):
@@ -223,6 +233,7 @@ Event: TypeAlias = (
     | Admitted
     | Preempted
     | Forked
+    | BeamsReordered
     | PageCopied
     | PagesEvicted
     | StepPlanned

@@ -60,6 +60,7 @@ class AttentionSpec(LayerSpec):
     softcap: float = 0.0  # a score s becomes softcap * tanh(s / softcap); 0: it stays
     has_sinks: bool = False  # a learned score for each head joins the softmax, without a value
     is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
+    has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
 
     def __post_init__(self) -> None:
@@ -71,6 +72,19 @@ class AttentionSpec(LayerSpec):
                 fix="The first must be a multiple of the second.",
             )
         assert not (self.is_bidirectional and self.window), "no kernel has both"
+
+    @property
+    def kinds(self) -> list[str]:
+        """What it has beyond causal attention, as `coverage.py` names it."""
+        has = {
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.has_sinks,
+            "bidirectional": self.is_bidirectional,
+            "distance bias": self.has_distance_bias,
+            "ALiBi": self.has_alibi,
+        }
+        return [kind for kind, value in has.items() if value]
 
 
 STATE_KINDS = ("mamba", "mamba2", "delta")

@@ -13,8 +13,11 @@ from tidemill.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 20.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 4, 256
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
@@ -34,6 +37,8 @@ INTEGERS = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs_start": (1, 2**31 - 1),
+    "penalty_window": (-1, 2**31 - 1),
     "pair_start": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
@@ -47,6 +52,9 @@ REALS = {
     "frequency_penalty": (-2.0, 2.0),
 }
 ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
+_LISTS = (
+    "stop", "stop_regex", "stop_token_ids", "allowed_token_ids", "bad_word_ids", "logprob_token_ids", "prompt_logprob_token_ids",
+)  # fmt: skip
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 # Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
 _WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
@@ -54,6 +62,14 @@ _UNSUPPORTED = frozenset({
     "best_of", "use_beam_search", "length_penalty", "early_stopping", "logits_processors", "guided_decoding",
     "structured_outputs", "truncate_prompt_tokens", "bad_words", "allowed_token_ids", "extra_args",
 })  # fmt: skip
+
+
+# What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
+_NOT_WITH_BEAMS = (
+    "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids", "bad_word_ids", "grammar", "stop", "logprob_token_ids", "prompt_logprobs", "pooling",
+)  # fmt: skip
+_NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output"}  # as users know them
 
 
 class UnsetReal(float):
@@ -69,6 +85,14 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: str  # json_schema, regex, grammar (Lark or GBNF), choice (a JSON list of strings) or structural_tag (JSON)
     text: str
+
+
+class Beams(msgspec.Struct, frozen=True):
+    """Beam search: the outputs are the best that were found by keeping the `width` best of each length."""
+
+    width: int
+    length_penalty: float = 1.0  # a score is the sum of log-probabilities / length ** length_penalty
+    early_stopping: bool | str = False  # True: at `width` outputs; False, "never": when no better one is likely, or possible
 
 
 def closed(schema: Any) -> Any:
@@ -117,7 +141,8 @@ class _ByName(msgspec.StructMeta):
 
 def _unknown(name: str, known: tuple[str, ...]) -> InvalidRequest:
     if name in _UNSUPPORTED:
-        return InvalidRequest(f"The sampling parameter {name} is not supported.", param=name)
+        fix = "Use LLM.beam_search." if name in ("use_beam_search", "length_penalty", "early_stopping") else ""
+        return InvalidRequest(f"The sampling parameter {name} is not supported.", fix=fix, param=name)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(known)}."
     return InvalidRequest(f"There is no sampling parameter {name!r}.", fix=fix, param=name)
@@ -128,7 +153,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
     frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
-    model's own, before any of it.
+    model's own, before any of it, unless post_sampling_logprobs is set.
 
     Parameters of an `Unset...` type were not given. They are neutral here, and take the model's defaults in the server and in LLM
     (frontend/sampling_defaults.py).
@@ -143,28 +168,34 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int = -1  # of how many of the latest tokens the penalties take notice; -1: all
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
     max_tokens: int | None = UnsetInteger(256)  # None: up to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # the output ends with the first match of one, which it keeps
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
     logprob_token_ids: tuple[int, ...] = ()  # report these tokens instead of the likeliest
+    post_sampling_logprobs: bool = False  # of what the token is drawn from, instead of the model's own
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1  # the position of the first token they are reported of; what is before it may be cached
+    prompt_logprob_token_ids: tuple[int, ...] = ()  # with prompt_logprobs: report these instead of the likeliest
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to
+    beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
     pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
     pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids", "logprob_token_ids"):
+        for field in _LISTS:
             value: Any = getattr(self, field)
             if value is None or isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value or ())
@@ -175,7 +206,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             msgspec.structs.force_setattr(self, "logit_bias", {})
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest(f"logit_bias must map token ids to numbers; got {self.logit_bias!r}.", param="logit_bias")
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "post_sampling_logprobs"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequest(f"{field} must be true or false; got {getattr(self, field)!r}.", param=field)
         for field in INTEGERS:
@@ -193,13 +224,20 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
+        if len(self.stop_regex) > MAX_STOP_REGEXES or not all(
+            isinstance(one, str) and 0 < len(one) <= MAX_STOP_REGEX_CHARS for one in self.stop_regex
+        ):
+            what = f"stop_regex may hold at most {MAX_STOP_REGEXES} patterns of 1 to {MAX_STOP_REGEX_CHARS} characters."
+            raise InvalidRequest(what, param="stop_regex")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
-        for field, most in (("allowed_token_ids", MAX_ALLOWED_TOKENS), ("logprob_token_ids", MAX_LOGPROB_IDS)):
-            ids = getattr(self, field)
+        for field in ("allowed_token_ids", "logprob_token_ids", "prompt_logprob_token_ids"):
+            ids, most = getattr(self, field), MAX_ALLOWED_TOKENS if field == "allowed_token_ids" else MAX_LOGPROB_IDS
             if len(ids) > most or not all(_is_int(t) and 0 <= t < 2**31 for t in ids):
                 raise InvalidRequest(f"{field} must be at most {most} non-negative token ids.", param=field)
         _check_bad_words(self)
+        if self.beams is not None:
+            _check_beams(self, self.beams)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidRequest(f"logit_bias may hold at most {MAX_LOGIT_BIASES} tokens.", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -223,13 +261,21 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
         return not (is_restricted or self.has_penalties or is_masked)
 
     @property
-    def needs_whole_prompt(self) -> bool:
-        """Every prompt token must be computed, even if its prefix is cached."""
-        return self.prompt_logprobs is not None or self.pooling == "mean"
+    def num_reusable(self) -> int:
+        """Prompt tokens that need not be computed if they are cached: those after them must be."""
+        if self.pooling == "mean":
+            return 0
+        return 2**31 - 1 if self.prompt_logprobs is None else self.prompt_logprobs_start - 1
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """What is computed after a token depends on the host's view of it."""
+        return self.grammar is not None or self.beams is not None
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        some = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return some and self.penalty_window != 0
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed: the given one, or a fresh one."""
@@ -247,12 +293,45 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             "logit_bias": tuple(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids,
             "logprob_token_ids": self.logprob_token_ids,
+            "prompt_logprob_token_ids": self.prompt_logprob_token_ids,
             "bad_word_ids": tuple(token for word in self.bad_word_ids for token in word),
         }
         for field, ids in named.items():
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(f"{field} names token {token}; the model has tokens 0 to {vocab_size - 1}.", param=field)
+
+
+class BeamSearchParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=True):
+    """Parameters of `LLM.beam_search`, under vLLM's names."""
+
+    beam_width: int  # also the number of outputs
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # without effect: beams are ranked by the model's own log-probabilities
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False  # the end-of-text token is part of an output
+    early_stopping: bool | str = False
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = 0  # how many alternatives to report beside each token
+
+    def __post_init__(self) -> None:
+        self.sampling()  # checked
+
+    def sampling(self) -> SamplingParams:
+        width = self.beam_width if _is_int(self.beam_width) else 0
+        return SamplingParams(
+            n=max(min(width, MAX_BEAMS), 1),
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
+            beams=Beams(self.beam_width, self.length_penalty, self.early_stopping),
+        )
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -267,6 +346,23 @@ def _check_bad_words(params: SamplingParams) -> None:
     if len(words) > MAX_BAD_WORDS or not is_valid or not all(_is_int(t) and 0 <= t < 2**31 for word in words for t in word):
         what = f"bad_word_ids must be at most {MAX_BAD_WORDS} lists of 1 to {MAX_BAD_WORD_TOKENS} token ids."
         raise InvalidRequest(what, param="bad_word_ids")
+
+
+def _check_beams(params: SamplingParams, beams: Beams) -> None:
+    if not _is_int(beams.width) or not 1 <= beams.width <= MAX_BEAMS:
+        raise InvalidRequest(f"beam_width must be an integer from 1 to {MAX_BEAMS}; got {beams.width!r}.", param="beam_width")
+    if params.n > beams.width:
+        raise InvalidRequest(f"n is {params.n}, more than beam_width, {beams.width}.", param="n")
+    if not _is_real(beams.length_penalty) or abs(beams.length_penalty) > MAX_LENGTH_PENALTY:
+        limits = f"from {-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        raise InvalidRequest(f"length_penalty must be a number {limits}; got {beams.length_penalty!r}.", param="length_penalty")
+    if not isinstance(beams.early_stopping, bool) and beams.early_stopping != "never":
+        raise InvalidRequest(f'early_stopping is true, false or "never"; got {beams.early_stopping!r}.', param="early_stopping")
+    neutral = SamplingParams()
+    for field in _NOT_WITH_BEAMS:
+        if getattr(params, field) != getattr(neutral, field):
+            fix = "Use stop_token_ids." if field == "stop" else "Leave one of them out."
+            raise InvalidRequest(f"Beam search does not support {_NAMES.get(field, field)}.", fix=fix, param=field)
 
 
 def _is_int(value: Any) -> bool:

@@ -184,6 +184,28 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model):
     assert run(make_core(model, token_budget=7, max_requests=1), {"x": (prompt, params)})["x"] == whole
 
 
+@pytest.mark.parametrize("start", [50, PROMPT_LEN - 1])
+def test_prompt_logprobs_from_a_position_on(model, start):
+    """What is before it may be cached. Alone, chunked, or after a preemption, they are those of the whole prompt."""
+    prompt = ids(model, PROMPT_LEN, 0)
+    whole = run(make_core(model), {"x": (prompt, greedy(2, prompt_logprobs=2))})["x"]
+    whole.prompt_logprobs = whole.prompt_logprobs[start - 1 :]
+    params = greedy(2, prompt_logprobs=2, prompt_logprobs_start=start)
+    core = make_core(model, page_size=16, token_budget=64, max_requests=2)
+    assert run(core, {"x": (prompt, params)})["x"].tokens == whole.tokens
+    again = run(core, {"x": (prompt, params)})["x"]
+    assert (again.prompt_logprobs, again.tokens) == (whole.prompt_logprobs, whole.tokens)
+    assert again.last.num_cached == (start - 1) // 16 * 16
+    core, answers = make_core(model, token_budget=7, max_requests=1), {"x": Answer()}
+    core.submit(Submit("x", prompt, params))
+    for _ in range(PROMPT_LEN // 7):
+        take(core, answers)
+    core.scheduler._preempt(core.scheduler.running[0], "for this test")
+    while core.has_work:
+        take(core, answers)
+    assert (answers["x"].prompt_logprobs, answers["x"].tokens) == (whole.prompt_logprobs, whole.tokens)
+
+
 def _watch(core: EngineCore) -> list[events.Event]:
     """Everything the core emits from now on."""
     seen: list[events.Event] = []

@@ -6,7 +6,7 @@ import signal
 import msgspec
 import pytest
 
-from tidemill import LLM, SamplingParams
+from tidemill import LLM, BeamSearchParams, SamplingParams
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.events import Finished
 from tidemill.sampling import Grammar
@@ -40,6 +40,28 @@ def test_results_carry_everything(llm):
         assert len(sample.token_ids) == len(sample.logprobs) == 5
         assert sample.finish_reason == "length"
         assert sample.timings.queue_s + sample.timings.prefill_s + sample.timings.decode_s > 0
+
+
+def test_beam_search(llm):
+    params = BeamSearchParams(beam_width=3, max_tokens=6, length_penalty=0.5, logprobs=2)
+    one, other = llm.beam_search(["hello", llm.tokenizer.encode("there")], params)
+    for output, prompt in ((one, "hello"), (other, "there")):
+        assert [one.score for one in output.sequences] == sorted((one.score for one in output.sequences), reverse=True)
+        for made in output.sequences:
+            assert made.tokens == llm.tokenizer.encode(prompt) + made.token_ids
+            assert made.text == llm.tokenizer.decode(made.tokens, skip_special=False)
+            assert made.cum_logprob / len(made.logprobs) ** 0.5 == pytest.approx(made.score)
+            assert len(made.logprobs) == len(made.token_ids) + (made.finish_reason == "stop")
+    greedy = llm.generate("hello", SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True))[0].outputs[0]
+    best = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True))[0].sequences[0]
+    assert best.cum_logprob >= sum(entry.logprob for entry in greedy.logprobs)
+    assert len(best.token_ids) == 6
+    with pytest.warns(UserWarning, match="1 of 2 prompts failed"):
+        failed = llm.beam_search(["hello", []], params)[1]
+    with pytest.raises(InvalidRequest, match="Prompt 1: The prompt is empty"):
+        _ = failed.sequences
+    with pytest.raises(InvalidRequest, match="takes BeamSearchParams"):
+        llm.beam_search("hello", GREEDY)
 
 
 def test_parameters_each(llm):

@@ -91,7 +91,8 @@ KINDS = {
     "scale": {"scale": 0.3},
     "sinks": {"has_sinks": True},
     "partly rotated": {"rotated": 8},
-    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "rotated": 24},
+    "ALiBi": {"has_alibi": True},
+    "all at once": {"window": 70, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True, "rotated": 24},
 }
 
 
@@ -171,7 +172,7 @@ def test_work_follows_live_tokens():
     kv = PagedKV(
         new_cache(100, 1, 2, 16, 64), [torch.zeros(21, 512, dtype=torch.int32)], (spec_of(6, 2, 64),), [None], (Place(0, 0),)
     )
-    plan = plan_attention(starts, counts, kv.tables[0].numpy(), kv)
+    plan = plan_attention(starts, counts, kv.tables[0].numpy(), kv, kv.specs[0])
     keys = sum(block.num_tiles * block.num_keys for group in plan.groups for block in group.blocks)
     assert keys <= 4001 + 512 + 20 * 64
 

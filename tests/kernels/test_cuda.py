@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
+from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
 from tidemill.kernels.glu import activate_reference, glu_reference
@@ -170,6 +171,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(cuda_work, "_PER_SPLIT", 2)
 
 
+LONGEST = 192  # positions
+
+
 class Scene:
     """Requests (tokens before, new tokens) over a paged cache, with poison where nobody wrote. Those of a family have the same
     pages of the first 64 positions."""
@@ -180,10 +184,12 @@ class Scene:
             num_heads=heads, num_kv_heads=kv_heads, head_dim=16, rotation=None, **{"scale": 0.25} | spec
         )  # fmt: skip
         self.sinks = torch.randn(heads) if self.spec.has_sinks else None
+        learned = torch.randn(heads, 2 * LONGEST - 1) if self.spec.has_distance_bias else None
+        self.bias = masks.by_distance(self.spec, learned, LONGEST)
         dim, page, self.layer, self.heads = 16, 16, 1, heads
         self.requests = requests
         self.cache = torch.full((100, 2, 2, kv_heads, page, dim), 1e30)
-        self.table = torch.zeros(len(requests), 12, dtype=torch.int32)
+        self.table = torch.zeros(len(requests), LONGEST // page, dtype=torch.int32)
         qkv, expected, used, common = [], [], 1, torch.randn(2, 64, kv_heads, dim)
         for row, (before, new) in enumerate(requests):
             num = -(-(before + new) // page)
@@ -198,7 +204,7 @@ class Scene:
             pages, offsets = self.table[row].long()[positions // page], positions % page
             self.cache[pages, self.layer, 0, :, offsets], self.cache[pages, self.layer, 1, :, offsets] = k, v
             qkv.append(torch.cat([q, torch.full((new, 2 * kv_heads, dim), 1e30)], 1).flatten(1))
-            expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks).flatten(1))
+            expected.append(attention_reference(q, k, v, positions[before:], self.spec, self.sinks, learned).flatten(1))
         self.qkv, self.expected = torch.cat(qkv), torch.cat(expected)
 
     def attend(self, work, size, programs, by_flash=False):
@@ -213,9 +219,10 @@ class Scene:
         done = torch.zeros(self.qkv.shape[0], kv_heads, dtype=torch.int32)
         singles = words[records.HEADER + 2 * cuda_work.padded(size) :]
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
-        lists = attention.Lists(words, singles, *programs, partial, done, prompts)
+        ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
+        lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
         positions = torch.from_numpy(work.positions)
-        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks)
+        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias)
         assert not done.any()
         return out
 
@@ -246,11 +253,12 @@ KINDS = {
     "window of a block": {"window": 16},
     "softcap": {"softcap": 2.0},
     "sinks": {"has_sinks": True},
-    "all at once": {"window": 40, "softcap": 3.0, "scale": 0.4, "has_sinks": True},
+    "ALiBi": {"has_alibi": True},
+    "all at once": {"window": 40, "softcap": 3.0, "scale": 0.4, "has_sinks": True, "has_alibi": True},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("ALiBi", marks=pytest.mark.slow), *(kind for kind in KINDS if kind != "ALiBi")])
 def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
     """Of tokens alone, in several splits, of prompts, and of a split in common; alone they have the same bits."""
     requests = [(0, 1), (70, 1), (64, 1), (90, 1), (0, 9), (40, 40), (180, 1)]
@@ -264,6 +272,35 @@ def test_a_layer_computes_what_its_spec_says(kind, small_blocks):
         alone = cuda_work.make_work(item, np.ones(1, bool), [scene.table.numpy()], 16, 32)
         alone.singles[:, 0] = i
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
+
+
+@pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_prompts_that_see_both_ways(has_bias, small_blocks):
+    """As an encoder's: whole, each token sees all of its own text, in any company with the same bits."""
+    requests = [(0, 5), (0, 70), (0, 16), (0, 33), (0, 1)]
+    scene = Scene(requests, 3, 3, is_bidirectional=True, has_distance_bias=has_bias)
+    tiles = cuda_work.prompts(*texts(requests, range(len(requests))), 64)
+    work = cuda_work.Work(*tokens_of(requests), *[np.zeros((0, 4), np.int32)] * 3, tiles, np.zeros(0, np.int32))
+    out = scene.attend(work, 128, (0, 0, 3))
+    assert_close(out, scene.expected, atol=1e-4, rtol=1e-5)
+    for some in ([1], [4, 3]):
+        work.prompts = cuda_work.prompts(*texts(requests, some), 64)
+        again = scene.attend(work, 128, (0, 0, 1))
+        chosen = np.isin(work.rows, some)
+        assert torch.equal(again[chosen], out[chosen])
+        assert again[~chosen].isnan().all()
+
+
+def texts(requests, some):
+    """Rows, starts, counts and first tokens of some of them."""
+    counts = np.array([new for _, new in requests], np.int32)
+    which = np.array(list(some), np.int32)
+    return which, np.zeros_like(which), counts[which], (np.cumsum(counts) - counts)[which]
+
+
+def tokens_of(requests):
+    counts = [new for _, new in requests]
+    return np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
 
 
 def flash_reference(q, k, v, *, cu_seqlens_q, seqused_q, seqused_k, max_seqlen_q, page_table, causal, tile_mn, out):
@@ -359,7 +396,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, lora, sampling, scan
+from tidemill.kernels.cuda import attention, elementwise, gemm, lora, pooling, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -380,7 +417,8 @@ build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
 build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
-build(elementwise._look_up, types, PAGE=64, BLOCK=256)
+build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
+build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
 build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
@@ -397,21 +435,23 @@ build(lora._expand, types, 4, STRETCHES=4, OUTS=256, PARTS=3, **how)
 build(lora._expand_gated, types, 4, STRETCHES=4, OUTS=256, ACT="silu", **how)
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 types = dict(qkv_ptr=B, cache_desc="tensordesc<bf16[64, 128]>", cache_ptr=B, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I,
-             lists_ptr=I, singles_ptr=I, sinks_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
+             lists_ptr=I, singles_ptr=I, sinks_ptr=F, bias_ptr=F, ends_ptr=I, positions_ptr=I, scale="fp32", factor="fp32",
+             softcap="fp32")
 for some in map(bool, sys.argv[1:]):
-    kind = dict(WINDOW=some, SOFTCAP=some)
+    kind = dict(WINDOW=some, SOFTCAP=some, BIAS=some)
     build(attention._attend_single, types, 2, **shape, **kind, SINKS=some, ROWS=16, TOGETHER=4)
     build(attention._attend_shared, types, **shape, **kind, WORD=0, ROWS=64)
-    build(attention._attend_prompts, types, **shape, **kind, SINKS=some, WORD=2, ROWS=64)
+    build(attention._attend_prompts, types, **shape, **kind, SINKS=some, BOTH_WAYS=False, WORD=2, ROWS=64)
+kind = dict(WINDOW=False, SOFTCAP=False, BIAS=True)
+build(attention._attend_prompts, types, **shape, **kind, SINKS=False, BOTH_WAYS=True, WORD=2, ROWS=64)
 types = dict(projected_ptr=B, mixed_ptr=B, steps_ptr=B, bc_ptr=B, weight_ptr=F, bias_ptr=F, decay_ptr=F, skip_ptr=F,
-             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, segments_ptr=I, chains_ptr=I,
-             chain_of_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
-build(scan._convolve, types, KERNEL=4, HAS_BIAS=True, BLOCK=256)
-build(scan._keep, types, KERNEL=4, KEPT=4, BLOCK=256)
+             step_bias_ptr=F, norm_ptr=F, values_ptr=F, pool_ptr=F, tables_ptr=I, pieces_ptr=I, words_ptr=I, rows_ptr=I,
+             positions_ptr=I, x_ptr=B, gate_ptr=B, out_ptr=B, scale="fp32", eps="fp32")
+build(scan._convolve, types, INTERVAL=256, KERNEL=4, TAPS=4, HAS_BIAS=True, BLOCK=1024)
 for kind in (0, 1, 2):
-    shape = dict(DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=32)
-    build(scan._scan, types | dict(out_ptr=F), KIND=kind, HAS_SKIP=kind < 2, **shape)
-build(scan._finish_scan, types, GATE_FIRST=True, HAS_NORM=True, BLOCK=128)
+    shape = dict(WORD=3, INTERVAL=256, KERNEL=4, KEPT=4, KEEPS=32, DIM=128, SIZE=128, GROUPS=16, ROWS=128, COLUMNS=16)
+    build(scan._scan, types | dict(out_ptr=F if kind else B), 1, KIND=kind, HAS_SKIP=kind < 2, GATED=kind == 0, **shape)
+build(scan._norm_heads, types, GATE_FIRST=True, BLOCK=128)
 build(scan._gate, types, BLOCK=1024)
 types = dict(logits_ptr=F, index_ptr=I, rows_ptr=I, positions_ptr=I, draws_ptr=I, best_ptr=F, best_at_ptr=I, tokens_ptr=I,
              out_ptr=I, adjusted_ptr=F, records_ptr=I, limits_ptr=F, stats_ptr=F, above_ptr=F,
@@ -452,6 +492,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
         "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
-        "_summarize", "_normalize", "_convolve", "_keep", "_scan", "_finish_scan", "_gate", "_shrink", "_expand", "_expand_gated",
+        "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
+        "_pool",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -111,6 +111,18 @@ def test_routing(num_tokens):
         assert covered == list(range(4 * num_tokens))
 
 
+@pytest.mark.parametrize(("num_tokens", "live"), [(4, 2), (20, 17)])
+def test_tokens_of_experts_are_counted(num_tokens, live, tiles):
+    """But for those that fill the step up; added to what was there."""
+    tiles(PLAIN, BULK)
+    x, logits, *weights = given(num_tokens, 5)
+    tally = moe.Tally(torch.full((5,), 100, dtype=torch.int32), torch.tensor([live], dtype=torch.int32))
+    out = moe.moe(x, logits, *weights, 2, True, "silu", tally=tally)
+    chosen = torch.argsort(logits[:live], dim=1, descending=True)[:, :2]
+    assert (tally.totals_E - 100).tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
+    assert torch.equal(out, moe.moe(x, logits, *weights, 2, True, "silu"))
+
+
 def test_choices_end_where_those_of_matmuls_do():
     for rule in (moe.choose_tile, lambda tokens, *_: moe.is_direct(tokens, 8, 128)):
         for low, high in ((2, 4), (5, 16), (129, 192), (513, 2048), (2049, 8192)):
@@ -125,7 +137,8 @@ from tidemill.kernels.cuda import moe
 
 B, F, I = "*bf16", "*fp32", "*i32"
 types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
-             weight_ptr=B, fetched_ptr=B, counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B)
+             weight_ptr=B, fetched_ptr=B, counts_ptr=I, up_ptr=I, down_ptr=I, pairs_ptr=B, shared_ptr=B, x=B,
+             totals_ptr=I, live_ptr=I)
 
 def build(kernel, warps=4, stages=3, descs={}, **constants):
     constants = {name: value for name, value in (constants | {"AHEAD": True}).items() if name in kernel.arg_names}
@@ -139,7 +152,7 @@ def build(kernel, warps=4, stages=3, descs={}, **constants):
     return done
 
 shape = dict(TOP_K=8, EXPERTS=64, CHUNK=16, UP_ROWS=128, DOWN_ROWS=64, OF_ALL=False, EVEN=True, HAS_BIAS=False, ACT="silu",
-             HALVES=True, FETCH=True, LET=True)
+             HALVES=True, FETCH=True, LET=True, COUNT=True)
 if __name__ == "__main__":
     build(moe._route, **shape)
     build(moe._place, **shape)

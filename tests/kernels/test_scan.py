@@ -84,14 +84,19 @@ def native_plan(spec):
 
 def triton_plan(spec):
     scan = pytest.importorskip("tidemill.kernels.cuda.scan")
+    from tidemill.kernels.cuda.records import HEADER
+    from tidemill.runner import cuda_work
+
     states = paged(spec)
     made = scan.CudaStates(states)
 
     def plan(rows, starts, counts):
-        segments = cut(rows, starts, counts, INTERVAL)
-        chains, chain_of = scan.list_words(segments, NUM_ROWS + 1, int(counts.sum()))
-        words = (torch.from_numpy(values) for values in (segments.records, chains, chain_of))
-        return made.step(scan.StateLists(*words, NUM_ROWS + 1))
+        items, num, room = np.stack([rows, starts, counts], axis=1), int(counts.sum()), 2
+        work = cuda_work.make_work(items.astype(np.int32), np.ones(rows.size, bool), [], 1, 1)
+        work.chains, words = cuda_work.chains(items), np.full(200, 7, np.int32)
+        work.write(words, num + 1, NUM_ROWS - 1, (0, 0, 0, room))
+        at = [HEADER + i * cuda_work.padded(num + 1) for i in range(2)]
+        return made.step(scan.StateLists(*(torch.from_numpy(words[i : i + num]) for i in at), torch.from_numpy(words), room))
 
     return plan
 

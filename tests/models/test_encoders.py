@@ -178,15 +178,16 @@ def test_stored_position_ids_are_no_weights(tmp_path):
     assert (config.dtype, config.kv_dtype) == ("float32", "float32")
 
 
-def test_an_encoder_asked_for_a_gpu(tmp_path):
-    from tidemill.config import EngineOptions, decide_device
+def test_an_encoder_takes_a_gpu_that_is_there(tmp_path):
+    from tidemill.config import EngineOptions, resolve
     from tidemill.kernels import machine
 
     make_encoder(tmp_path, "BertModel")
-    config, here = load_model(tmp_path).config, dataclasses.replace(machine.detect(), gpu="a GPU")
-    assert decide_device(EngineOptions(), here, config)[0] == "cpu"
-    with pytest.raises(ConfigError, match="not supported on a GPU"):
-        decide_device(EngineOptions(device="cuda"), here, config)
+    here = dataclasses.replace(machine.detect(), gpu="a GPU", gpu_bytes=2**36, gpu_free_bytes=2**36)
+    config = resolve(EngineOptions(), load_model(tmp_path).config, here)
+    assert (config.device, config.dtype, config.prefix_caching) == ("cuda", "bfloat16", False)
+    in_two_steps = 2 * (config.token_budget // config.page_size)
+    assert config.num_pages > in_two_steps, "the next step could not be gathered"
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,7 @@ def test_activations_and_layer_norm_by_row(act, width):
     x = torch.randn(37, width, generator=torch.Generator().manual_seed(0)) * 4
     expected = {
         "gelu": torch.nn.functional.gelu(x), "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh"), "relu": x.relu(),
+        "silu": torch.nn.functional.silu(x),
     }[act]  # fmt: skip
     for function in (activate, activate_reference):
         made = function(x, act)

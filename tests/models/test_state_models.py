@@ -49,10 +49,10 @@ FAMILIES = {
 INTERVAL = 16
 
 
-def make_reference(name: str, path=None):
+def make_reference(name: str, path=None, **changed):
     import transformers
 
-    settings = SIZES | FAMILIES[name]
+    settings = SIZES | FAMILIES[name] | changed
     kind = name.split()[0]
     torch.manual_seed(0)
     reference = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval().float()

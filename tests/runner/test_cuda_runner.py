@@ -8,24 +8,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tests.kernels.test_cuda import flash_reference
+from tests.models.test_bloom import make as make_bloom
 from tests.models.test_families import make as make_family
 from tests.models.test_moe import make as make_experts
+from tests.models.test_state_models import make_reference as make_states
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
 from tidemill.errors import ConfigError
-from tidemill.events import Preempted
-from tidemill.kernels import machine
+from tidemill.events import ExpertsUsed, KernelsFellBack, Preempted
+from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
+from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
-from tidemill.sampling import SamplingParams
+from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Abort, Submit
 
@@ -142,7 +146,7 @@ COMPILE = cuda_runner.CudaRunner._compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
-    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30))),
+    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30), prompt_logprobs=0, prompt_logprob_token_ids=(30, 4))),
     "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
     "asks": (
         ids(33, 3),  # in two steps
@@ -185,6 +189,25 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     assert_same(run(core, {"one": REQUESTS["one"]}), {"one": expected["one"]})  # from the prefix cache
 
 
+def test_beams(folder, on_gpu):
+    """Beside another request, which is computed a step ahead. Rows are copied on the device, tokens written into them."""
+    params = SamplingParams(n=3, max_tokens=4, logprobs=1, beams=Beams(3))
+    made = []
+    for core in (make_core(load_model(folder), max_requests=8), on_gpu()):
+        core.submit(Submit("beams", ids(18, 8), params, [1]))
+        core.submit(Submit("other", [5, 6, 7], greedy(5)))
+        outputs = {}
+        while core.has_work:
+            output, failed = core.step()
+            assert not failed
+            outputs |= {one.index: (one.token_ids, one.score) for one in output.deltas if one.score is not None}
+            core.scheduler.check_integrity()
+        made.append([outputs[i] for i in range(3)])
+    on_cpu, on_device = made
+    assert [tokens for tokens, _ in on_device] == [tokens for tokens, _ in on_cpu]
+    assert [score for _, score in on_device] == pytest.approx([score for _, score in on_cpu], abs=1e-3)
+
+
 @pytest.mark.parametrize("chance", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_drafts_change_nothing(expected, on_gpu, chance):
     """Greedy, sampled, with penalties and logprobs; alone and beside prompts."""
@@ -223,8 +246,87 @@ def test_families_with_experts(family, on_gpu, tmp_path):
     """Few tokens, which take a way of their own through the experts, and more."""
     make_experts(family, **SMALL, intermediate_size=32).save_pretrained(tmp_path)
     requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    on_cpu = make_core(load_model(tmp_path), max_requests=8, max_context=128, speculate="off")
+    core = on_gpu(tmp_path, speculate="off")
+    counted = [expert_tokens(on_cpu), expert_tokens(core)]
+    expected = run(on_cpu, requests)
+    assert_same(run(core, requests), expected)
+    assert counted[0] == counted[1]
+    assert any(map(sum, counted[0].values()))
+
+
+def expert_tokens(core):
+    """By layer, as its events will say."""
+    totals, take_events = {}, core._events.take
+
+    def taken():
+        made = take_events()
+        for event in (one for one in made if isinstance(one, ExpertsUsed)):
+            for layer, counts in event.tokens_of:
+                totals[layer] = [a + b for a, b in zip(totals.get(layer, [0] * len(counts)), counts, strict=True)]
+        return made
+
+    core._events.take = taken
+    return totals
+
+
+@pytest.mark.slow
+def test_alibi(on_gpu, tmp_path):
+    make_bloom(vocab_size=64, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    requests = {"long": (ids(40, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
-    assert_same(run(on_gpu(tmp_path), requests), expected)
+    core = on_gpu(tmp_path)
+    assert core.runner.fallback == ""
+    assert_same(run(core, requests), expected)
+
+
+def test_attention_that_no_kernel_has(on_gpu, monkeypatch, tmp_path):
+    """Goes to torch's FlexAttention, here not compiled."""
+    make_bloom(vocab_size=64, hidden_size=48, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    monkeypatch.setattr(cuda_runner, "FlexAttention", lambda kv: FlexAttention(kv, is_compiled=False))
+    requests = {"long": (ids(20, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    core = on_gpu(tmp_path, kv_memory_bytes=2**18, max_requests=2, token_budget=16)
+    [event] = [event for event in core.take_events() if isinstance(event, KernelsFellBack)]
+    assert "not of 24" in event.reason
+    assert_same(run(core, requests), expected)
+
+
+def test_attention_that_does_not_compile_is_refused(on_gpu, monkeypatch, tmp_path):
+    make_bloom(vocab_size=64, hidden_size=48, n_layer=1, n_head=2).save_pretrained(tmp_path)
+
+    def fails(*given, **more):
+        raise TorchDynamoException("not here")
+
+    monkeypatch.setattr(flex_attention, "_kernel", lambda is_compiled: fails)
+    monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", COMPILE)
+    with pytest.raises(ConfigError, match=r"FlexAttention does not compile for it: not here"):
+        on_gpu(tmp_path, kv_memory_bytes=2**18, max_requests=1, token_budget=16)
+
+
+def test_a_state_in_place_of_keys_and_values(on_gpu, monkeypatch, tmp_path):
+    """A prompt beside one that decodes, over more than one state that is kept."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    make_states("Mamba2", tmp_path, vocab_size=64, num_hidden_layers=1, hidden_size=16, num_heads=2, n_groups=1)
+    requests = {"short": ([5, 6], greedy(3, logprobs=1)), "long": (ids(17, 2), greedy(2, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    assert_same(run(on_gpu(tmp_path, max_requests=2, token_budget=16), requests), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Qwen3Next"])
+def test_families_with_states(family, on_gpu, monkeypatch, tmp_path):
+    """A prompt in two steps beside one that decodes, over several states that are kept; then from the prefix cache."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    make_states(family, tmp_path)
+    requests = {"long": (ids(38, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(3, logprobs=1))}
+    expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
+    core = on_gpu(tmp_path, max_requests=2, page_size=16)
+    together = run(core, requests)
+    assert_same(together, expected)
+    again = run(core, {"long": requests["long"]})["long"]
+    assert again.last.num_cached == 32
+    assert again == together["long"]  # bit for bit
 
 
 def test_what_runs_before_the_first_request_leaves_nothing_behind(expected, on_gpu, monkeypatch):

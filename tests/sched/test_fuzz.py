@@ -1,6 +1,7 @@
-"""Random submit, abort, finish and preempt steps: nothing leaks, nothing is lost, everything ends."""
+"""Random submit, fork, abort, finish and preempt steps, also ahead of results: nothing leaks or is lost, everything ends."""
 
 import random
+from collections import deque
 
 import hypothesis.strategies as st
 import pytest
@@ -10,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import INDEXES, KVManager
-from tidemill.runner.base import accept
-from tidemill.sampling import SamplingParams
+from tidemill.runner.base import accept, draws
+from tidemill.sampling import Beams, SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.queue import ORDERS
@@ -31,11 +32,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tables = {}  # by row: pages as a runner knows them, from the plans alone
         self.num_copies = 0
         self.contents = {}  # of pages: by place, the tokens up to the one whose keys and values were written there last
+        self.tokens = {}  # by row: tokens likewise
+        self.in_flight = deque()  # plans whose results are not committed, and the results
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
         page_size=st.sampled_from([1, 2, 4]),
-        rows=st.integers(1, 5),
+        rows=st.sampled_from([1, 2, 3, 4, 5, 8]),
         least_budget=st.just(6),
         caching=st.booleans(),
         index=st.sampled_from(sorted(INDEXES)),
@@ -68,10 +71,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([-(2**31), 0, 1, 2, BACKGROUND, BACKGROUND + 1]),
         salt=st.sampled_from(["", "x"]),
         tenant=st.sampled_from(["", "a", "b"]),
+        is_beam=st.sampled_from([False, False, True]),
     )
-    def submit(self, prompt, max_tokens, n, priority, salt, tenant):
+    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam=False):
         if len(self.live) < 12:
-            params = SamplingParams(max_tokens=max_tokens, n=n, seed=1)
+            beams = Beams(2) if is_beam and n == 1 else None
+            params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
             ends = frozenset({EOS})
             for request in self.scheduler.add(
                 "r", prompt, params, priority=priority, salt=salt, tenant=tenant, eos_token_ids=ends
@@ -89,6 +94,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.abort(request, "fuzz")
             del self.live[request.seq]
 
+    @rule(which=st.integers(0, 11))
+    def fork(self, which):
+        """Of any request at any point: running, queued, preempted, held, in the middle of its prompt."""
+        if self.live and len(self.live) < 12:
+            sources = self.scheduler.running if which % 2 and self.scheduler.running else list(self.live.values())
+            request = sources[which % len(sources)]
+            child = self.scheduler.fork(request, "fork")
+            assert child.tokens == request.tokens
+            assert child.rank[:-1] == request.rank[:-1]
+            self.live[child.seq] = child
+
+    @rule(which=st.integers(0, 11), token=st.integers(0, 2))
+    def choose(self, which, token):
+        held = [request for request in self.live.values() if request.is_held]
+        if held:
+            self.go_on(held[which % len(held)], token)
+
+    def go_on(self, request, token):
+        self.scheduler.choose(request, token)
+        if request.num_output >= request.max_tokens:
+            self.scheduler.finish(request, "length")
+            del self.live[request.seq]
+
+    @rule(which=st.integers(0, 11))
+    def drop(self, which):
+        if self.live:
+            request = list(self.live.values())[which % len(self.live)]
+            self.scheduler.drop(request)
+            del self.live[request.seq]
+
     @rule(which=st.integers(0, 4))
     def preempt(self, which):
         if self.scheduler.running:
@@ -98,46 +133,71 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
         drafts=st.lists(st.integers(0, 1), max_size=5),
         times=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1]),
     )
-    def step(self, tokens, drafts, times):
+    def step(self, tokens, drafts, times, steps_ahead=0):
         for _ in range(times):
             for request in self.scheduler.running:
-                request.drafts = drafts[: (request.row + len(request.tokens)) % 6] if self.scheduler.kv.can_fork else ()
+                num = (request.row + len(request.tokens)) % 6
+                request.drafts = drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ()
             plan = self.scheduler.plan()
-            if plan is None:
-                assert not self.scheduler.has_work, "work is left but nothing was planned"
+            if plan is None and not self.in_flight:
+                assert all(request.is_held for request in self.live.values()), "work is left but nothing was planned"
                 return
-            assert len({item.row for item in plan.items}) == len(plan.items)
-            self.check_plan(plan)
-            done = self.scheduler.commit(plan, accept(plan.items, plan.drafts, self.draw(plan, tokens)))
-            for progress in done:
-                if progress.finish_reason:
-                    del self.live[progress.request.seq]
+            if plan is not None:
+                assert len({item.row for item in plan.items}) == len(plan.items)
+                self.check_plan(plan)
+                drawn = self.draw(plan, tokens)
+                self.write(plan, drawn)
+                self.in_flight.append((plan, accept(plan.items, plan.drafts, drawn)))
+            while self.in_flight and (plan is None or len(self.in_flight) > steps_ahead):
+                self.commit()
             self.scheduler.check_integrity()
+
+    def commit(self):
+        for progress in self.scheduler.commit(*self.in_flight.popleft()):
+            if progress.finish_reason:
+                del self.live[progress.request.seq]
 
     def draw(self, plan, tokens):
         """A row's drafts are right now and then."""
         return [
-            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row]
+            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row % 5]
             for item in plan.items
             for i in range(item.num_draws)
         ]
+
+    def write(self, plan, drawn):
+        """As a runner does: what is drawn goes into the rows."""
+        rows, positions = draws(plan.items)
+        for row, position, token in zip(rows, positions, drawn, strict=True):
+            self.tokens[row][position:] = [token]
 
     def check_plan(self, plan):
         """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
         which pages a row has."""
         assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
         assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
+        tables, known = dict(self.tables), dict(self.tokens)
+        for copy in plan.row_copies:
+            self.tables[copy.target] = [dict(table) for table in tables[copy.source]]
+            self.tokens[copy.target] = known[copy.source][: copy.num_tokens]
         for new in plan.new_rows:
+            self.tokens[new.row] = list(new.token_ids)
             self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
         places = [(one.row, one.group, one.first_index + i) for one in plan.page_updates for i in range(len(one.page_ids))]
         assert len(places) == len(set(places)), "a device writes them in no order"
         for update in plan.page_updates:
             self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
+        for write in plan.token_writes:
+            self.tokens[write.row][write.position] = write.token_id
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
         written = []
         for item in plan.items:
             assert item.row == by_seq[item.seq].row
+            assert not by_seq[item.seq].is_held
+            for mine, theirs in zip(self.tokens[item.row][: item.start + item.count], by_seq[item.seq].tokens, strict=False):
+                assert mine == theirs
             for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
                 assert dict(enumerate(table)) == {i: page for i, page in known.items() if i < len(table) or page}
                 first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
@@ -150,20 +210,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
         self.num_copies += len(targets)
         self.contents |= dict(zip(targets, read, strict=True))
-        self.compute(plan, by_seq)
+        self.compute(plan)
 
-    def compute(self, plan, by_seq):
+    def compute(self, plan):
         """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
         those that it sees."""
         for item in plan.items:
-            for page, place, expected in self.places(by_seq[item.seq], item, plan.drafts, False):
+            for page, place, expected in self.places(item, plan.drafts, False):
                 self.contents.setdefault(page, {})[place] = expected
         for item in plan.items:
-            for page, place, expected in self.places(by_seq[item.seq], item, plan.drafts, True):
+            for page, place, expected in self.places(item, plan.drafts, True):
                 assert self.contents[page][place] == expected
 
-    def places(self, request, item, drafts, with_seen):
-        tokens = [*request.tokens, *drafts.get(item.row, ())]
+    def places(self, item, drafts, with_seen):
+        tokens = [*self.tokens[item.row][: item.start + item.count - item.num_drafts], *drafts.get(item.row, ())]
         for group, table in zip(self.scheduler.kv.groups, self.scheduler.kv.tables(item.seq), strict=True):
             first = (max(0, item.start - group.window + 1) if group.window else 0) if with_seen else item.start
             for i in range(first, 0 if group.is_state else item.start + item.count):
@@ -179,7 +239,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not self.scheduler:
             return
+        while self.in_flight:
+            self.commit()
         for _ in range(5000):
+            for request in [request for request in self.live.values() if request.is_held]:
+                self.go_on(request, 1)
             plan = self.scheduler.plan()
             if plan is None:
                 break

@@ -136,6 +136,9 @@ def test_prompt_logprobs_skip_the_prefix_cache():
     add(scheduler, "a", prompt)
     add(scheduler, "b", prompt, prompt_logprobs=1)
     assert counts(step(scheduler)[0]) == [(0, 20, True), (0, 20, True)]
+    for start, num_cached in ((17, 16), (16, 12)):  # the logprob of a token needs the one before it
+        add(scheduler, f"from {start}", prompt, prompt_logprobs=1, prompt_logprobs_start=start, max_tokens=1)
+        assert counts(step(scheduler)[0])[-1] == (num_cached, 20 - num_cached, True)
 
 
 def test_finished_requests_leave_in_that_step_and_the_next_takes_the_row():

@@ -498,6 +498,48 @@ def test_best_of(client):
             client.completions.create(**settings | wrong)
 
 
+def test_beam_search(client, server):
+    settings = {"model": "tiny", "prompt": "x", "max_tokens": 6, "logprobs": 1}
+    beams = {"use_beam_search": True, "length_penalty": 0.0, "early_stopping": True, "best_of": 4, "return_token_ids": True}
+    reply = client.completions.create(**settings, n=2, extra_body=beams)
+    sums = [sum(one.logprobs.token_logprobs) for one in reply.choices]
+    assert sums == sorted(sums, reverse=True)
+    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in reply.choices)
+    every = client.completions.create(**settings, n=4, extra_body=beams | {"best_of": None}).choices
+    assert [one.text for one in every[:2]] == [one.text for one in reply.choices]
+    assert len({tuple(one.token_ids) for one in every}) == 4
+    (story,) = httpx.get(f"{server.url}/v1/requests/{reply.id}/explain").json()["data"]
+    assert story["beams"]["width"] == 4
+    assert story["beams"]["reorderings"] >= 1
+    assert story["beams"]["forks"] >= 3
+    assert sum(span["percent"] for span in story["spans"]) == pytest.approx(100, abs=0.1)
+    chat = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
+    made = client.chat.completions.create(**chat, n=3, extra_body={"use_beam_search": True, "best_of": 4})
+    assert len(made.choices) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 17}, "n"),
+        ({"use_beam_search": True, "n": -1}, "n"),
+        ({"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
+        ({"use_beam_search": True, "presence_penalty": 1.0}, "presence_penalty"),
+        ({"use_beam_search": True, "guided_regex": "a+"}, "grammar"),
+        ({"use_beam_search": True, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+    ],
+)
+def test_wrong_beams(server, given, param):
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | given
+    reply = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
 def test_timings(client):
     settings = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "extra_body": {"timings": True}}
     told = client.chat.completions.create(**settings).timings

@@ -35,7 +35,7 @@ def memory(
     checkpoint = open_checkpoint(locate(options.model))
     config = model_class(checkpoint).read_config(checkpoint)
     machine = detect()
-    device, _ = decide_device(options, machine, config)
+    device, _ = decide_device(options, machine)
     dtype, why_dtype = decide_dtype(options, device, config, machine)
     kv_dtype, _ = decide_kv_dtype(dtype, device)
     tokens = context if context is not None else config.max_context

@@ -63,7 +63,7 @@ def _inspect(model: str) -> None:
     tokenizer = Tokenizer.load(path)
     defaults = sampling_defaults(path, config.num_parameters)
     machine, options = detect(), EngineOptions(model=model)
-    device, _ = decide_device(options, machine, config)
+    device, _ = decide_device(options, machine)
     kv_dtype, _ = decide_kv_dtype(decide_dtype(options, device, config, machine)[0], device)
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

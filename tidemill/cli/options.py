@@ -188,7 +188,8 @@ OPTIONS = (
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
-           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. Not batch-invariant."),
+           help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
+           "attention that the compiled kernels do not have. Not batch-invariant."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
            help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,
@@ -226,6 +227,10 @@ OPTIONS = (
            "auto", choices=("auto", "none", *TOOL_PARSERS)),
     Option("reasoning-parser", "text", SERVING, "How the model writes its reasoning: likewise.", "auto",
            choices=("auto", "none", *REASONING_PARSERS)),
+    Option("force-include-usage", "switch", SERVING, "Every chunk of a stream has the usage so far, also if it is not asked for.",
+           False),
+    Option("return-tokens-as-token-ids", "switch", SERVING, "In logprobs, tokens are written as token_id:N, for every request.",
+           False),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,
@@ -247,6 +252,7 @@ OPTIONS = (
            help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
     Option("allowed-origin", "text", ACCESS, is_list=True,
            help="The origin of a web page that may call the server from a browser, like https://app.example.org."),
+    Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 
     Option("data-dir", "text", STORAGE, "Folder for uploaded files and batches.", automatic="~/.local/share/tidemill"),

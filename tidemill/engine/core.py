@@ -6,13 +6,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.adapters import Adapter, AdapterStore
+from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
@@ -40,6 +41,15 @@ from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Subm
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
+
+
+class InFlight(NamedTuple):
+    """A step that was launched and is not collected."""
+
+    plan: StepPlan
+    launched: Any
+    started_s: float
+    is_ahead: bool  # it was launched before the one before it was collected
 
 
 def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -93,9 +103,10 @@ class EngineCore:
         self._take_expert_counts()  # what starting computed
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
-        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()  # launched, not yet collected; and when
+        self._in_flight: deque[InFlight] = deque()
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
+        self.beams = BeamSearches(self.scheduler, self._events, self._adopt, self._forget)
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
     @classmethod
@@ -140,6 +151,7 @@ class EngineCore:
             self._check_queue(request)
         self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.max_context)
+        self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
         if not request.adapter:
             self._submit(request, compiled)
             return
@@ -168,13 +180,16 @@ class EngineCore:
         outputs = {sample.index: sample.output_ids for sample in request.resumed or ()}
         if request.resumed is None:
             outputs = {index: [] for index in range(request.params.n)}
+        params = request.params.seeded()
+        if params.beams is not None:  # they begin as one sequence, also if they had begun before
+            params, outputs = params_of_a_beam(request, self.model_config.vocab_size), {0: []}
         grammar = request.params.grammar
         how = request.params.reasoning
         matchers = [] if grammar is None else self.structured.matchers(grammar, compiled, list(outputs.values()), how)
         made = self.scheduler.add(
             request.request_id,
             request.prompt_ids,
-            request.params.seeded(),
+            params,
             eos_token_ids=frozenset(t for t in request.eos_token_ids if 0 <= t < self.model_config.vocab_size),
             priority=request.priority,
             salt=_salt(request.salt, adapter),
@@ -190,6 +205,8 @@ class EngineCore:
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live
+        if params.beams is not None:
+            self.beams.start(request, live, made[0], self.model_config.vocab_size)
         for sample, matcher in zip(made, matchers, strict=False):
             self.structured.start(sample.seq, matcher)
 
@@ -208,6 +225,7 @@ class EngineCore:
         live = self._live.get(message.request_id)
         if live is None:
             return
+        self.beams.drop_all_but_one(live)
         for index, request in list(live.requests.items()):
             if message.index is None or message.index == index:
                 self.scheduler.abort(request, message.reason)
@@ -250,7 +268,7 @@ class EngineCore:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
-                self._in_flight.append((plan, self.runner.launch(plan), started))
+                self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
@@ -269,10 +287,10 @@ class EngineCore:
             plan.draft_probs = self.drafting.probs(plan)
         return plan
 
-    def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress]]:
+    def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
         """Wait for the oldest step in flight and take its results."""
-        done, launched, started = self._in_flight[0]
-        result = self.runner.collect(launched)
+        step = self._in_flight[0]
+        done, result = step.plan, self.runner.collect(step.launched)
         self._in_flight.popleft()
         self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
@@ -280,17 +298,20 @@ class EngineCore:
         progress = self.scheduler.commit(done, result.tokens)
         if self.structured:
             progress = self._follow_grammars(progress, failed)
+        num_sampled = sum(len(one.token_ids) for one in progress)
+        progress, of_beams = self.beams.take(progress, result.logprobs, self._clock.now())
         if self.drafting is not None:
-            self.drafting.observe(done, progress, started, self.scheduler.has_work)
+            is_ahead = step.is_ahead or not self.runner.steps_ahead
+            self.drafting.observe(done, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - started, sum(len(one.token_ids) for one in progress)))
+        self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled))
         self._count_experts(now)
-        return done, result, progress
+        return done, result, progress, of_beams
 
-    def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress]) -> list[Delta]:
+    def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
         """For the frontend. Made when the next step is launched, if that waited for this one."""
         progress = [one for one in progress if one.request.seq in self._live_of]
-        deltas = make_deltas(done, result, progress, self._live_of, self._clock.now())
+        deltas = of_beams + make_deltas(done, result, progress, self._live_of, self._clock.now())
         for one in progress:
             if one.finish_reason:
                 self._forget(one.request.seq)
@@ -347,6 +368,7 @@ class EngineCore:
     ) -> Refused:
         """End all samples of a request with an error."""
         live = self._live_of[seq]
+        self.beams.drop_all_but_one(live, are_broken=end is not None)
         for request in list(live.requests.values()):
             (end or self.scheduler.abort)(request, reason)
             self._forget(request.seq)
@@ -355,7 +377,7 @@ class EngineCore:
     def _fail_step(self, plan: StepPlan | None, error: BaseException) -> list[Refused]:
         """The step raised: its requests fail, and those of steps launched after it (all of them, if it was not even planned). The
         others start over, since they may share pages that the step had announced and never computed."""
-        plans = [launched for launched, _, _ in self._in_flight]
+        plans = [step.plan for step in self._in_flight]
         if plan is not None and plan not in plans:  # it was not launched
             plans.append(plan)
         self._in_flight.clear()
@@ -366,12 +388,18 @@ class EngineCore:
         self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
         return failed
 
+    def _adopt(self, live: Live, request: Request) -> None:
+        """A sequence joins a request."""
+        live.add(request.seq, request)
+        self._live_of[request.seq] = live
+
     def _forget(self, seq: int) -> None:
         live = self._live_of.pop(seq)
         self.structured.stop(seq)
-        if self.drafting is not None:
-            self.drafting.forget(live.requests[live.samples[seq]])
-        del live.requests[live.samples[seq]]
+        self.beams.stop(seq)
+        request = live.requests.pop(live.samples[seq])
+        if self.drafting is not None and request.params.beams is None:
+            self.drafting.forget(request)
         if not live.requests:
             del self._live[live.request_id]
             adapter = self._adapter_of.pop(live.request_id, None)

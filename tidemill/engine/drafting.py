@@ -8,7 +8,7 @@ from tidemill import events
 from tidemill.events import EventSink
 from tidemill.runner.spec import Ask, Drafter, Drawn
 from tidemill.sched.clock import Clock
-from tidemill.sched.drafts import Acceptance, StepTimes, allot
+from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.request import Request, Status
 from tidemill.sched.scheduler import Progress, Scheduler
@@ -34,7 +34,7 @@ class Drafting:
         """`adaptive`: else every draft that fits is verified, whatever it costs."""
         self._drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
         self._clock, self._emit = clock, emit
-        self._times = StepTimes(slope)
+        self._times, self._trust, self._expected = StepTimes(slope), Trust(), 0.0
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
@@ -42,7 +42,7 @@ class Drafting:
     def propose(self, scheduler: Scheduler) -> None:
         """Give running requests the drafts that their next step is to verify."""
         ready = [request for request in scheduler.running if _can_have_drafts(request) and not request.num_in_flight]
-        given = self._allot(scheduler, ready, 0)
+        given, self._expected = self._allot(scheduler, ready, 0)
         for drafter in self._drafters:
             if not drafter.is_free:
                 self._ask(drafter, [request for request in ready if request.seq not in self._guesses], given)
@@ -67,7 +67,7 @@ class Drafting:
         running = [request for request in scheduler.running if _can_have_drafts(request)]
         if any(request.num_needed < 1 for request in running):
             return True
-        return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1))
+        return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1)[0])
 
     def _ask(self, drafter: Drafter, requests: Sequence[Request], most: Mapping[int, int] | int) -> list[Request]:
         """Those that it has no guess for. `most`: how many tokens of all, or of whom how many."""
@@ -82,8 +82,9 @@ class Drafting:
                 left.append(request)
         return left
 
-    def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> dict[int, int]:
-        """How many drafts each is to have. `num_unknown`: tokens of a guess that stand for those in flight."""
+    def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> tuple[dict[int, int], float]:
+        """How many drafts each is to have, and how many may be right. `num_unknown`: tokens of a guess that stand for those in
+        flight."""
         left = [request for request in requests if request.max_tokens - request.num_output > 1]
         for request in left:
             self._guesses.pop(request.seq, None)
@@ -98,17 +99,18 @@ class Drafting:
                 if num > 0:
                     rates[request.seq], most[request.seq] = acceptance.rate(request.seq), num
         if not rates:
-            return {}
+            return {}, 0.0
         num_running = len(scheduler.running)
         room = min(scheduler.token_budget, scheduler.max_draws) - num_running
         if not self._adaptive:
-            return most  # the scheduler takes what fits
-        return allot(rates, most, num_running, room, self._times)
+            return most, 0.0  # the scheduler takes what fits
+        return allot(rates, most, num_running, room, self._times, self._trust.value)
 
-    def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, goes_on: bool) -> None:
-        """A step was collected. `goes_on`: the next follows at once."""
+    def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:
+        """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
+        and its time says nothing about those that are. `goes_on`: the next follows at once."""
         now = self._clock.now()
-        if all(item.count == item.num_draws for item in plan.items):
+        if all(item.count == item.num_draws for item in plan.items) and (plan.drafts or is_ahead):
             self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
         self._last_s = now if goes_on else None
         verified, names = [], set()
@@ -123,6 +125,10 @@ class Drafting:
             if done.num_drafts:
                 verified.append((done.request.request_id, done.num_drafts, num_right))
                 names.add(name)
+        if verified and self._adaptive:
+            self._trust.add(self._expected, sum(num_right for _, _, num_right in verified))
+        else:
+            self._trust.fade()
         if verified:
             self._emit(events.DraftsVerified(now, plan.step, "+".join(sorted(names)), tuple(verified)))
 
@@ -135,4 +141,5 @@ class Drafting:
 
 
 def _can_have_drafts(request: Request) -> bool:
-    return request.status is Status.RUNNING and request.num_needed <= 1 and request.params.pooling is None
+    params = request.params
+    return request.status is Status.RUNNING and request.num_needed <= 1 and params.pooling is None and params.beams is None

@@ -65,6 +65,9 @@ class Inbox:
 
 
 def cells(delta: Delta) -> int:
+    """An output of beam search comes at once and is bounded by the request, so what is in it does not count."""
+    if delta.score is not None:
+        return _DELTA_CELLS
     return _DELTA_CELLS + len(delta.token_ids) + sum(1 + len(entry.top) for entry in delta.logprobs or ())
 
 
@@ -80,4 +83,5 @@ def _joined(parts: list[Delta]) -> Delta:
         last.num_cached,
         last.timings,
         first.embedding,
+        last.score,
     )

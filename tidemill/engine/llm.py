@@ -18,6 +18,7 @@ import msgspec
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tidemill.config import EngineOptions, parse_bytes
+from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError
@@ -26,7 +27,7 @@ from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
 from tidemill.frontend.scoring import check_scores, cosine, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams, sample_seed
+from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
 
@@ -72,6 +73,8 @@ class Completion:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     timings: Timings | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended it
+    score: float | None = None  # of beam search
 
 
 @dataclass(slots=True)
@@ -216,6 +219,27 @@ class LLM:
 
         return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0, lora)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        progress: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best `params.beam_width` outputs for each prompt, as Transformers' beam search finds them. Prompts as in
+        `generate`."""
+        if not isinstance(params, BeamSearchParams):
+            what = f"beam_search() takes BeamSearchParams; got {_shown(params)}."
+            raise InvalidRequest(what, fix="Write BeamSearchParams(beam_width=4, max_tokens=100).", param="params")
+        batch, is_list = _prompt_list(prompts)
+        made = self._run(batch, is_list, self._encode, params.sampling(), _shows(progress, use_tqdm), 0, lora)
+        return [
+            BeamSearchOutput.of(self.tokenizer, one.prompt_token_ids, one.samples, one.error, params.include_stop_str_in_output)
+            for one in made
+        ]
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -326,8 +350,9 @@ class LLM:
             for prompt, one, adapter in zip(batch, each, adapters, strict=True):
                 try:
                     text, prompt_ids = encode(prompt)
-                    ids.append(self._submit(text, prompt_ids, one, priority, adapter))
-                    outputs.append(self._pending[ids[-1]].output)
+                    request_id, output = self.submit(prompt_ids, one, text=text, priority=priority, adapter=adapter)
+                    ids.append(request_id)
+                    outputs.append(output)
                 except TidemillError as error:
                     outputs.append(RequestOutput(prompt if isinstance(prompt, str) else None, [], [], error=error))
                     if not is_list:
@@ -335,13 +360,13 @@ class LLM:
             with _request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
                 unfinished = set(ids)
                 while unfinished:
-                    self._step()
+                    self.step()
                     unfinished &= self._pending.keys()
                     bar.update(task, completed=len(ids) - len(unfinished))
             return _reported(outputs, is_list)
         finally:
             for request_id in ids:  # after an error or Ctrl-C
-                self._abandon(request_id)
+                self.abandon(request_id)
             self.events.extend(self.core.take_events())
 
     def _adapter(self, name: str) -> int:
@@ -362,39 +387,45 @@ class LLM:
         (checked,) = _params_list(params, 1)
         (adapter,) = self._adapter_list(lora, 1)
         self.events.clear()
-        request_id = self._submit(None, prompt_ids, checked, 0, adapter)
-        output = self.last = self._pending[request_id].output
+        request_id, output = self.submit(prompt_ids, checked, adapter=adapter)
+        self.last = output
         given = 0
         try:
             while request_id in self._pending and not self._interrupted:
-                self._step()
+                self.step()
                 text = output.text
                 if len(text) > given:
                     yield text[given:]
                     given = len(text)
         finally:
             self._interrupted = False
-            self._abandon(request_id)
+            self.abandon(request_id)
             self.events.extend(self.core.take_events())
 
-    def _submit(self, text: str | None, prompt_ids: list[int], params: SamplingParams, priority: int, adapter: int) -> str:
+    def submit(
+        self, prompt_ids: list[int], params: SamplingParams, *, text: str | None = None, priority: int = 0, adapter: int = 0,
+        salt: str = "",
+    ) -> tuple[str, RequestOutput]:  # fmt: skip
+        """A request's id, and its output, which grows with each `step`."""
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
         params = self.defaults.fill(params, self.config.max_context - len(prompt_ids))
         if self._seed is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
         ends = list(self.tokenizer.eos_token_ids)
-        self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, adapter=adapter))
+        self.core.submit(Submit(request_id, prompt_ids, params, ends, priority, salt, adapter=adapter))
         samples = [Completion(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
         streams = [TextStream(self.tokenizer, params) for _ in range(params.n)]
-        self._pending[request_id] = _Pending(RequestOutput(text, prompt_ids, samples), streams)
-        return request_id
+        output = RequestOutput(text, prompt_ids, samples)
+        self._pending[request_id] = _Pending(output, streams)
+        return request_id, output
 
-    def _abandon(self, request_id: str) -> None:
+    def abandon(self, request_id: str) -> None:
         if self._pending.pop(request_id, None) is not None:
             self.core.abort(Abort(request_id, "caller left"))
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """What was submitted gets its next tokens."""
         with _uninterrupted():
             output, failed = self.core.step()
         self.events.extend(output.events)
@@ -421,8 +452,8 @@ class LLM:
         if delta.prompt_logprobs is not None:
             pending.output.prompt_logprobs = delta.prompt_logprobs
         pending.output.num_cached = max(pending.output.num_cached, delta.num_cached if delta.index == 0 else 0)
-        sample.timings = delta.timings
-        sample.finish_reason = text.finish_reason
+        sample.timings, sample.score = delta.timings, delta.score
+        sample.finish_reason, sample.stop_reason = text.finish_reason, text.stop
         if text.finish_reason and not delta.finish_reason:
             sample.timings = self.core.finish(Finish(delta.request_id, delta.index))
         if pending.output.finished:

@@ -30,12 +30,11 @@ class Live:
         self.requests[index] = request
 
     def collect(self, item: StepItem, result: StepResult) -> None:
-        """What a step found out about its part of the prompt. From position 0 it starts over: it was preempted on the way."""
+        """What a step found out about its part of the prompt. What it repeats is replaced: it was preempted on the way."""
         entries = result.prompt_logprobs.get(item.row)
         if entries:
-            if item.start == 0:
-                self.prompt_logprobs.clear()
-            self.prompt_logprobs += entries
+            first = next(iter(self.requests.values())).params.prompt_logprobs_start
+            self.prompt_logprobs[max(item.start + 1 - first, 0) :] = entries
         part = result.pooled.get(item.row)
         if part is not None:
             is_mean = next(iter(self.requests.values())).params.pooling == "mean"

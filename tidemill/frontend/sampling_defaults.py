@@ -42,7 +42,8 @@ class SamplingDefaults:
         an API (`null_is_absent`) it is not given."""
         if params.pooling is not None:
             return params
-        chosen: dict[str, Any] = {name: value for name, value in self.values.items() if not params.is_given(name)}
+        values = self.values if params.beams is None else {}
+        chosen: dict[str, Any] = {name: value for name, value in values.items() if not params.is_given(name)}
         if not params.is_given("max_tokens") or (null_is_absent and params.max_tokens is None):
             chosen["max_tokens"] = None if self.limit is None else max(min(self.limit, room), params.min_tokens, 1)
         return msgspec.structs.replace(params, **chosen)

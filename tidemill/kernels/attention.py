@@ -24,6 +24,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tidemill.cache_layout import Place
+from tidemill.kernels import masks
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.model_config import AttentionSpec
@@ -47,22 +49,15 @@ def attention_reference(
     num_repeats = q_TND.shape[1] // k_LGD.shape[1]
     k = k_LGD.repeat_interleave(num_repeats, dim=1)
     v = v_LGD.repeat_interleave(num_repeats, dim=1)
-    scores = capped(torch.einsum("tnd,lnd->ntl", q_TND, k) * spec.scale, spec.softcap)
-    keys, queries = torch.arange(k.shape[0]), positions_T[:, None]
-    if bias_NW is not None:
-        scores = scores + bias_NW[:, keys - queries + bias_NW.shape[1] // 2]
-    hidden = (keys > queries) & (not spec.is_bidirectional)
-    if spec.window:
-        hidden |= keys <= queries - spec.window
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = torch.einsum("tnd,lnd->ntl", q_TND, k) * spec.scale
+    heads, queries, keys = torch.arange(q_TND.shape[1])[:, None, None], positions_T[:, None], torch.arange(k.shape[0])
+    change = masks.change_of(spec, bias_NW)
+    if change is not None:
+        scores = change(scores, heads, queries, keys)
+    scores = scores.masked_fill(~masks.mask_of(spec, k.shape[0])(queries, keys), float("-inf"))
     if sinks_N is not None:
         scores = torch.cat([scores, sinks_N[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
     return torch.einsum("ntl,lnd->tnd", scores.softmax(-1)[..., : k.shape[0]], v)
-
-
-def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
-    """In place."""
-    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 
 def block_bounds(num_tokens: int) -> list[tuple[int, int]]:
@@ -127,15 +122,10 @@ class AttentionPlan:
 
 
 def plan_attention(
-    starts: np.ndarray,
-    counts: np.ndarray,
-    page_tables: np.ndarray,
-    kv: PagedKV,
-    window: int = 0,
-    is_bidirectional: bool = False,
+    starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec
 ) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
-    `page_tables`: [requests, pages], at least as wide as the last block. `window`, `is_bidirectional`: of the layers."""
+    `page_tables`: [requests, pages], at least as wide as the last block. `spec`: of the layers, for their mask."""
     first_token = np.cumsum(counts) - counts
     groups: list[_Tiles] = []
     small = decode_tile(kv.num_heads // kv.num_kv_heads, kv.head_dim, torch.get_num_threads())
@@ -143,7 +133,7 @@ def plan_attention(
     if decoding.size:
         ones = np.ones_like(decoding)
         ends = starts[decoding] + 1
-        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, window)
+        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, spec)
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
@@ -151,15 +141,14 @@ def plan_attention(
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * PREFILL_TILE
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
         first = starts[request] + offset
-        ends = (starts + counts)[request] if is_bidirectional else first + lens
-        tokens = first_token[request] + offset
-        groups += _make_groups(request, tokens, first, lens, ends, PREFILL_TILE, page_tables, kv, window, is_bidirectional)
+        ends = (starts + counts)[request] if spec.is_bidirectional else first + lens
+        groups += _make_groups(request, first_token[request] + offset, first, lens, ends, PREFILL_TILE, page_tables, kv, spec)
     return AttentionPlan(groups, int(counts.sum()))
 
 
 def _make_groups(
     request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, ends: np.ndarray, tile_len: int,
-    page_tables: np.ndarray, kv: PagedKV, window: int, is_bidirectional: bool = False,
+    page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec,
 ) -> list[_Tiles]:  # fmt: skip
     """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the last key each tile sees."""
     order = np.argsort(-ends, kind="stable")
@@ -173,20 +162,14 @@ def _make_groups(
         step_tokens = np.where(valid, token[part, None] + in_tile, token[part, None])
         positions = np.where(valid, position[part, None] + in_tile, position[part, None])
         reach = ends[part]
-        last_keys = np.broadcast_to(ends[part, None] - 1, positions.shape) if is_bidirectional else positions
         blocks = []
         for lo, hi in block_bounds(int(reach[0])):
             n = int(np.count_nonzero(reach > lo))
-            if window and hi <= positions[:n].min() - window + 1:
+            if hi <= masks.first_seen(spec, positions[:n].min()):
                 continue  # nobody sees it
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
-            hidden = None
-            if last_keys[:n].min() < hi - 1 or (window and lo <= positions[:n].max() - window):
-                keys = np.arange(lo, hi)[None, None, :]
-                unseen = keys > last_keys[:n, :, None]  # [n, tile_len, B]
-                if window:
-                    unseen |= keys <= positions[:n, :, None] - window
-                hidden = torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
+            unseen = _unseen(masks.mask_of(spec, reach[:n, None, None]), positions[:n, :, None], lo, hi)
+            hidden = None if unseen is None else torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
             blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, lo, hi - lo))
         groups.append(
             _Tiles(
@@ -199,6 +182,13 @@ def _make_groups(
             )
         )
     return groups
+
+
+def _unseen(mask: masks.Mask, queries: np.ndarray, lo: int, hi: int) -> np.ndarray | None:
+    """Which keys of a block queries do not see; None: they see all, as they do if they see the first and the last."""
+    if np.all(mask(queries, np.array([lo, hi - 1]))):
+        return None
+    return ~np.asarray(mask(queries, np.arange(lo, hi)))
 
 
 def paged_attention(
@@ -240,12 +230,16 @@ def _attend(
         sinks = sinks_N.view(1, num_kv_heads, 1, num_repeats).expand(n, -1, tile_len, -1).reshape(n * num_kv_heads, -1, 1)
         top[:, : sinks.shape[1]] = sinks
     total, acc = torch.full_like(top, sinks_N is not None), torch.zeros_like(q)
+    change = masks.change_of(spec, bias_NW)
+    heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
         k = flat.index_select(0, block.runs + 2 * layer * num_kv_heads).view(batch, block.num_keys, dim).float()
-        scores = capped(torch.bmm(q[:batch], k.transpose(1, 2)), spec.softcap)
-        if bias_NW is not None:
-            scores[:, : tile_len * num_repeats] += _biases(bias_NW, group, block, num_kv_heads)
+        scores = torch.bmm(q[:batch], k.transpose(1, 2))
+        if change is not None:
+            keys = torch.arange(block.first_key, block.first_key + block.num_keys)
+            scores = scores.view(block.num_tiles, num_kv_heads, rows, -1)
+            scores = change(scores, heads, queries[: block.num_tiles], keys).view(batch, rows, -1)
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
@@ -262,29 +256,27 @@ def _attend(
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
 
 
-def _biases(bias_NW: torch.Tensor, group: _Tiles, block: _Block, num_kv_heads: int) -> torch.Tensor:
-    """For each query and key of a block, as the scores are: [tiles * KV heads, tile_len * heads of a group, keys]. Of distances
-    that no key within the context has, some other."""
-    keys = torch.arange(block.first_key, block.first_key + block.num_keys)
-    middle = bias_NW.shape[1] // 2
-    distances = (keys - group.positions[: block.num_tiles, :, None]).clamp_(-middle, middle) + middle
-    made = bias_NW[:, distances].unflatten(0, (num_kv_heads, -1))  # [G, heads of a group, tiles, tile_len, keys]
-    return made.permute(2, 0, 3, 1, 4).reshape(block.num_tiles * num_kv_heads, -1, block.num_keys)
+def _rows_of(group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Heads [1, G, M, 1] and positions [n, 1, M, 1] of the rows of tiles."""
+    row = torch.arange(rows)
+    heads = torch.arange(num_kv_heads)[:, None] * num_repeats + row % num_repeats
+    tokens = (row // num_repeats).clamp_(max=group.tile_len - 1)  # a tile of one row has a second
+    return heads[None, :, :, None], group.positions[:, None, tokens, None]
 
 
 class TorchAttention:
     """The backend that runs anywhere torch does."""
 
     def __init__(self, kv: PagedKV) -> None:
-        self._kv = kv
+        self.kv = kv
 
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
     ) -> TorchStep:
-        kv = self._kv
-        kinds = {(place.group, spec.window, spec.is_bidirectional) for place, spec in zip(kv.places, kv.specs, strict=True)}
+        kv = self.kv
+        kinds = {_kind(place, spec): spec for place, spec in zip(kv.places, kv.specs, strict=True)}
         tables = [table.numpy()[rows] for table in kv.tables]
-        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, *kind[1:]) for kind in kinds}
+        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, spec) for kind, spec in kinds.items()}
         return TorchStep(kv, plans, slots_GT, positions_T)
 
 
@@ -296,19 +288,30 @@ class TorchStep:
     positions_T: torch.Tensor
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
-        kv, spec, angles, at = self.kv, self.kv.specs[layer], self.kv.angles[layer], self.kv.places[layer]
-        heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
-        num_rotated = kv.num_heads + kv.num_kv_heads
-        turning = heads[:, :num_rotated]
-        if learned.q_norm is not None and learned.k_norm is not None:
-            q_weight, k_weight, eps = learned.q_norm, learned.k_norm, learned.eps
-            q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
-            turning = torch.cat(
-                [F.rms_norm(q, (kv.head_dim,), q_weight, eps), F.rms_norm(k, (kv.head_dim,), k_weight, eps)], dim=1
-            )
-        if angles is not None:
-            positions = self.positions_T
-            turning = apply_rope(turning, angles.cos.index_select(0, positions), angles.sin.index_select(0, positions))
-        write_kv(kv.cache, at.index, self.slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
-        queries, plan = turning[:, : kv.num_heads], self.plans[at.group, spec.window, spec.is_bidirectional]
+        kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
+        queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
+        plan = self.plans[_kind(at, spec)]
         return paged_attention(queries, kv.cache, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
+
+
+def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:
+    """Layers of which this is equal have one plan."""
+    return place.group, spec.window, spec.is_bidirectional
+
+
+def enter_heads(
+    kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, slots_GT: torch.Tensor, learned: HeadWeights
+) -> torch.Tensor:
+    """Norm and rotate queries and keys, write keys and values into the cache. Returns the queries [T, N, D]."""
+    angles, at = kv.angles[layer], kv.places[layer]
+    heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
+    num_rotated = kv.num_heads + kv.num_kv_heads
+    turning = heads[:, :num_rotated]
+    if learned.q_norm is not None and learned.k_norm is not None:
+        q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
+        shape, eps = (kv.head_dim,), learned.eps
+        turning = torch.cat([F.rms_norm(q, shape, learned.q_norm, eps), F.rms_norm(k, shape, learned.k_norm, eps)], dim=1)
+    if angles is not None:
+        turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
+    write_kv(kv.cache, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
+    return turning[:, : kv.num_heads]

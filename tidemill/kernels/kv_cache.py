@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tidemill.cache_layout import Place
+from tidemill.kernels import masks
 from tidemill.model_config import AttentionSpec
 
 
@@ -64,6 +65,14 @@ class PagedKV:
     @property
     def head_dim(self) -> int:
         return self.cache.shape[5]
+
+    def by_distance(self) -> list[torch.Tensor | None]:
+        """What each layer adds to scores, as a table where the cache is; layers that add the same share one."""
+        most = max(table.shape[1] for table in self.tables) * self.page_size
+        kinds = [(spec.has_alibi, id(bias)) for spec, bias in zip(self.specs, self.biases, strict=True)]
+        made = {kind: masks.by_distance(self.specs[kinds.index(kind)], self.biases[kinds.index(kind)], most) for kind in kinds}
+        on_device = {kind: None if table is None else table.float().to(self.cache.device) for kind, table in made.items()}
+        return [on_device[kind] for kind in kinds]
 
 
 def new_cache(

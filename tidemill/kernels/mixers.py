@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention, TorchStep
+from tidemill.kernels.flex_attention import FlexAttention, FlexStep, unavailable_on_cpu
 from tidemill.kernels.kv_cache import HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
@@ -18,15 +19,32 @@ from tidemill.kernels.native_state import NativeStates, NativeStateStep
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
 from tidemill.model_config import AttentionSpec, LayerSpec
 
+Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
+AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep
+
+
+def _choose_attention(kv: PagedKV, fast_math: bool) -> tuple[Attention, str]:
+    """And why it is not the compiled kernel, if it is not. FlexAttention's bits may depend on the batch on a CPU."""
+    if NativeAttention.can_run(kv):
+        return NativeAttention(kv), ""
+    why, no_flex = NativeAttention.uncovered(kv), unavailable_on_cpu() if fast_math else ""
+    if fast_math and not no_flex:
+        return FlexAttention(kv), f"{why}; torch's FlexAttention computes it, several times slower"
+    return TorchAttention(kv), "; ".join(filter(None, (why, no_flex, "torch computes it, several times slower")))
+
 
 class Mixers:
-    def __init__(self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None) -> None:
+    def __init__(
+        self, layers: tuple[LayerSpec, ...], kv: PagedKV | None, states: PagedStates | None, fast_math: bool = False
+    ) -> None:
         """`kv`: of the attention layers alone; `states`: of all layers. None: there are none."""
         self.kv, self.paged = kv, states
         self._numbers = np.cumsum([isinstance(spec, AttentionSpec) for spec in layers]) - 1  # among attention layers
-        self.attention = self.states = None
+        self.attention: Attention | None = None
+        self.states: NativeStates | TorchStates | None = None
+        self.why_not = ""  # attention by the compiled kernel, and what computes it instead
         if kv is not None:
-            self.attention = NativeAttention(kv) if NativeAttention.can_run(kv) else TorchAttention(kv)
+            self.attention, self.why_not = _choose_attention(kv, fast_math)
         if states is not None:
             self.states = NativeStates(states) if NativeStates.can_run(states) else TorchStates(states)
 
@@ -48,7 +66,7 @@ class Mixers:
         states = None if self.states is None else self.states.plan(rows, starts, counts)
         return MixedStep(self._numbers, attention, states, self._address(attention, states))
 
-    def _address(self, attention: NativeStep | TorchStep | None, states: NativeStateStep | TorchStateStep | None) -> Any:
+    def _address(self, attention: AttentionStep | None, states: NativeStateStep | TorchStateStep | None) -> Any:
         """The tm_step of a replay."""
         if not isinstance(states, NativeStateStep):
             return None
@@ -60,7 +78,7 @@ class Mixers:
 @dataclass(slots=True)
 class MixedStep:
     numbers: np.ndarray
-    attention: NativeStep | TorchStep | None
+    attention: AttentionStep | None
     states: NativeStateStep | TorchStateStep | None
     made: Any  # the tm_step, if there are states
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -76,14 +77,18 @@ def combine(out_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertWeights(ABC):
-    """The matrices of all experts of a layer, laid out as a kernel reads them. `counts`: how many tokens each expert got, [E]
-    int64, added up; None where that is not known."""
+    """The matrices of all experts of a layer, laid out as a kernel reads them. `counts`: how many tokens each expert got since
+    the start, [E] integers that may wrap around; None where that is not known."""
 
-    counts: np.ndarray | None = None
+    counts: np.ndarray | torch.Tensor | None = None
 
     @abstractmethod
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         """`logits_TL`: the router's, in float32."""
+
+    def count(self, live: torch.Tensor) -> None:
+        """On a GPU: count tokens from now on. `live`: [1], how many of a step's tokens do not only fill it up."""
+        return
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """As a weight's."""
@@ -92,6 +97,26 @@ class ExpertWeights(ABC):
     def prepare(self, nums_rows: Collection[int]) -> None:
         """As a weight's."""
         return
+
+
+def read_counts(counts: Sequence[np.ndarray | torch.Tensor]) -> list[np.ndarray]:
+    """As they are now. Those on a GPU are copied on a stream of their own: nobody waits for the step under way, some of whose
+    tokens are in them."""
+    if not any(isinstance(one, torch.Tensor) and one.is_cuda for one in counts):
+        return [np.array(one) for one in counts]
+    stream = _reading_stream()
+    with torch.cuda.stream(stream):
+        copies = [
+            torch.empty(one.shape, dtype=torch.int32, pin_memory=True).copy_(torch.as_tensor(one), non_blocking=True)
+            for one in counts
+        ]
+    stream.synchronize()
+    return [one.numpy() for one in copies]
+
+
+@cache
+def _reading_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 @dataclass(slots=True)
@@ -145,7 +170,7 @@ class NativeExperts(ExpertWeights):
     def __init__(self, spec: MoESpec, gate_up: Stack, down: Stack, shared: tuple[Stack, Stack] | None) -> None:
         assert native.lib is not None
         self._lib, self._stacks = native.lib, (gate_up, down, *(shared or ()))
-        self.counts = np.zeros(spec.num_experts, np.int64)
+        self.counts: np.ndarray = np.zeros(spec.num_experts, np.int64)
         structs = [stack.struct() for stack in self._stacks]
         self._struct = native.MoE(
             num_experts=spec.num_experts,
@@ -167,7 +192,7 @@ class TorchExperts(ExpertWeights):
 
     def __init__(self, spec: MoESpec, weights: list[tuple[Weight, Weight]]) -> None:
         self._spec, self._weights = spec, weights
-        self.counts = np.zeros(spec.num_experts, np.int64)
+        self.counts: np.ndarray = np.zeros(spec.num_experts, np.int64)
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         spec = self._spec

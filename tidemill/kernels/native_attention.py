@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
+from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
@@ -30,8 +31,9 @@ class NativeAttention:
         self.kv, self._lib = kv, native.lib
         self._num_out = kv.num_heads * kv.head_dim
         self._group = kv.num_heads // kv.num_kv_heads
-        tables = {id(bias): None if bias is None else _bias_table(bias) for bias in kv.biases}  # layers may share one
-        self._biases = [tables[id(bias)] for bias in kv.biases]
+        biases = kv.by_distance()
+        tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
+        self._biases = [tables[id(bias)] for bias in biases]
         self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
@@ -41,9 +43,16 @@ class NativeAttention:
 
     @staticmethod
     def can_run(kv: PagedKV) -> bool:
+        return native.lib is not None and not NativeAttention.uncovered(kv)
+
+    @staticmethod
+    def uncovered(kv: PagedKV) -> str:
+        """What of this cache or its layers the kernel does not do, or empty."""
         if kv.page_size & (kv.page_size - 1):
-            return False
-        return native.lib is not None and kv.head_dim % 8 == 0 and kv.num_heads // kv.num_kv_heads <= _MIN_TILE_ROWS
+            return f"the C attention kernel takes pages of a power of two, not of {kv.page_size}"
+        if kv.num_heads // kv.num_kv_heads > _MIN_TILE_ROWS:
+            return f"the C attention kernel takes up to {_MIN_TILE_ROWS} query heads a KV head"
+        return uncovered("C", kv.specs)
 
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
@@ -78,7 +87,7 @@ class NativeAttention:
 
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:
     """With room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
-    return F.pad(bias.float(), (_BLOCK + 1, _BLOCK)).contiguous()
+    return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
 def _spec(spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:

@@ -111,10 +111,11 @@ class KVManager:
     def holds(self, seq: int) -> bool:
         return seq in self._sequences
 
-    def path(self, token_ids: Sequence[int], salt: str = "", is_findable: bool = True) -> Path:
-        """By which a prompt's pages can be found: never the last token's, which must be computed for its logits."""
-        is_findable &= self.prefix_caching
-        return self._index.path(token_ids, salt, len(token_ids) - 1 if is_findable and token_ids else 0)
+    def path(self, token_ids: Sequence[int], salt: str = "", most: int | None = None) -> Path:
+        """By which a prompt's pages can be found, of the first `most` tokens: never the last token's, which must be computed for
+        its logits."""
+        num = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
+        return self._index.path(token_ids, salt, max(num, 0) if self.prefix_caching else 0)
 
     def num_cached(self, path: Path) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
@@ -166,9 +167,9 @@ class KVManager:
             num += sum(1 for page in found if self._pool.references(page) == 0)
         return num
 
-    def num_copies_to_write(self, seq: int, start: int, end: int) -> int:
-        """Free pages that `copies_to_write` would take."""
-        return len(self._shared(seq, start, end))
+    def num_pages_to_go_on(self, seq: int, start: int, end: int) -> int:
+        """Free pages that `copies_to_write`, and `extend` without windows, would take for tokens start..end-1."""
+        return len(self._shared(seq, start, end)) + sum(num for num in self._nums_new(seq, end, False) if num > 0)
 
     def num_freed_by(self, seqs: Sequence[int]) -> int:
         """Pages that would be free if these sequences were released: those that no other sequence holds."""
@@ -207,11 +208,11 @@ class KVManager:
                 copies.append((g, at, match.partly[g]))
         return Start(match.num_tokens, match.num_matching, copies)
 
-    def extend(self, seq: int, num_tokens: int) -> list[PageChange] | None:
+    def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
-        pages (nothing is changed then)."""
+        pages (nothing is changed then). `windows`: also in groups with a window."""
         tables = self._sequences[seq].tables
-        nums_new = [group.num_pages_for(num_tokens) - len(table.pages) for group, table in zip(self.groups, tables, strict=True)]
+        nums_new = self._nums_new(seq, num_tokens, windows)
         if sum(num for num in nums_new if num > 0) > self._pool.num_free:
             return None
         changes = []
@@ -282,6 +283,13 @@ class KVManager:
         from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
 
+    def can_fork_at(self, seq: int, num_tokens: int) -> bool:
+        """The sequence has all that tokens after the first `num_tokens` see."""
+        tables = self._sequences[seq].tables
+        return self.can_fork and all(
+            table.num_trimmed <= group.first_needed(num_tokens) for group, table in zip(self.groups, tables, strict=True)
+        )
+
     def fork(self, parent: int, child: int, num_tokens: int) -> int:
         """The child shares the parent's pages of the first `num_tokens` tokens. Returns how many pages that is."""
         assert child not in self._sequences
@@ -297,6 +305,15 @@ class KVManager:
             self._pool.share(page)
         self._sequences[child] = made
         return self.num_pages_of(child)
+
+    def entries_beyond(self, parent: int, child: int) -> list[PageChange]:
+        """Entries of the parent's tables past the end of the child's, which name no page of the child."""
+        ends = zip(self.tables(parent), self.tables(child), strict=True)
+        return [
+            PageChange(g, len(own), [NULL_PAGE] * (len(all_) - len(own)))
+            for g, (all_, own) in enumerate(ends)
+            if len(all_) > len(own)
+        ]
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
@@ -328,6 +345,13 @@ class KVManager:
         return self._index.clear()
 
     # ---- inside
+
+    def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
+        """By group: pages that it lacks for so many tokens; negative: it has more."""
+        tables = zip(self.groups, self._sequences[seq].tables, strict=True)
+        return [
+            group.num_pages_for(num_tokens) - len(table.pages) if windows or not group.window else 0 for group, table in tables
+        ]
 
     def _shared(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Entries (group, index) of tokens start..end-1 whose pages are shared or in the prefix index."""

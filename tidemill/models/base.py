@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import nn
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
-from tidemill.kernels.moe import ExpertWeights
+from tidemill.kernels.moe import ExpertWeights, read_counts
 from tidemill.layers.attention import AttentionStep
 from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
@@ -51,6 +52,7 @@ class Model(nn.Module, ABC):
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
         self.ignored = self.IGNORED
+        self._taken: dict[int, np.ndarray] = {}  # by layer: the experts' tokens when they were last asked for
 
     @classmethod
     @abstractmethod
@@ -89,9 +91,15 @@ class Model(nn.Module, ABC):
         return [None] * len(self.config.attention_layers)
 
     def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
-        """Of some tokens of a sequence, in float64: the sum for a mean, else the last's or the first's hidden state."""
+        """Of some tokens of a sequence, in float64: the sum for a mean, scores, else the last's or the first's hidden state."""
+        if how == "score":
+            return self.scores(hidden_TH[:1].contiguous())[0]
         states = hidden_TH if how == "mean" else hidden_TH[-1:] if how == "last" else hidden_TH[:1]
         return states.double().sum(0)
+
+    def scores(self, first_SH: torch.Tensor) -> torch.Tensor:
+        """Of a cross-encoder, [S, labels] in float64: from the hidden states of the first tokens of pairs."""
+        raise NotImplementedError
 
     def compile(self, nums_rows: Collection[int]) -> None:
         """Start compiling what `prepare` will run."""
@@ -214,13 +222,21 @@ class Model(nn.Module, ABC):
 
     def take_expert_counts(self) -> dict[int, list[int]]:
         """By layer: how many tokens each expert got since the last call. Empty where that is not counted."""
-        taken = {}
-        for layer, block in enumerate(self.blocks):
-            counts = next((module.experts.weights.counts for module in block.modules() if isinstance(module, MoE)), None)
-            if counts is not None:
-                taken[layer] = counts.tolist()
-                counts[:] = 0
+        counted = {layer: weights.counts for layer, weights in self._experts().items() if weights.counts is not None}
+        now = dict(zip(counted, read_counts(list(counted.values())), strict=True))
+        taken = {layer: (total - self._taken[layer] if layer in self._taken else total).tolist() for layer, total in now.items()}
+        self._taken = now
         return taken
+
+    def count_experts(self, live: torch.Tensor) -> None:
+        """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""
+        for weights in self._experts().values():
+            weights.count(live)
+
+    def _experts(self) -> dict[int, ExpertWeights]:
+        """Of the layers that have them."""
+        modules = ((layer, module) for layer, block in enumerate(self.blocks) for module in block.modules())
+        return {layer: module.experts.weights for layer, module in modules if isinstance(module, MoE)}
 
 
 def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Iterator[tuple[int, Layer]]:

@@ -156,9 +156,9 @@ class BertCrossEncoder(Bert):
         self.classifier = Linear(config.hidden_size, {"labels": config.pooler.num_labels}, bias=True, dtype=dtype)
         self.names = [*self.names, *self.HEAD]
 
-    def pool(self, hidden_TH: torch.Tensor, how: str) -> torch.Tensor:
+    def scores(self, first_SH: torch.Tensor) -> torch.Tensor:
         assert self.config.pooler is not None
-        scores = self.classifier(torch.tanh(self.dense(hidden_TH[:1].contiguous())))[0].double()
+        scores = self.classifier.weight.logits(torch.tanh(self.dense(first_SH))).double()
         return scores.sigmoid() if self.config.pooler.activation == "sigmoid" else scores
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tidemill.kernels.attention import capped
+from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.norm import RMSNorm

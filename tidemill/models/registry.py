@@ -41,6 +41,8 @@ ARCHITECTURES = {
     ("hf", "MPNetForMaskedLM"): "tidemill.models.mpnet:MPNet",
     ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
     ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
+    ("hf", "BloomForCausalLM"): "tidemill.models.bloom:Bloom",
+    ("hf", "BloomModel"): "tidemill.models.bloom:Bloom",
     ("hf", "Olmo2ForCausalLM"): "tidemill.models.olmo2:Olmo2",
     ("hf", "Olmo3ForCausalLM"): "tidemill.models.olmo2:Olmo3",
     ("hf", "GraniteForCausalLM"): "tidemill.models.granite:Granite",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from tidemill.kernels.moe import ExpertWeights
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
+
+if TYPE_CHECKING:
+    from tidemill.kernels.cuda.moe import Tally
 
 
 class CudaWeight(Weight):
@@ -76,6 +80,13 @@ class CudaExperts(ExpertWeights):
     ) -> None:
         self._spec, self._stacks, self._shared = spec, stacks, shared
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
+        self._tally: Tally | None = None
+
+    def count(self, live: torch.Tensor) -> None:
+        from tidemill.kernels.cuda.moe import Tally
+
+        self.counts = torch.zeros(self._spec.num_experts, dtype=torch.int32, device=live.device)
+        self._tally = Tally(self.counts, live)
 
     def __call__(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.moe import moe
@@ -96,6 +107,7 @@ class CudaExperts(ExpertWeights):
             self._down_bias,
             spec.scoring,
             shared_TH,
+            self._tally,
         )
 
     def compile(self, nums_rows: Collection[int]) -> None:

@@ -59,14 +59,17 @@ class CpuRunner:
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
-        return Mixers(shape.layers, kv, states)
+        return Mixers(shape.layers, kv, states, config.fast_math)
 
     def _find_fallback(self) -> str:
         """Why slower code runs than the compiled kernels' replay, or empty."""
         if native.lib is None:
             return f"the compiled kernels are not used: {native.why}. torch computes instead, several times slower"
         if not self.mixers.are_native:
-            return "the compiled kernels do not cover this model's heads; torch computes their layers, several times slower"
+            return (
+                self.mixers.why_not
+                or "the compiled kernels do not cover this model's states; torch computes their layers, several times slower"
+            )
         if self._program is None:
             return "a replay of the recorded forward pass does not give the model's bits; its ops run one by one, slower"
         return ""

@@ -17,16 +17,16 @@ class Graph:
 
     graph: torch.cuda.CUDAGraph
     size: int
-    programs: tuple[int, int, int]  # of the attention kernels: singles, shared, prompts
+    programs: tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
     out: torch.Tensor  # tokens of a decode step, hidden states of another
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is captured: of how many tokens, with how many programs of the attention kernels, and the work itself."""
+    """What is captured: of how many tokens, with how many programs of the kernels, and the work itself."""
 
     size: int
-    programs: tuple[int, int, int]
+    programs: tuple[int, int, int, int]
     run: Callable[[], torch.Tensor]
 
 

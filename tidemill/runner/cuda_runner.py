@@ -20,45 +20,66 @@ import numpy as np
 import torch
 
 from tidemill.config import EngineConfig
+from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
 from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.records import HEADER
+from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
+from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep, StateLists
+from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
+from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
 from tidemill.layers.cuda_lora import CudaLoras
+from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import Report, StepResult, accept, draws, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
-from tidemill.runner.cuda_work import Work, make_work, padded
+from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.state import RowState, upload
+from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
 
 _STEPS_IN_FLIGHT = 2
 _SHARED_PROGRAMS = 128
+_STATES_AT_ONCE = 32  # sequences of a step with prompts
 
 
 @dataclass(slots=True)
 class CudaStep:
-    """What a layer's attention needs."""
+    """What a layer's attention, or its state, needs."""
 
     kv: PagedKV
+    biases: list[torch.Tensor | None]  # of each layer, by distance
     lists: Lists
     positions_T: torch.Tensor
     slots_GT: torch.Tensor
+    numbers: list[int] | None = None  # of each layer, among those with attention; None: they all have it
+    states: CudaStateStep | None = None
 
     def attend(self, layer: int, qkv_TC: torch.Tensor, learned: HeadWeights = PLAIN) -> torch.Tensor:
+        if self.numbers is not None:
+            layer = self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
         slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
         enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, kv.specs[layer], self.positions_T, learned.sinks)
+        spec, bias = kv.specs[layer], self.biases[layer]
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias)
         return out
+
+    def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+        assert self.states is not None
+        return self.states.convolve(layer, projected_TC, learned)
+
+    def scan(self, layer: int, inputs: ScanInputs, learned: StateWeights) -> torch.Tensor:
+        assert self.states is not None
+        return self.states.scan(layer, inputs, learned)
 
 
 @dataclass(slots=True)
@@ -71,15 +92,10 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
-    fallback = ""
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self.model, shape = model, model.config
-        if shape.head_dim & (shape.head_dim - 1) or not 16 <= shape.head_dim <= 256:
-            raise ConfigError(
-                f"The model has heads of {shape.head_dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu."
-            )
         self._device = torch.device("cuda")
         self._decode_sizes = sizes(config.max_draws, ((4, 1), (64, 8), (256, 16), (1024, 32)))
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
@@ -88,18 +104,30 @@ class CudaRunner:
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
         self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
+        self._num_kv_groups = config.layout.num_kv_groups
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
-        self.cache = torch.zeros(
-            config.num_pages + 1, config.layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim,
-            dtype=torch.bfloat16, device=self._device,
-        )  # fmt: skip
+        self.cache = _new_pool(config, shape, self._device)
+        has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
         angles = model.angles(config.max_context, self._device)
-        self._kv = PagedKV(self.cache, self.state.tables, shape.attention_layers, angles, config.layout.places)
+        own = [one for one, has in zip(angles, has_attention, strict=True) if has]
+        biases = model.distance_biases(config.max_context)
+        self._kv = PagedKV(self.cache, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases)
+        self._biases = self._kv.by_distance()
+        missing = uncovered("Triton", shape.attention_layers)
+        if missing and shape.state_layers:
+            raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
+        self._flex = FlexAttention(self._kv) if missing else None
+        self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
+        self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
+        self._states = self._make_states(config)
         self._by_roles = by_roles(shape.attention_layers)
-        group = shape.num_heads // shape.num_kv_heads
-        self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
+        self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
+        group = shape.num_heads // max(1, shape.num_kv_heads)
+        self._members_per_tile, self._prompt_tile = (
+            rows // max(1, group) for rows in (shared_rows(group), prompt_rows(group, self._by_roles))
+        )
         num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
@@ -108,6 +136,7 @@ class CudaRunner:
         self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
         num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + 1024)  # more than any step's lists
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
+        model.count_experts(self._words[LIVE : LIVE + 1])
         self._copies = torch.cuda.Stream()
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
@@ -116,19 +145,21 @@ class CudaRunner:
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
-        self._compile()
+        with refused_if_not_compiled() if self._flex is not None else nullcontext():
+            self._compile()
         pool = torch.cuda.graph_pool_handle()
-        first = config.fast_math  # else the library has been tried at every size
+        # Else libraries have been tried at every size.
+        first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
             (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
-            for has_singles in (False, True)
+            for has_singles in self._either
         }
         self.flash = FlashTrial(False, "batch-invariant")
         if config.fast_math:
             self.flash = (
                 self._try_flash(pool)
-                if flash.covers(shape.attention_layers)
+                if flash.covers(shape.attention_layers) and not shape.state_layers
                 else FlashTrial(False, "not for this model's layers")
             )
         if self.flash.is_taken:
@@ -139,7 +170,7 @@ class CudaRunner:
         self._decode_graphs = {
             (size, shares): capture(self._decode_step(size, shares), pool, first)
             for size in reversed(self._decode_sizes)
-            for shares in (False, True)
+            for shares in self._either
         }
         # For steps in which a token has an adapter: one graph for each size.
         self._lora_mixed_graphs, self._lora_decode_graphs = {}, {}
@@ -152,17 +183,24 @@ class CudaRunner:
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
 
+    def _make_states(self, config: EngineConfig) -> CudaStates | None:
+        layout = config.layout
+        if layout.states is None:
+            return None
+        pool, tables = self.cache.flatten(1).view(torch.uint8), self.state.tables[layout.num_kv_groups :]
+        return CudaStates(PagedStates(pool, tables, layout.states, self.model.config.layers, layout.interval))
+
     def _compile(self) -> None:
         """Every kernel that a step may use, in parallel processes. Then the library's matmuls are tried, and each kernel runs
         once, which loads it."""
         nums_rows = {*self._decode_sizes, *self._mixed_sizes}
-        steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in (True, False)]
-        steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in (True, False)]
+        steps = [self._mixed_step(size, some) for size in one_of_each_kind(self._mixed_sizes) for some in self._either]
+        steps += [self._decode_step(size, some) for size in one_of_each_kind(self._decode_sizes) for some in self._either]
         if self.loras is not None:
             steps += [self._mixed_step(size, True, lora=True) for size in one_of_each_kind(self._mixed_sizes)]
             steps += [self._decode_step(size, True, lora=True) for size in one_of_each_kind(self._decode_sizes)]
         with compile_elsewhere(), compile_only(), self.model.one_layer_of_each_kind():
-            for step in steps:
+            for step in steps if self._flex is None else ():  # torch's ops would read what was not computed
                 step.run()
             self.sampler.warm_up(self.model, self._hidden, self._logits)
             self.model.compile(nums_rows)
@@ -214,10 +252,12 @@ class CudaRunner:
     def _stage(self, plan: StepPlan) -> None:
         self.state.stage(plan)
         self.state.apply()
+        if plan.row_copies:
+            self._pages[[copy.target for copy in plan.row_copies]] = self._pages[[copy.source for copy in plan.row_copies]]
+        for copy in plan.row_copies:
+            self._know(copy.target, copy.params)
         for new in plan.new_rows:
-            params = new.params
-            self._is_plain[new.row], self._asks[new.row] = params.is_plain, params.logprobs is not None
-            self._asks_prompt[new.row] = params.prompt_logprobs is not None or params.pooling is not None
+            self._know(new.row, new.params)
             for table, page_ids in zip(self._tables, new.page_ids, strict=True):
                 table[new.row, : len(page_ids)] = page_ids
         for update in plan.page_updates:
@@ -228,13 +268,21 @@ class CudaRunner:
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
 
+    def _know(self, row: int, params: SamplingParams) -> None:
+        self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
+        self._asks_prompt[row] = params.prompt_logprobs is not None or params.pooling is not None
+
     def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
         table = np.array([part for item in items for part in _parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
-        return make_work(table[:, :3], table[:, 3].astype(bool), self._tables, self._members_per_tile, tile), by_flash
+        tables = self._tables[: self._num_kv_groups]
+        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile)
+        if self._states is not None:
+            work.chains = chains(table[:, :3])
+        return work, by_flash
 
     def _send_back(self, plan: StepPlan, tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
         ready, pinned = torch.cuda.Event(), None
@@ -271,7 +319,8 @@ class CudaRunner:
         return graph.out.clone(), self._logits[:num]  # the next replay writes over the tokens
 
     def _decode_step(self, size: int, shares: bool, lora: bool = False) -> Step:
-        programs = (_num_singles(size), _SHARED_PROGRAMS if shares else 0, 0)
+        num_singles = _num_singles(size) if self.model.config.attention_layers else 0
+        programs = (num_singles, _SHARED_PROGRAMS if shares else 0, 0, size if self._states else 0)
 
         def run() -> torch.Tensor:
             rows, positions = self._tokens_of(size)
@@ -303,7 +352,7 @@ class CudaRunner:
         singles = (_num_singles(min(size, self._max_draws)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
-        programs = (*singles, num_prompts)
+        programs = (*singles, num_prompts, min(size, _STATES_AT_ONCE) if self._states else 0)
 
         def run() -> torch.Tensor:
             return self._hidden[:size].copy_(self._forward(*self._tokens_of(size), programs, by_flash, lora))
@@ -333,21 +382,36 @@ class CudaRunner:
         self,
         rows_T: torch.Tensor,
         positions_T: torch.Tensor,
-        programs: tuple[int, int, int],
+        programs: tuple[int, int, int, int],
         by_flash: bool = False,
         lora: bool = False,
     ) -> torch.Tensor:
-        ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.tables, self.state.page_size)
-        singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
-        prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
-        lists = Lists(self._words, singles, *programs, self._partial, self._done, prompts, self._by_roles)
+        ids, slots = look_up(rows_T, positions_T, self.state.tokens, self.state.kv_tables, self.state.page_size)
         with self.loras.on() if lora and self.loras is not None else nullcontext():
-            return self.model(self.model.embed_tokens(ids, positions_T), CudaStep(self._kv, lists, positions_T, slots))
+            embedded = self.model.embed_tokens(ids, positions_T)
+            if self._flex is not None:
+                return self.model(embedded, self._flex.step(rows_T, positions_T, slots))
+            singles = self._words[HEADER + 2 * padded(rows_T.numel()) :]
+            prompts = flash.Prompts.of(self._words, self.state.tables[0]) if by_flash else None
+            lists = Lists(self._words, singles, *programs[:3], self._partial, self._done, prompts, self._by_roles)
+            states = (
+                None if self._states is None else self._states.step(StateLists(rows_T, positions_T, self._words, programs[3]))
+            )
+            return self.model(embedded, CudaStep(self._kv, self._biases, lists, positions_T, slots, self._numbers, states))
 
     def _pick(self, hidden_SH: torch.Tensor, index_S: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits to where they stay until the next step, a token for each into its row."""
         logits = self.model.logits(hidden_SH, self._logits[: hidden_SH.shape[0]])
         return pick_tokens(logits, index_S, rows, positions, self.state.draws, self.state.tokens)
+
+
+def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) -> torch.Tensor:
+    """Pages of keys and values, or of states where a model has no others; and the null page."""
+    layout, num = config.layout, config.num_pages + 1
+    if layout.states is not None and not shape.attention_layers:
+        return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
+    page = layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim
+    return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
 
 
 def _parts(item: StepItem) -> list[tuple[int, int, int, bool]]:

@@ -1,15 +1,16 @@
-"""A step's work as lists of integers, made on the host with numpy: which tokens, and what each attention kernel does for them."""
+"""A step's work as lists of integers, made on the host with numpy: which tokens, and what the kernels of attention and states do
+for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import triton.language as tl
 
 from tidemill.kernels.cuda import records
 from tidemill.kernels.cuda.attention import BLOCK, SPLIT
-from tidemill.kernels.cuda.records import HEADER, MEMBERS, PROMPTS, SHARED
+from tidemill.kernels.cuda.records import HEADER, LIVE, MEMBERS, PROMPTS, SHARED, STATES
 
 _PER_SPLIT = SPLIT // BLOCK
 _NONE = np.zeros((0, 4), np.int32)
@@ -39,8 +40,9 @@ class Work:
     members: np.ndarray
     prompts: np.ndarray
     last: np.ndarray  # tokens that yield logits
+    chains: np.ndarray = field(default_factory=lambda: _NONE)  # sequences of which states are computed
 
-    def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, int, int]) -> int:
+    def write(self, target: np.ndarray, size: int, padding_row: int, programs: tuple[int, ...]) -> int:
         """All of it to the start of `target`, tokens padded to `size` and each list followed by as many zeros as its
         kernel has programs. Returns where `last` begins; its end is the end."""
         num, at = self.rows.size, HEADER
@@ -49,14 +51,16 @@ class Work:
             at += padded(size)
         places = []
         for values, num_programs in zip(
-            (self.singles, self.shared, self.members, self.prompts), (programs[0], programs[1], 0, 2 * programs[2]), strict=True
+            (self.singles, self.shared, self.members, self.prompts, self.chains),
+            (programs[0], programs[1], 0, 2 * programs[2], (*programs, 0)[3]),
+            strict=True,
         ):
             places.append(at)
             end = at + values.size
             target[at:end] = values.reshape(-1)
             at = end + num_programs * values.shape[1]
             target[end:at] = 0
-        target[[SHARED, MEMBERS, PROMPTS]] = places[1:]
+        target[[SHARED, MEMBERS, PROMPTS, STATES]], target[LIVE] = places[1:], num
         target[at : at + self.last.size] = self.last
         return at
 
@@ -69,6 +73,8 @@ def singles(
 
     A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
     in common in every group, they have in common. Where both have given the page back, neither sees it."""
+    if not tables:
+        return _NONE, _NONE, _NONE
     num_splits = positions // SPLIT + 1
     first_slot = np.cumsum(num_splits) - num_splits
     request = np.repeat(np.arange(rows.size), num_splits)
@@ -153,6 +159,19 @@ def prompts(rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, firsts: np
         (records.PROMPT_ROW, rows[request]),
     )
     return tiles[np.argsort(-(first_positions + lens), kind="stable")]
+
+
+def chains(items: np.ndarray) -> np.ndarray:
+    """Sequences whose states a step computes, those with most tokens first. `items`: [n, 3] row, start, count."""
+    rows, starts, counts = items.T
+    made = _records(
+        records.CHAIN_WIDTH,
+        (records.CHAIN_TOKEN, np.cumsum(counts) - counts),
+        (records.CHAIN_TOKENS, counts),
+        (records.CHAIN_POSITION, starts),
+        (records.CHAIN_ROW, rows),
+    )
+    return made[np.argsort(-counts, kind="stable")]
 
 
 def make_work(items: np.ndarray, samples: np.ndarray, tables: list[np.ndarray], members_per_tile: int, prompt_tile: int) -> Work:

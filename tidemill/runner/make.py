@@ -16,10 +16,11 @@ from tidemill.runner.cpu_runner import CpuRunner
 def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
         return CpuRunner(model, config)
-    from tidemill.runner.cuda_runner import CudaRunner  # needs Triton
+    from tidemill.runner.cuda_encoder import CudaEncoder  # needs Triton
+    from tidemill.runner.cuda_runner import CudaRunner
 
     try:
-        return CudaRunner(cast(CausalLM, model), config)  # resolve() gives encoders a CPU
+        return CudaRunner(cast(CausalLM, model), config) if model.config.pooler is None else CudaEncoder(model, config)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from tidemill.cache_layout import Group
 from tidemill.kernels.attention import block_bounds
 from tidemill.sampling import SamplingParams
-from tidemill.sched.plan import StepPlan
+from tidemill.sched.plan import RowCopy, StepPlan
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -77,9 +77,11 @@ class RowState:
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
         self.kv_tables = [table for table, group in zip(self.tables, groups, strict=True) if not group.is_state]
         self._num_pages = [[0] * len(nums) for _ in range(num_rows)]
+        self._copies: list[RowCopy] = []
 
     def stage(self, plan: StepPlan) -> None:
         self._writes.clear()  # of a step that failed before it applied them
+        self._stage_copies(plan.row_copies)
         for new in plan.new_rows:
             self.params[new.row] = new.params
             self.eos_token_ids[new.row] = new.eos_token_ids
@@ -91,6 +93,8 @@ class RowState:
                 self._add(1, new.row, self.columns[group], page_ids + padding)
                 self._num_pages[new.row][group] = len(page_ids)
             self._add(2, new.row, 0, _draw_words(new.params))
+        for write in plan.token_writes:
+            self._add(0, write.row, write.position, [write.token_id])
         for update in plan.page_updates:
             self._add(1, update.row, self.columns[update.group] + update.first_index, update.page_ids)
             end, nums = update.first_index + len(update.page_ids), self._num_pages[update.row]
@@ -105,6 +109,29 @@ class RowState:
             if item.num_drafts and (only is None or item.row in only):
                 self._add(0, item.row, item.start + item.count - item.num_drafts, plan.drafts[item.row])
 
+    def _stage_copies(self, copies: list[RowCopy]) -> None:
+        self._copies = copies
+        sources = [copy.source for copy in copies]
+        known = [
+            (self.eos_token_ids[row], self.num_prompt[row], self.adapters[row], list(self._num_pages[row])) for row in sources
+        ]
+        for copy, (eos_token_ids, num_prompt, adapter, num_pages) in zip(copies, known, strict=True):
+            row = copy.target
+            self.params[row], self.eos_token_ids[row], self.num_prompt[row] = copy.params, eos_token_ids, num_prompt
+            self.adapters[row], self._num_pages[row] = adapter, num_pages
+            self._add(2, row, 0, _draw_words(copy.params))
+
+    def _copy_rows(self) -> None:
+        """On the device; the sources are read before a target is written."""
+        if self._copies:
+            rows = np.array([(copy.source, copy.target) for copy in self._copies], np.int64).T.copy()
+            longest, on_cpu = max(copy.num_tokens for copy in self._copies), self.tokens.device.type == "cpu"
+            source, target = rows if on_cpu else upload(rows, self.tokens.device)
+            for whole in (self.tokens[:, :longest], self.pages):
+                part = whole.numpy() if on_cpu else whole  # torch starts threads for it, which takes longer than the copy
+                part[target] = part[source]
+            self._copies = []
+
     def is_pooled(self, row: int) -> bool:
         """Its request asks for the pooled states of its prompt, not for tokens."""
         params = self.params[row]
@@ -114,6 +141,7 @@ class RowState:
         self._writes.add(self._offsets[part] + row * self._widths[part] + column, values)
 
     def apply(self) -> None:
+        self._copy_rows()
         self._writes.apply()
 
     def append(self, rows_S: torch.Tensor, positions_S: torch.Tensor, tokens_S: torch.Tensor) -> None:

@@ -6,13 +6,18 @@ longer for all. Both are measured all the time. Where no draft is worth its time
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-_FADE = 0.9  # weight of older guesses with each new one
-_PRIOR = 1.0  # guesses that what is known of all requests counts for, where little is known of one
-_SHAPE, _SCALE = 0.2, 0.3  # how fast the measured times follow
+_FADE = 0.95  # weight of older guesses with each new one
+_PRIOR = 3.0  # guesses that what is known of all requests counts for, where little is known of one
+_SHAPE, _SCALE = 0.2, 0.03  # how fast measured times follow: of one number of tokens, and of all (contexts grow)
+_FIRST = 3  # measurements of a number of tokens, of which the least counts
+_TRIAL = 8  # drafts of a step, before it is known what they cost
+_FORGET_AFTER = 512  # steps without drafts, after which times of steps with them are measured anew
 _LEAST = 0.02  # a draft less likely than this is not considered
 _MARGIN = 1.02  # what a gain must be at least: the estimate is not exact
 
@@ -69,6 +74,8 @@ class StepTimes:
     slope: float
     _scale: float = 0.0
     _shape: dict[tuple[bool, int], float] = field(default_factory=dict)
+    _num_seen: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    _num_without: int = 0  # steps since the last with drafts
 
     def add(self, num_tokens: int, drafted: bool, seconds: float) -> None:
         key = drafted, _bucket(num_tokens)
@@ -77,20 +84,42 @@ class StepTimes:
             self._scale = seconds / expected
         elif seconds > 8 * self._scale * expected:
             return  # something else happened
+        if drafted:
+            self._num_without = 0
         else:
-            self._scale += _SCALE * (seconds / expected - self._scale)
+            self._num_without += 1
+            if self._num_without == _FORGET_AFTER:  # they may have been slow for another reason
+                self._shape = {known: value for known, value in self._shape.items() if not known[0]}
+                self._num_seen = Counter()
         found = self._shape.get(key)
-        self._shape[key] = seconds / self._scale if found is None else found + _SHAPE * (seconds / self._scale - found)
+        self._num_seen[key] += 1
+        if found is None or self._num_seen[key] <= _FIRST:  # the first ones may be slow: something is done for the first time
+            self._shape[key] = min(seconds / self._scale, math.inf if found is None else found)
+            return
+        self._shape[key] += _SHAPE * (seconds / self._scale - found)
+        self._scale += _SCALE * (seconds / found - self._scale)
+
+    def knows(self, num_tokens: int) -> bool:
+        """A step of about so many tokens without drafts was measured."""
+        return (False, _bucket(num_tokens)) in self._shape
+
+    @property
+    def is_believed(self) -> bool:
+        """More than a few steps with drafts were measured."""
+        return sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
 
     def of(self, num_tokens: int, drafted: bool) -> float:
         """In any unit: only ratios mean something before the first is measured."""
         return self._relative(num_tokens, drafted) * (self._scale or 1.0)
 
     def _relative(self, num_tokens: int, drafted: bool) -> float:
+        """With drafts, the first few measurements are not believed: something may have been done for the first time."""
+        is_believed = not drafted or self.is_believed
         found = self._shape.get((drafted, _bucket(num_tokens)))
-        if found is not None:
+        if found is not None and is_believed:
             return found
-        near = min(self._shape, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
+        known = [key for key in self._shape if is_believed or not key[0]]
+        near = min(known, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
         line = 1 + self.slope * (num_tokens - 1)
         return line if near is None else self._shape[near] * line / (1 + self.slope * (near[1] - 1))
 
@@ -101,25 +130,47 @@ def _bucket(num_tokens: int) -> int:
     return num_tokens // step * step
 
 
-def allot(rates: Mapping[int, float], most: Mapping[int, int], num_tokens: int, room: int, times: StepTimes) -> dict[int, int]:
-    """By request, how many drafts: of all numbers of drafts in the step, that with the most expected tokens a second.
+@dataclass(slots=True)
+class Trust:
+    """Drafts that were right over those expected: who is chosen among many was often just lucky before."""
+
+    value: float = 1.0
+    _expected: float = 0.0
+    _right: float = 0.0
+
+    def add(self, num_expected: float, num_right: int) -> None:
+        self._expected, self._right = 0.9 * self._expected + num_expected, 0.9 * self._right + num_right
+        self.value = min(max((self._right + 1.0) / (self._expected + 1.0), 0.1), 1.0)
+
+    def fade(self) -> None:
+        """A step without drafts: after some time there may be some again."""
+        self._expected, self._right = 0.99 * self._expected, 0.99 * self._right
+        self.value = min(max((self._right + 1.0) / (self._expected + 1.0), 0.1), 1.0)
+
+
+def allot(
+    rates: Mapping[int, float], most: Mapping[int, int], num_tokens: int, room: int, times: StepTimes, trust: float = 1.0
+) -> tuple[dict[int, int], float]:
+    """By request, how many drafts: of all numbers of drafts in the step, that with the most expected tokens a second. And how
+    many of them are expected to be right, at full trust.
 
     `rates`: how likely each draft is right if those before it were. `most`: drafts there are. `num_tokens`: of the step without
     drafts, each of which yields one. `room`: drafts that fit."""
+    if not times.knows(num_tokens):
+        return {}, 0.0  # what drafts are to be compared with is measured first
     heap = [(-rate, seq, 1) for seq, rate in rates.items() if most.get(seq)]
     heapify(heap)
-    order, best, expected = list[int](), 0, float(num_tokens)
+    order, best, num_right, best_right = list[int](), 0, 0.0, 0.0
     best_rate = _MARGIN * num_tokens / times.of(num_tokens, False)
+    if not times.is_believed:
+        room = min(room, max(_TRIAL, num_tokens // 4))  # what steps with drafts take is found out with few
     while heap and len(order) < room and heap[0][0] < -_LEAST:
         chance, seq, number = heappop(heap)
         order.append(seq)
-        expected -= chance
-        rate = expected / times.of(num_tokens + len(order), True)
+        num_right -= chance
+        rate = (num_tokens + trust * num_right) / times.of(num_tokens + len(order), True)
         if rate > best_rate:
-            best, best_rate = len(order), rate
+            best, best_rate, best_right = len(order), rate, num_right
         if number < most[seq]:
             heappush(heap, (chance * rates[seq], seq, number + 1))
-    given: dict[int, int] = {}
-    for seq in order[:best]:
-        given[seq] = given.get(seq, 0) + 1
-    return given
+    return Counter(order[:best]), best_right

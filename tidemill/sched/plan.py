@@ -33,6 +33,23 @@ class RowPages(msgspec.Struct, frozen=True):
     page_ids: list[int]
 
 
+class RowCopy(msgspec.Struct, frozen=True):
+    """A fork takes a row: a copy of its source's, of its first tokens and its page tables, as they are before this plan."""
+
+    source: int
+    target: int
+    num_tokens: int
+    params: SamplingParams
+
+
+class TokenWrite(msgspec.Struct, frozen=True):
+    """A token of a row that is another than the runner has there."""
+
+    row: int
+    position: int
+    token_id: int
+
+
 class StepItem(msgspec.Struct, frozen=True, gc=False):
     """One request's part of the step: tokens start .. start + count - 1 of its row, the last `num_drafts` of them guesses."""
 
@@ -55,6 +72,8 @@ class StepPlan:
     step: int
     items: list[StepItem] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
+    row_copies: list[RowCopy] = field(default_factory=list)  # read all, write all, before any other change of rows
+    token_writes: list[TokenWrite] = field(default_factory=list)  # never of a row in `new_rows`
     page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
@@ -72,6 +91,8 @@ class Unsent:
     """Changes of rows and pages that no plan has sent to the runner. They go with the next plan that computes something."""
 
     rows: dict[int, Request] = field(default_factory=dict)  # taken by new requests
+    row_copies: dict[int, RowCopy] = field(default_factory=dict)  # by the row taken
+    token_writes: dict[int, TokenWrite] = field(default_factory=dict)  # by row
     page_updates: dict[int, list[RowPages]] = field(default_factory=dict)  # by row, as are the copies
     page_copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     page_zeroes: list[int] = field(default_factory=list)
@@ -88,9 +109,18 @@ class Unsent:
         """New rows whose copies would read one of these pages."""
         return [row for row in self.rows if any(source in pages for source, _ in self.page_copies.get(row, ()))]
 
+    def fork(self, request: Request, source: int, spare: list[PageChange]) -> None:
+        """The request takes a row as a copy of its source's, or in full if the runner does not know all of that one yet.
+        `spare`: entries of the source's page tables that the fork does not have."""
+        if any(source in changes for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates)):
+            self.rows[request.row] = request
+            return
+        self.row_copies[request.row] = RowCopy(source, request.row, len(request.tokens), request.params)
+        self.update_pages(request.row, spare)
+
     def forget(self, row: int) -> None:
-        """The row's request has left it."""
-        for changes in (self.rows, self.page_updates, self.page_copies):
+        """The row's request has left it. What is copied from it is still there when the next plan is carried out."""
+        for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies):
             changes.pop(row, None)
 
     def send_with(self, plan: StepPlan, tables: Callable[[int], list[list[int]]]) -> None:
@@ -107,6 +137,8 @@ class Unsent:
             )
             for row, new in self.rows.items()
         ]
+        plan.row_copies = list(self.row_copies.values())
+        plan.token_writes = [write for row, write in self.token_writes.items() if row not in self.rows]
         plan.page_updates = [
             each
             for row, of_row in self.page_updates.items()

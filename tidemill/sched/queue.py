@@ -96,7 +96,7 @@ class _Class:
     def push(self, request: Request, now: float) -> None:
         self.num_waiting += 1
         request.account.num_waiting += 1
-        if request.parent is None:
+        if request.parent is None and not request.is_held:
             self.make_ready(request, now)
 
     def make_ready(self, request: Request, now: float) -> None:
@@ -143,7 +143,7 @@ class _Class:
             assert tenant.num_requests >= tenant.num_waiting >= len(tenant.ready)
             assert tenant.ready == sorted(tenant.ready, key=_place)
             assert tenant.by_age == sorted(tenant.ready, key=_age)
-            assert all(request.parent is None for request in tenant.ready)
+            assert all(request.parent is None and not request.is_held for request in tenant.ready)
 
 
 class WaitingQueue:
@@ -179,12 +179,13 @@ class WaitingQueue:
         self._classes[request.in_background].leave(request)
 
     def push(self, request: Request, now: float) -> None:
-        """Queue a request that has joined. It can be chosen once it does not wait for a prompt that it will share."""
+        """Queue a request that has joined. It can be chosen once it does not wait for a prompt that it will share, nor for a
+        token."""
         self._requests[request.seq] = request
         self._classes[request.in_background].push(request, now)
 
     def make_ready(self, request: Request, now: float) -> None:
-        """A queued request does not wait for another's prompt any more."""
+        """A queued request does not wait for another's prompt or for a token any more."""
         self._classes[request.in_background].make_ready(request, now)
 
     def remove(self, request: Request) -> None:
@@ -215,7 +216,7 @@ class WaitingQueue:
         assert len(self) == sum(kind.num_waiting for kind in self._classes)
 
 
-def _place(request: Request) -> tuple[int, int]:
+def _place(request: Request) -> tuple[int, int, int]:
     return request.place
 
 

@@ -44,6 +44,7 @@ class Request:
     adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
+    root: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
 
     status: Status = Status.WAITING
     row: int = -1
@@ -54,6 +55,7 @@ class Request:
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
+    is_held: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
     deferred_because: str = ""
     path: Path | None = None  # of its tokens when it was last queued; made once, however often admission is tried
     started_s: float | None = None
@@ -65,7 +67,8 @@ class Request:
     account: Tenant = field(init=False)  # set when it is queued for the first time
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+        self.num_prompt = self.num_prompt or len(self.tokens)
+        self.root = self.seq if self.root < 0 else self.root
         self.in_background = self.priority >= BACKGROUND
 
     @property
@@ -88,14 +91,14 @@ class Request:
         return started - self.arrival_s, first - started, now - first
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Order in the queue: lower priority value, then earlier arrival."""
-        return (self.priority, self.seq)
+    def place(self) -> tuple[int, int, int]:
+        """Order in the queue: lower priority value, then earlier arrival; a fork comes right behind what it was forked from."""
+        return (self.priority, self.root, self.seq)
 
     @property
-    def rank(self) -> tuple[bool, bool, int, int]:
+    def rank(self) -> tuple[bool, bool, int, int, int]:
         """Order of running requests; the last one is preempted first. Ageing holds on: what it let start, it lets finish."""
-        return (self.in_background, not self.is_aged, self.priority, self.seq)
+        return (self.in_background, not self.is_aged, self.priority, self.root, self.seq)
 
     def yields_to(self, other: Request) -> bool:
         """It can be preempted so that `other` starts."""

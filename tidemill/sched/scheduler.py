@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -20,7 +21,7 @@ from tidemill.kv.manager import KVManager
 from tidemill.kv.prefix import Path
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
-from tidemill.sched.plan import StepItem, StepPlan, Unsent
+from tidemill.sched.plan import StepItem, StepPlan, TokenWrite, Unsent
 from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
@@ -126,7 +127,8 @@ class Scheduler:
             if made and resumed is None:
                 made[0].children.append(request)
             if resumed is None:
-                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant))
+                num_beams = params.beams.width if params.beams else 1
+                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant, num_beams))
             else:
                 request.tokens += resumed[index]
                 request.first_token_s = now if resumed[index] else None
@@ -135,6 +137,63 @@ class Scheduler:
             self.waiting.join(request)
             self.waiting.push(request, now)
         return made
+
+    def fork(self, request: Request, request_id: str, params: SamplingParams | None = None) -> Request:
+        """Another request with the same tokens, at any point of a request's life. It shares the pages of what is computed, and
+        each copies a shared page before it writes to it. It ranks right behind its source. If it is decoding and there is a row,
+        it takes it at once; else it is queued. Where pages cannot be shared (states, windows that have moved on, a source that
+        was preempted), it starts from what the prefix cache has.
+        `params`: its own, the same as the source's if not given."""
+        now, tokens = self._clock.now(), request.tokens
+        child = replace(
+            request,
+            request_id=request_id,
+            seq=self._next_seq,
+            tokens=list(tokens),
+            params=params or request.params,
+            children=[],
+            status=Status.WAITING,
+            row=-1,
+            num_computed=0,
+            num_in_flight=0,
+            drafts=(),
+            writable_end=0,
+            epoch=0,
+            path=None,
+        )
+        self._next_seq += 1
+        self._requests[child.seq] = child
+        self.waiting.join(child)
+        if child.parent is not None:
+            child.parent.children.append(child)
+        start, num_pages = min(request.num_computed, len(tokens) - 1), 0
+        if start and self.kv.holds(request.seq) and self.kv.can_fork_at(request.seq, start):
+            request.writable_end = 0
+            child.num_computed = start
+            num_pages = self.kv.fork(request.seq, child.seq, start)
+        self._emit(events.Forked(now, request_id, request.request_id, num_pages))
+        if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self._free_rows:
+            self._take_row(child)
+            self._unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
+            return child
+        self.waiting.push(child, now)
+        if num_pages:
+            insort(self._forked, child, key=_place)
+        return child
+
+    def choose(self, request: Request, token: int) -> None:
+        """What the latest token of a held request is to be; it goes on with it."""
+        request.tokens[-1] = token
+        request.path = None
+        request.is_held = False
+        if request.status is Status.RUNNING:
+            self._unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
+        elif request.parent is None:
+            self.waiting.make_ready(request, self._clock.now())
+
+    def drop(self, request: Request) -> None:
+        """Forget a fork that is not continued, while others of its family are: without an event of its own."""
+        self._remove(request)
 
     def abort(self, request: Request, reason: str) -> None:
         """Forget a request at any moment; its row and pages are free at once."""
@@ -147,12 +206,16 @@ class Scheduler:
 
     def discard(self, request: Request, reason: str) -> None:
         """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
+        self.clear(request)
+        self.abort(request, reason)
+
+    def clear(self, request: Request) -> None:
+        """Take its pages from a request that ends, because they hold NaN."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
             pages = self.kv.discard(request.seq)
             self._unsent.page_zeroes += pages
             for row in self._unsent.rows_that_copy(pages):
                 self._preempt(self._unsent.rows[row], "the page that it was to copy holds NaN")
-        self.abort(request, reason)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
@@ -181,6 +244,7 @@ class Scheduler:
         if not plan.items and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background_budget  # no other request can use this step
             self._fill(plan, state)
+            self._make_held_yield(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
             self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
@@ -201,11 +265,19 @@ class Scheduler:
                 num_running=len(self.running),
                 num_waiting=len(self.waiting),
                 num_free_pages=self.kv.num_free_pages,
-                tokens_of=tuple((self._requests[item.seq].request_id, item.count) for item in plan.items),
+                tokens_of=self._tokens_of(plan),
                 drafts_of=tuple((self._requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts),
             )
         )
         return plan
+
+    def _tokens_of(self, plan: StepPlan) -> tuple[tuple[str, int], ...]:
+        """By request id; beams have the same."""
+        num_tokens: dict[str, int] = {}
+        for item in plan.items:
+            request_id = self._requests[item.seq].request_id
+            num_tokens[request_id] = num_tokens.get(request_id, 0) + item.count
+        return tuple(num_tokens.items())
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
         if self.policy.prefill_first:
@@ -215,6 +287,13 @@ class Scheduler:
         else:
             self._plan_decode(plan, state)
             self._plan_prefill(plan, state)
+
+    def _make_held_yield(self, plan: StepPlan, state: StepState) -> None:
+        """Nothing runs but requests that are held: until others, on which they wait, get their rows and pages, take theirs."""
+        while not plan.items and (held := [request for request in self.running if request.is_held]):
+            self._preempt(held[-1], "held, and those that it waits for have no slot or pages")
+            state.num_running = state.num_running_before = len(self.running)
+            self._fill(plan, state)
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, Sequence[int]]) -> list[Progress]:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
@@ -230,6 +309,7 @@ class Scheduler:
             if not item.samples:
                 continue
             request.num_in_flight -= 1
+            request.is_held = request.params.beams is not None
             kept, reason = _append(request, sampled[item.row])
             if request.first_token_s is None:
                 request.first_token_s = now
@@ -275,8 +355,8 @@ class Scheduler:
                 continue
             if request.num_output + request.num_in_flight >= request.max_tokens:
                 continue  # its last token is under way
-            if request.num_in_flight and request.params.grammar is not None:
-                continue  # which tokens may come depends on the one under way
+            if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
+                continue  # what comes next depends on the one under way
             drafts = self._drafts_of(request, state) if request.drafts else ()
             end = request.num_computed + 1 + len(drafts)
             if end > request.writable_end:
@@ -428,10 +508,12 @@ class Scheduler:
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
         if forked:
+            if self.kv.extend(request.seq, request.num_known, windows=False) is None:
+                return False
             copies = self.kv.copies_to_write(request.seq, request.num_computed, request.num_known)
             if copies is None:
                 return False
-            reason = f"shares the prompt of its first sample: {request.num_computed} of {request.num_known} tokens"
+            reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
         else:
             reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
             start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve)
@@ -443,15 +525,13 @@ class Scheduler:
             reason = f"prefix hit {start.num_cached} of {request.num_known}"
             if start.num_matching > start.num_cached:
                 reason += f" ({start.num_matching} match)"
-            if request.params.needs_whole_prompt:
+            if request.params.num_reusable < self.kv.page_size:
                 reason = "prefix cache not used: the request asks about the whole prompt"
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
             self._forked.remove(request)
-        insort(self.running, request, key=_rank)
-        request.row = self._free_rows.pop()
-        request.status = Status.RUNNING
+        self._take_row(request)
         request.deferred_because = ""
         queued_s = now - request.arrival_s
         if request.started_s is None:
@@ -462,6 +542,11 @@ class Scheduler:
         self._plan_copies(request, copies)
         self._unsent.rows[request.row] = request
         return True
+
+    def _take_row(self, request: Request) -> None:
+        insort(self.running, request, key=_rank)
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
 
     def _defer(self, request: Request, reason: str) -> None:
         if request.deferred_because != reason:
@@ -544,13 +629,13 @@ class Scheduler:
     def _pages_to_start(self, request: Request) -> int:
         """Free pages that admission would take now."""
         if self.kv.holds(request.seq):
-            return self.kv.num_copies_to_write(request.seq, request.num_computed, request.num_known)
+            return self.kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
         return self.kv.num_pages_to_admit(request.num_known, self._path(request))
 
     def _path(self, request: Request) -> Path:
-        """Its tokens in the prefix cache. Prompt logprobs need every position computed, so then nothing is found."""
+        """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
         if request.path is None:
-            request.path = self.kv.path(request.tokens, request.salt, is_findable=not request.params.needs_whole_prompt)
+            request.path = self.kv.path(request.tokens, request.salt, request.params.num_reusable)
         return request.path
 
     def _victim(self) -> Request:
@@ -634,7 +719,9 @@ class Scheduler:
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
         assert all(self._unsent.rows[row].row == row for row in self._unsent.rows)
-        assert {*self._unsent.page_updates, *self._unsent.page_copies} <= set(rows)
+        changed = (self._unsent.row_copies, self._unsent.token_writes, self._unsent.page_updates, self._unsent.page_copies)
+        assert {row for changes in changed for row in changes} <= set(rows)
+        assert not any(request.is_held and request.num_in_flight for request in self.running)
         for request in self.running:
             assert self.kv.holds(request.seq)
             for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
@@ -644,11 +731,11 @@ class Scheduler:
             assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
 
 
-def _rank(request: Request) -> tuple[bool, bool, int, int]:
+def _rank(request: Request) -> tuple[bool, bool, int, int, int]:
     return request.rank
 
 
-def _place(request: Request) -> tuple[int, int]:
+def _place(request: Request) -> tuple[int, int, int]:
     return request.place
 
 
@@ -664,6 +751,8 @@ def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | N
 
 
 def _finish_reason(request: Request, token: int) -> str | None:
+    if request.is_held:
+        return None  # its latest token is not decided
     if request.num_output >= request.params.min_tokens:
         if token in request.eos_token_ids and not request.params.ignore_eos:
             return "stop"

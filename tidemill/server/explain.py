@@ -56,6 +56,9 @@ class Story:
     first_token_s: float | None = None
     ended: str = ""
     num_output: int = 0
+    num_beams: int = 1
+    num_reordered: int = 0  # steps after which other beams went on than before
+    num_forks: int = 0
     num_drafts: int = 0
     num_right: int = 0
 
@@ -80,6 +83,7 @@ class Story:
             if span is not None and (span.seconds or span.num):
                 row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
                 spans.append(row | {"because": self._because(name, span)})
+        beams = {"width": self.num_beams, "reorderings": self.num_reordered, "forks": self.num_forks}
         return {
             "id": self.request_id.partition("/")[2],  # without the tenant
             "object": "explanation",
@@ -93,7 +97,7 @@ class Story:
             "accepted_tokens": self.num_right,
             "admission": self.admitted_because,
             "spans": spans,
-        }
+        } | ({"beams": beams} if self.num_beams > 1 else {})
 
     def _because(self, name: str, span: _Span) -> str:
         if name == "queued":
@@ -181,7 +185,8 @@ class Explainer:
         now = event.time_s
         match event:
             case events.Submitted():
-                self._live[event.request_id] = Story(event.request_id, event.tenant, event.num_prompt, now, now)
+                made = Story(event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams)
+                self._live[event.request_id] = made
             case events.StepPlanned():
                 self._begin(event, now)
             case events.StepDone():
@@ -191,7 +196,7 @@ class Explainer:
                 self._dissolve()
                 for one in self._live.values():
                     one.lose_engine()
-            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken():
+            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered():
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
@@ -241,6 +246,9 @@ class Explainer:
                     story.preempted.append(event.reason)
             case events.FirstToken():
                 story.first_token_s = now
+            case events.BeamsReordered():
+                story.num_reordered += 1
+                story.num_forks += len(event.parents) - len(set(event.parents))
 
     def _begin(self, event: events.StepPlanned, now: float) -> None:
         drafts = dict(event.drafts_of)
@@ -255,7 +263,8 @@ class Explainer:
         for request_id, count in here - group.members:
             story = self._live.get(request_id)
             if story is not None and story.state not in ("prefill", "decode"):  # or its step before is still running
-                story.change(now, "prefill" if count > 1 or story.first_token_s is None else "decode")
+                is_prompt = count > story.num_beams or story.first_token_s is None
+                story.change(now, "prefill" if is_prompt else "decode")
 
     def _end(self, step: int, now: float) -> None:
         tokens_of = self._steps.pop(step, ())
@@ -273,7 +282,7 @@ class Explainer:
                 continue
             following = ahead.get(request_id)
             was_decoding = story.state == "decode"
-            state = "between steps" if following is None else "prefill" if following > 1 else "decode"
+            state = "between steps" if following is None else "prefill" if following > story.num_beams else "decode"
             _count(story.change(now, state), count, len(tokens_of), num_tokens)
             if was_decoding and count == 1 and state != "prefill":
                 group.take_in(story)

@@ -12,11 +12,14 @@ from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_BEAMS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_STOP_REGEXES,
     MAX_STOPS,
+    Beams,
     Grammar,
     SamplingParams,
     closed,
@@ -112,13 +115,12 @@ _OFF = 0, -1
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # llama.cpp
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
-    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "repeat_last_n": (-1,), "lora": ([],),
+    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "return_progress": (False,), "response_fields": ([],), "penalize_newline": (True,),
-    "penalize_nl": (True,),
+    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,),
     # vLLM
-    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "spaces_between_special_tokens": (True,),
-    "include_reasoning": (True,), "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
+    "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
     # SGLang
     "separate_reasoning": (True,), "stream_reasoning": (True,), "no_stop_trim": (False,), "return_hidden_states": (False,),
     "tfs_z": (1,),
@@ -133,7 +135,7 @@ class SamplingRequest(Body):
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
         "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
-        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "verbose",
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
     })  # fmt: skip
 
     model: str | None = None
@@ -153,8 +155,10 @@ class SamplingRequest(Body):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
+    repeat_last_n: int | None = Field(default=None, ge=-1)  # how many of the latest tokens penalties count; -1: all
     min_tokens: int | None = None
     n_predict: int | None = Field(default=None, ge=-1)  # llama.cpp's max_tokens; -1: up to the end of the context
+    stop_regex: str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
     bad_words: list[BadWord] | None = Field(default=None, max_length=MAX_BAD_WORDS // 2)
@@ -180,8 +184,14 @@ class SamplingRequest(Body):
     logprob_token_ids: list[int] | None = Field(
         default=None, min_length=1, max_length=MAX_LOGPROB_IDS
     )  # instead of the likeliest
+    use_beam_search: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)  # of which n are returned: samples, or beams
+    length_penalty: float | None = None  # of beam search
+    early_stopping: bool | Literal["never"] | None = None  # of beam search
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
+    return_progress: bool = False  # of the prompt, in chunks before the first token
+    verbose: bool = False  # return the prompt as __verbose
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
@@ -222,9 +232,11 @@ class SamplingRequest(Body):
             raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            if getattr(self, name) is not None:
-                given[name] = tuple(getattr(self, name))
+        for name in ("stop_regex", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = (value,) if isinstance(value, str) else tuple(value)
+        if self.repeat_last_n is not None:
+            given["penalty_window"] = self.repeat_last_n
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
             what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
             raise InvalidRequest(what, param="logprob_token_ids")
@@ -236,7 +248,22 @@ class SamplingRequest(Body):
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
         if "grammar" not in more:
             given["grammar"] = self._asked_grammar()
-        return SamplingParams(**given | more)
+        return SamplingParams(**given | more, beams=self._beams())
+
+    def _beams(self) -> Beams | None:
+        """Their number is best_of, or n."""
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+                if getattr(self, name) not in (None, neutral):
+                    raise InvalidRequest(f"{name} is only allowed with use_beam_search.", param=name)
+            return None
+        if self.stream:
+            raise InvalidRequest("use_beam_search cannot be streamed: the beams are known only at the end.", param="stream")
+        width, name = (self.n or 1, "n") if self.best_of is None else (self.best_of, "best_of")
+        if width > MAX_BEAMS:
+            raise InvalidRequest(f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name)
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return Beams(width, penalty, self.early_stopping or False)
 
     def _asked_grammar(self) -> Grammar | None:
         names = [name for name in ("structured_outputs", "response_format", *_GRAMMARS) if getattr(self, name) is not None]
@@ -261,7 +288,6 @@ class CompletionRequest(SamplingRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     add_special_tokens: bool = True
     suffix: str | None = None  # the output comes before it
 
@@ -278,7 +304,8 @@ class CompletionRequest(SamplingRequest):
                 raise InvalidRequest(f"best_of is {self.best_of}, less than n.", param="best_of")
             if self.stream:
                 raise InvalidRequest("best_of cannot be streamed: the best sample is known only at the end.", param="best_of")
-            more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
+            if not self.use_beam_search:
+                more |= {"n": self.best_of, "logprobs": self.logprobs or 0}
         return self.sampling(**more)
 
     @field_validator("prompt")
@@ -356,6 +383,8 @@ class ChatRequest(SamplingRequest, ChatMessages):
         more["max_tokens"] = self.most_tokens(
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
+        if not self.use_beam_search and self.best_of not in (None, self.n or 1):
+            raise InvalidRequest("Of a chat, best_of is only allowed with use_beam_search.", fix="Use n.", param="best_of")
         if self.must_call:  # a response format, if there is one, is for answers without a call
             name = self.chosen.name if isinstance(self.chosen, NamedTool) else None
             several = name is None and self.parallel_tool_calls is not False

@@ -10,18 +10,21 @@ from tidemill.weights.checkpoint import WeightTensor
 
 
 class View:
-    """The same tensor under another name. `transposed`: of a matrix that is stored as plain numbers."""
+    """The same tensor under another name. If it is stored as plain numbers: `transposed`, or with its `rows` in this order."""
 
-    def __init__(self, tensor: WeightTensor, name: str, transposed: bool = False) -> None:
-        self._tensor, self._transposed = tensor, transposed
+    def __init__(self, tensor: WeightTensor, name: str, transposed: bool = False, rows: torch.Tensor | None = None) -> None:
+        self._tensor, self._transposed, self._rows = tensor, transposed, rows
         self.name, self.type_name, self.num_bytes = name, tensor.type_name, tensor.num_bytes
         self.shape = tensor.shape[::-1] if transposed else tensor.shape
 
     def read_into(self, out: torch.Tensor) -> None:
-        stored = torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device) if self._transposed else out
+        is_plain = not self._transposed and self._rows is None
+        stored = out if is_plain else torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device)
         self._tensor.read_into(stored)
         if self._transposed:
             out.copy_(stored.t())
+        elif self._rows is not None:
+            out.copy_(stored[self._rows.to(out.device)])
 
     def codes(self) -> Codes | None:
         return self._tensor.codes()

@@ -1,4 +1,5 @@
-"""Causal attention over the paged cache: any number of query tokens per request, grouped query heads in one tile.
+"""Attention over the paged cache: any number of query tokens per request, grouped query heads in one tile. Causal; or, of
+prompts that are computed whole, bidirectional.
 
 The order of summation depends on a query's position alone. Keys are taken in blocks of 64 from position 0 on; blocks within
 a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order:
@@ -97,6 +98,16 @@ def _capped(scores, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _biased(scores, bias_ptr, bias_width, head, positions, keys, seen, scale, SOFTCAP: tl.constexpr, BIAS: tl.constexpr):
+    """With what the head's row of the table has for the distance of each key, that of 0 in the middle."""
+    if BIAS:
+        at = (head * bias_width + bias_width // 2 - positions)[:, None] + keys[None, :]
+        bias = tl.load(bias_ptr + at, mask=seen, other=0.0)
+        scores = scores + bias if SOFTCAP else tl.fma(scores, tl.zeros_like(scores) + scale, bias)
+    return scores
+
+
+@triton.jit
 def _sink(sinks_ptr, head, valid, like, factor, SINKS: tl.constexpr):
     """The top and the total of a row before its first key. `factor`: of the softmax's exponents."""
     if SINKS:
@@ -123,9 +134,10 @@ def _queries(qkv_ptr, token, head, valid, NUM_HEADS: tl.constexpr, NUM_KV_HEADS:
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_prompts(
-    qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, sinks_ptr, layer_run, runs_per_page, table_width, scale,
-    factor, softcap, window,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WORD: tl.constexpr,
+    qkv_ptr, cache_desc, cache_ptr, table_ptr, out_ptr, lists_ptr, sinks_ptr, bias_ptr, ends_ptr, layer_run, runs_per_page,
+    table_width, scale, factor, softcap, window, bias_width,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr, BOTH_WAYS: tl.constexpr,
+    WORD: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +150,8 @@ def _attend_prompts(
     num = tl.load(tile + PROMPT_TOKENS)
     while num > 0:
         token0 = tl.load(tile + PROMPT_TOKEN).to(tl.int64)
-        start, table = tl.load(tile + PROMPT_POSITION), table_ptr + tl.load(tile + PROMPT_ROW).to(tl.int64) * table_width
+        start, row = tl.load(tile + PROMPT_POSITION), tl.load(tile + PROMPT_ROW).to(tl.int64)
+        table = table_ptr + row * table_width
         token, head, valid = token0 + rows // group, kv_head * group + rows % group, rows // group < num
         positions = start + rows // group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
@@ -146,7 +159,11 @@ def _attend_prompts(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         all_acc = acc
         all_top, all_total = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
+        end = start + num  # after the last key
         num_whole = (start + 1) // BLOCK  # blocks of which every row sees every key
+        if BOTH_WAYS:
+            end = tl.load(ends_ptr + row)
+            num_whole = end // BLOCK
         first = 0
         if WINDOW:  # none is known to be whole
             first = tl.maximum(start - window + 1, 0) // BLOCK
@@ -158,24 +175,32 @@ def _attend_prompts(
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             scores = _capped(tl.dot(q, cache_desc.load([run, 0]).T), scale, softcap, SOFTCAP)
+            keys = block * BLOCK + tl.arange(0, BLOCK)
+            whole = valid[:, None] & (keys >= 0)[None, :]
+            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, whole, scale, SOFTCAP, BIAS)
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
             acc = tl.dot(weights, cache_desc.load([run + NUM_KV_HEADS * BLOCK, 0]), acc * shrink[:, None])
-        for block in tl.range(num_whole, tl.cdiv(start + num, BLOCK), num_stages=1):
+        for block in tl.range(num_whole, tl.cdiv(end, BLOCK), num_stages=1):
             if (block % per_split == 0) & (block > first):
                 all_acc, all_top, all_total = _merge(all_acc, all_top, all_total, acc, top, _in_all(total, ROWS), factor)
                 acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
                 top = tl.full((ROWS,), float("-inf"), tl.float32)
             keys = block * BLOCK + tl.arange(0, BLOCK)
-            there = keys < start + num  # past the end may lie anything
+            there = keys < end  # past the end may lie anything
             keys_ptr = cache_ptr + (tl.load(table + block).to(tl.int64) * runs_per_page + layer_run + kv_head) * (BLOCK * DIM)
             at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             seen = keys[None, :] <= positions[:, None]
+            if BOTH_WAYS:
+                seen = (rows >= 0)[:, None] & there[None, :]
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - window
-            scores = tl.where(seen, _capped(tl.dot(q, k), scale, softcap, SOFTCAP), float("-inf"))
+            scores = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
+            biased = valid[:, None] & there[None, :]
+            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
+            scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
@@ -190,9 +215,9 @@ def _attend_prompts(
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_shared(
-    qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, positions_ptr, layer_run, runs_per_page, table_width, scale,
-    factor, softcap, window,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WORD: tl.constexpr,
+    qkv_ptr, cache_desc, table_ptr, partial_ptr, lists_ptr, positions_ptr, bias_ptr, layer_run, runs_per_page, table_width,
+    scale, factor, softcap, window, bias_width,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WORD: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -210,8 +235,8 @@ def _attend_shared(
         member = members_ptr + (member0 + rows // group) * MEMBER_WIDTH
         token = tl.load(member + MEMBER_TOKEN, mask=valid, other=0).to(tl.int64)
         slot = tl.load(member + MEMBER_SLOT, mask=valid, other=0).to(tl.int64)
-        if WINDOW:
-            oldest = tl.load(positions_ptr + token, mask=valid, other=0) - window  # and the first key that is not seen any more
+        if WINDOW or BIAS:
+            positions = tl.load(positions_ptr + token, mask=valid, other=0)
         head = kv_head * group + rows % group
         q = _queries(qkv_ptr, token, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
@@ -219,9 +244,12 @@ def _attend_shared(
         for block in range(SPLIT // BLOCK):
             run = (tl.load(table + block) * runs_per_page + layer_run + kv_head) * BLOCK
             scores = _capped(tl.dot(q, cache_desc.load([run, 0]).T), scale, softcap, SOFTCAP)
+            keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)
+            if BIAS:
+                whole = valid[:, None] & (keys >= 0)[None, :]
+                scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, whole, scale, SOFTCAP, BIAS)
             if WINDOW:
-                keys = split * SPLIT + block * BLOCK + tl.arange(0, BLOCK)
-                scores = tl.where(keys[None, :] > oldest[:, None], scores, float("-inf"))
+                scores = tl.where(keys[None, :] > positions[:, None] - window, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(q.dtype)
@@ -270,9 +298,9 @@ def _merge_parts(
 
 @triton.jit(do_not_specialize=["layer_run"])
 def _attend_single(
-    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, layer_run, runs_per_page, table_width,
-    scale, factor, softcap, window,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    qkv_ptr, cache_ptr, table_ptr, out_ptr, partial_ptr, done_ptr, singles_ptr, sinks_ptr, bias_ptr, layer_run, runs_per_page,
+    table_width, scale, factor, softcap, window, bias_width,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -307,7 +335,10 @@ def _attend_single(
             )
             at = tl.arange(0, BLOCK) * DIM
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
-            scores = tl.where(seen[None, :], _capped(tl.dot(q, k), scale, softcap, SOFTCAP), float("-inf"))
+            scores = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
+            biased = valid[:, None] & there[None, :]
+            scores = _biased(scores, bias_ptr, bias_width, head, position + rows * 0, keys, biased, scale, SOFTCAP, BIAS)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
@@ -358,6 +389,7 @@ class Lists:
     done: torch.Tensor  # int32 [tokens, KV heads], zeros
     prompts: PromptAttention | None = None  # None: ours
     by_roles: bool = False  # ours is the kernel made for this GPU
+    ends: torch.Tensor | None = None  # int32, of each row of the page table: where its prompt ends, if layers are bidirectional
 
 
 def attend(
@@ -370,30 +402,34 @@ def attend(
     spec: AttentionSpec,
     positions_T: torch.Tensor,
     sinks_N: torch.Tensor | None = None,
+    bias_NW: torch.Tensor | None = None,
 ) -> None:
     """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
-    go to `out_TC`."""
+    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     assert page_size == BLOCK
     desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
     where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.stride(0))
-    scale = spec.scale if spec.softcap else spec.scale * _LOG2_E
-    how_much = (scale, _LOG2_E if spec.softcap else scale, spec.softcap, spec.window)
+    has_bias = bias_NW is not None
+    is_scaled = spec.softcap > 0 or has_bias  # before the softmax
+    scale = spec.scale if is_scaled else spec.scale * _LOG2_E
+    how_much = (scale, _LOG2_E if is_scaled else scale, spec.softcap, spec.window, 0 if bias_NW is None else bias_NW.shape[1])
     common = {"NUM_HEADS": num_heads, "NUM_KV_HEADS": num_kv_heads, "DIM": dim, "SPLIT": SPLIT, "BLOCK": BLOCK, **HOW}
-    common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0}
+    common |= {"WINDOW": spec.window > 0, "SOFTCAP": spec.softcap > 0, "BIAS": has_bias}
     has_sinks = {"SINKS": sinks_N is not None}
-    sinks = qkv_TC if sinks_N is None else sinks_N  # not read if there are none
+    unused = qkv_TC
+    sinks, bias, ends = (unused if one is None else one for one in (sinks_N, bias_NW, lists.ends))
     if lists.num_shared:
         launch(
             _attend_shared, (num_kv_heads, lists.num_shared),
-            qkv_TC, desc, table, lists.partial, lists.words, positions_T, *where, *how_much, WORD=SHARED,
+            qkv_TC, desc, table, lists.partial, lists.words, positions_T, bias, *where, *how_much, WORD=SHARED,
             ROWS=shared_rows(group), num_warps=4, num_stages=2, **common,
         )  # fmt: skip
     if lists.num_single:
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
-            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, *where, *how_much,
+            qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
             ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:
@@ -407,8 +443,9 @@ def attend(
     elif lists.num_prompts:
         launch(
             _attend_prompts, (num_kv_heads, lists.num_prompts),
-            qkv_TC, desc, cache, table, out_TC, lists.words, sinks, *where, *how_much, WORD=PROMPTS,
-            ROWS=prompt_rows(group, by_roles=False), num_warps=4, num_stages=2, **has_sinks, **common,
+            qkv_TC, desc, cache, table, out_TC, lists.words, sinks, bias, ends, *where, *how_much, WORD=PROMPTS,
+            ROWS=prompt_rows(group, by_roles=False), BOTH_WAYS=spec.is_bidirectional, num_warps=4, num_stages=2, **has_sinks,
+            **common,
         )  # fmt: skip
 
 
@@ -422,10 +459,10 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
 
 @cache
 def by_roles(specs: tuple[AttentionSpec, ...]) -> bool:
-    """Whether prompts go through the kernel made for this GPU: if no layer has a window, a softcap or sinks."""
+    """Whether prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
     if IS_INTERPRETED or torch.cuda.get_device_capability()[0] != 9:
         return False
-    return all(64 <= s.head_dim <= 128 and not (s.window or s.softcap or s.has_sinks) for s in specs)
+    return all(64 <= s.head_dim <= 128 and not s.kinds for s in specs)
 
 
 def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> int:

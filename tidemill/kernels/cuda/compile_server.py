@@ -95,7 +95,7 @@ def _fix_keys() -> None:
 
     from triton import JITFunction
 
-    for module in ("attention", "elementwise", "gemm", "hopper_attention", "moe", "sampling"):
+    for module in ("attention", "elementwise", "gemm", "hopper_attention", "lora", "moe", "pooling", "sampling", "scan"):
         for value in vars(import_module(f"{__package__}.{module}")).values():
             if isinstance(value, JITFunction):
                 _ = value.cache_key

@@ -13,7 +13,7 @@ from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 @triton.jit(do_not_specialize=["num", "slots_width"])
 def _look_up(
     rows_ptr, positions_ptr, tokens_ptr, pages_ptr, ids_ptr, slots_ptr, num, tokens_width, pages_width, group_width, slots_width,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    PAGE: tl.constexpr, HAS_PAGES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     begin(AHEAD)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -22,22 +22,25 @@ def _look_up(
     row = tl.load(rows_ptr + i, mask=there, other=0).to(tl.int64)
     position = tl.load(positions_ptr + i, mask=there, other=0)
     token = tl.load(tokens_ptr + row * tokens_width + position, mask=there, other=0)
-    page = tl.load(pages_ptr + row * pages_width + group * group_width + position // PAGE, mask=there, other=0)
     tl.store(ids_ptr + i, token, mask=there)  # the same from every group
-    tl.store(slots_ptr + group * slots_width + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
+    if HAS_PAGES:
+        page = tl.load(pages_ptr + row * pages_width + group * group_width + position // PAGE, mask=there, other=0)
+        tl.store(slots_ptr + group * slots_width + i, page.to(tl.int64) * PAGE + position % PAGE, mask=there)
 
 
 def look_up(
     rows_T: torch.Tensor, positions_T: torch.Tensor, tokens: torch.Tensor, tables: list[torch.Tensor], page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width."""
+    """The tokens' ids (int32) and their slots in each group's pages. `tables`: parts of one row, side by side, of one width;
+    none of a model without keys and values."""
     made = torch.zeros_like if is_compiling() else torch.empty_like  # embeddings are looked up by these ids then too
     num = rows_T.numel()
     ids, slots = made(rows_T), torch.empty(len(tables), -(-num // 4) * 4, dtype=torch.int64, device=rows_T.device)
+    table = tables[0] if tables else tokens
     launch(
-        _look_up, (triton.cdiv(num, 256), len(tables)),
-        rows_T, positions_T, tokens, tables[0], ids, slots, num, tokens.shape[1], tables[0].stride(0), tables[0].shape[1],
-        slots.shape[1], PAGE=page_size, BLOCK=256, **HOW,
+        _look_up, (triton.cdiv(num, 256), max(1, len(tables))),
+        rows_T, positions_T, tokens, table, ids, slots, num, tokens.shape[1], table.stride(0), table.shape[1],
+        slots.shape[1], PAGE=page_size, HAS_PAGES=len(tables) > 0, BLOCK=256, **HOW,
     )  # fmt: skip
     return ids, slots[:, :num]
 

@@ -24,7 +24,7 @@ _ROWS = 128  # of a tile of queries, by heads that share their keys
 
 
 def covers(specs: tuple[AttentionSpec, ...]) -> bool:
-    return all(s.scale == s.head_dim**-0.5 and not (s.window or s.softcap or s.has_sinks) for s in specs)
+    return all(s.scale == s.head_dim**-0.5 and not s.kinds for s in specs)
 
 
 @cache

@@ -9,6 +9,8 @@ add a token's experts up, so that there are two launches. Otherwise five: route;
 experts, then of tokens, and for each product a list of blocks of rows with one expert); the two products; combine. Launches
 depend on the number of tokens only: the lists have room for any routing, and programs past their end do nothing.
 
+Which expert got how many tokens is added up on the way (`Tally`): integers, whose sum does not depend on the order.
+
 Memory is kept busy meanwhile: with few tokens the second product's programs start in the room that the first one's leave, and
 fetch their weights into the L2 cache before they wait; with many, the first experts' weights are fetched beside the routing.
 
@@ -83,9 +85,9 @@ def _weigh(logits, chosen, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _route(
-    logits_ptr, experts_ptr, weights_ptr, counts_ptr, fetched_ptr, num_tokens, num_chunks, num_experts,
+    logits_ptr, experts_ptr, weights_ptr, counts_ptr, fetched_ptr, totals_ptr, live_ptr, num_tokens, num_chunks, num_experts,
     TOP_K: tl.constexpr, OF_ALL: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, FETCH: tl.constexpr,
-    AHEAD: tl.constexpr,
+    COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Experts and weights of a chunk of tokens by rank, and how many of its tokens each expert has. Programs past the chunks
     fetch the weights that come next."""
@@ -113,6 +115,9 @@ def _route(
     tl.store(experts_ptr + pairs, tl.broadcast_to(experts, (CHUNK, EXPERTS)), mask=chosen)
     tl.store(weights_ptr + pairs, weights, mask=chosen)
     tl.store(counts_ptr + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.sum(chosen.to(tl.int32), 0))
+    if COUNT:
+        counted = tl.sum((chosen & (tokens < tl.load(live_ptr))[:, None]).to(tl.int32), 0)
+        tl.atomic_add(totals_ptr + tl.arange(0, EXPERTS), counted, mask=counted > 0, sem="relaxed")
 
 
 @triton.jit
@@ -336,9 +341,9 @@ def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _up_direct(
-    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, num_in, num_out, num_experts,
+    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, totals_ptr, live_ptr, num_in, num_out, num_experts,
     TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
-    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, AHEAD: tl.constexpr,
+    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A tile has one pair, in its first row."""
     begin(AHEAD)
@@ -349,6 +354,8 @@ def _up_direct(
     experts, token = tl.arange(0, EXPERTS)[None, :], pair // TOP_K
     _, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
     expert = tl.sum(tl.sum(tl.where(ranks == pair % TOP_K, experts, 0), 1), 0)
+    if COUNT:
+        tl.atomic_add(totals_ptr + expert, 1, mask=(n == 0) & (token < tl.load(live_ptr)), sem="relaxed")
     rows = tl.arange(0, ROWS)
     out = _gated(
         x_ptr, rows * 0 + token, rows < 1, weight, bias_ptr, expert, n, num_in, num_out,
@@ -404,6 +411,20 @@ def _down_direct(
 
 
 # ---- the host's part
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How many tokens each expert of a layer got since the start, modulo 2^32. `live`: how many of a step's tokens count, [1];
+    those that only fill it up come after them."""
+
+    totals_E: torch.Tensor  # int32
+    live: torch.Tensor  # int32
+
+    @staticmethod
+    def of(tally: Tally | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A kernel's arguments."""
+        return (unused, unused) if tally is None else (tally.totals_E, tally.live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +486,9 @@ def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
 
 
 def route(
-    logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None
-) -> Routing:
+    logits_TE: torch.Tensor, top_k: int, of_all: bool, up_rows: int, down_rows: int, next_weight: torch.Tensor | None = None,
+    tally: Tally | None = None,
+) -> Routing:  # fmt: skip
     """`of_all`: weights are the softmax among all experts, else among the chosen ones. Then: rows of the products' blocks, and
     what is multiplied next."""
     num_tokens, num_experts = logits_TE.shape
@@ -480,9 +502,9 @@ def route(
     num_fetched = 0 if next_weight is None else _num_fetched(next_weight, num_tokens, num_pairs)
     launch(
         _route, (num_chunks + num_fetched,),
-        logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight,
+        logits_TE, experts, weights, counts, logits_TE if next_weight is None else next_weight, *Tally.of(tally, counts),
         num_tokens, num_chunks, num_experts,
-        OF_ALL=of_all, FETCH=num_fetched > 0, **shape, **HOW,
+        OF_ALL=of_all, FETCH=num_fetched > 0, COUNT=tally is not None, **shape, **HOW,
     )  # fmt: skip
     launch(
         _place, (num_chunks + triton.cdiv(max(len(up_blocks), len(down_blocks)), _LISTED.value),),
@@ -537,7 +559,7 @@ def combine(pairs_PH: torch.Tensor, weights_P: torch.Tensor, top_k: int, shared_
 
 def multiply_gated_directly(
     x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, act: str,
-    bias_E2I: torch.Tensor | None = None,
+    bias_E2I: torch.Tensor | None = None, tally: Tally | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """act(gate) * up of each pair of token and rank."""
     num_tokens, num_experts = logits_TE.shape
@@ -546,8 +568,8 @@ def multiply_gated_directly(
     launch(
         _up_direct, (len(out) * triton.cdiv(num_out, tile.outs // 2),),
         x_TH, logits_TE, _matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
-        num_in, num_out, num_experts,
-        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, BULK=bool(tile.bulk),
+        *Tally.of(tally, out), num_in, num_out, num_experts,
+        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, COUNT=tally is not None, BULK=bool(tile.bulk),
         **_how(tile, num_in, bias_E2I, act),
     )  # fmt: skip
     return out
@@ -582,6 +604,7 @@ def moe(
     down_bias_EH: torch.Tensor | None = None,
     scoring: str = "softmax_then_topk",
     shared_TH: torch.Tensor | None = None,
+    tally: Tally | None = None,
 ) -> torch.Tensor:
     """`gate_up`: an expert's rows of gate, then those of up. `renormalise`: a token's weights add up to 1, as they always do with
     `topk_then_softmax`. `shared`: what is added to the experts' sum, such as the output of an expert that every token has."""
@@ -592,8 +615,8 @@ def moe(
     direct = is_direct(num_tokens, top_k, num_experts)
     down_tile = choose_tile(num_tokens, top_k, num_experts, *down_EHI.shape[1:], adds=direct)
     if direct:
-        rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I)
+        rows = multiply_gated_directly(x_TH, router_logits_TE, gate_up_E2IH, up_tile, top_k, act, gate_up_bias_E2I, tally)
         return multiply_directly(rows, router_logits_TE, down_EHI, down_tile, top_k, of_all, down_bias_EH, shared_TH)
-    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH)
+    routing = route(router_logits_TE, top_k, of_all, up_tile.rows, down_tile.rows, gate_up_E2IH, tally)
     rows = multiply_gated(x_TH, gate_up_E2IH, routing, up_tile, top_k, act, gate_up_bias_E2I)
     return combine(multiply(rows, down_EHI, routing, down_tile, down_bias_EH), routing.weights_P, top_k, shared_TH)

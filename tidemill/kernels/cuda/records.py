@@ -1,6 +1,6 @@
-"""The records of a step's work lists: written by the host (runner/cuda_work.py), read by the attention kernels.
+"""The records of a step's work lists: written by the host (runner/cuda_work.py), read by attention and states.
 
-All of a step is one buffer of 32-bit words: a header that says where three of the lists begin, the rows and positions of the
+All of a step is one buffer of 32-bit words: a header that says where four of the lists begin, the rows and positions of the
 tokens, then the lists. Names are offsets in words. A list ends in records of zeros.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton.language as tl
 
-HEADER = 4  # words; of them, where these lists begin (singles follow the tokens):
-SHARED, MEMBERS, PROMPTS = 0, 1, 2
+HEADER = 8  # words; of them, where these lists begin (singles follow the tokens), and how many tokens do not only fill up:
+SHARED, MEMBERS, PROMPTS, STATES, LIVE = 0, 1, 2, 3, 4
 
 
 def _words(num: int) -> list[tl.constexpr]:
@@ -32,3 +32,8 @@ MEMBER_WIDTH = tl.constexpr(2)
 # A tile of a prompt: its first token's index in the step, how many tokens, the first one's position, the row of the page table.
 PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_POSITION, PROMPT_ROW = _words(4)
 PROMPT_WIDTH = tl.constexpr(4)
+
+# A sequence of which states are computed: its first token's index in the step, how many tokens, the first one's position, the row
+# of its page table.
+CHAIN_TOKEN, CHAIN_TOKENS, CHAIN_POSITION, CHAIN_ROW = _words(4)
+CHAIN_WIDTH = tl.constexpr(4)

@@ -1,51 +1,42 @@
 """Layers with a state of constant size on a GPU: convolution and recurrence over states in pages (kernels/state.py).
 
-Every token is computed by the same operations in the same order, by one program for a sequence, head and tile of columns: neither
+Every token is computed by the same operations in the same order, by one warp for a sequence, head and tile of columns: neither
 batches nor chunks change a bit. A prompt is therefore as slow as its tokens one after the other. (Matmuls over chunks of tokens
 would sum in another order than a token alone does: decoding would have to compute its chunk anew, up to 64 times the work, or
-bits would depend on how a prompt is cut.)
+bits would depend on how a prompt is cut.) So that a token takes as little as possible, a head is cut into many tiles, nothing
+crosses warps, the next token is made ready meanwhile, and the inputs of two more are on their way. What the kernel before does
+not write (lists, page tables, states) is read before it is done.
 
-The host's lists are those of the CPU: segments and chains, the latter padded with empty ones; and the chain of each token, -1 for
-padding. So a recorded graph serves any number of requests.
+The host lists the step's sequences as records of `kernels/cuda/records.py`. A program takes every n-th of them until a zero, so
+that a captured graph serves any number of sequences. Segments follow from positions; the convolution needs only rows and
+positions of the tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.launch import HOW, begin, launch
-from tidemill.kernels.state import PagedStates, ScanInputs, Segments, StateWeights
-from tidemill.model_config import StateSpec
+from tidemill.kernels.cuda.records import CHAIN_POSITION, CHAIN_ROW, CHAIN_TOKEN, CHAIN_TOKENS, CHAIN_WIDTH, STATES
+from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
+from tidemill.model_config import STATE_KINDS, StateSpec
 
-_CHANNELS = 256  # of a program
-_COLUMNS = 32
-ROW, TOKEN, COUNT, SOURCE, TARGET, FIELDS = (tl.constexpr(i) for i in range(6))  # of a segment
+_CHANNELS = 1024  # of a program of the convolution
+_TILE, _FEWEST_COLUMNS, _MOST_COLUMNS = 2048, 16, 32  # values of a state that a warp holds, and columns of a program
 
 
 @dataclass(slots=True)
 class StateLists:
-    """On the device, int32. `num_chains`: programs are launched for so many."""
+    """A step's tokens and its list of sequences, on the device."""
 
-    segments: torch.Tensor
-    chains: torch.Tensor  # [num_chains + 1]
-    chain_of: torch.Tensor  # of each token
-    num_chains: int
-
-
-def list_words(segments: Segments, num_chains: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chains and the chain of each token, padded."""
-    chains = np.full(num_chains + 1, segments.chains[-1], np.int32)
-    chains[: segments.chains.size] = segments.chains
-    chain_of, records = np.full(num_tokens, -1, np.int32), segments.records
-    of_segment = np.repeat(np.arange(segments.chains.size - 1), np.diff(segments.chains))
-    counts = records[:, COUNT.value]
-    chain_of[: counts.sum()] = np.repeat(of_segment, counts)  # a step's tokens are in the order of its segments
-    return chains, chain_of
+    rows_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int32
+    words: torch.Tensor  # int32: a header that says where the list is; it ends in `num_chains` records of zeros
+    num_chains: int  # sequences that are computed side by side
 
 
 @triton.jit
@@ -63,161 +54,207 @@ def _silu(x):
 
 @triton.jit
 def _place(tables_ptr, pieces_ptr, number, row, block, table_width, table_stride, page_words):
-    """Of a piece, in words."""
-    page = tl.load(pieces_ptr + 2 * number)
+    """Of a piece, in words; a multiple of 64 bytes."""
+    page, offset = tl.load(pieces_ptr + 2 * number), tl.load(pieces_ptr + 2 * number + 1)
     held = tl.load(tables_ptr + page * table_stride + row * table_width + block).to(tl.int64)
-    return held * page_words + tl.load(pieces_ptr + 2 * number + 1) // 4
+    return tl.multiple_of(held * page_words + offset // 4, 16)
 
 
 @triton.jit
 def _convolve(
-    projected_ptr, weight_ptr, bias_ptr, out_ptr, pool_ptr, tables_ptr, pieces_ptr, segments_ptr, chains_ptr, chain_of_ptr,
+    projected_ptr, weight_ptr, bias_ptr, out_ptr, pool_ptr, tables_ptr, pieces_ptr, rows_ptr, positions_ptr,
     num_channels, num_projected, table_width, table_stride, page_words,
-    KERNEL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    INTERVAL: tl.constexpr, KERNEL: tl.constexpr, TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One token, BLOCK channels."""
-    token = tl.program_id(0).to(tl.int64)
+    """One token, BLOCK channels. Of the tokens before it, `num_near` are in the step; those before them are in its state. TAPS:
+    KERNEL, to a power of two."""
+    token = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < num_channels
+    tap = tl.arange(0, TAPS)[:, None]
+    inside = (tap < KERNEL) & (channel < num_channels)[None, :]
+    weight = tl.load(weight_ptr + tap * num_channels + channel[None, :], mask=inside, other=0.0)
+    row, position = tl.load(rows_ptr + token), tl.load(positions_ptr + token)
+    num_near = 0
+    for back in tl.static_range(1, KERNEL):
+        before = tl.maximum(token - back, 0)
+        is_near = (tl.load(rows_ptr + before) == row) & (tl.load(positions_ptr + before) == position - back)
+        num_near += (is_near & (token >= back)).to(tl.int32)
+    start = position - num_near
+    kept = _place(tables_ptr, pieces_ptr, 0, row, tl.maximum(start - 1, 0) // INTERVAL, table_width, table_stride, page_words)
+    back = KERNEL - 1 - tap
+    is_old = inside & (back > num_near)
+    x = tl.load(
+        pool_ptr + kept + (tap + num_near) * num_channels + channel[None, :], mask=is_old & (tap * 0 + start > 0), other=0.0
+    )
     begin(AHEAD)
-    chain = tl.load(chain_of_ptr + token)
-    if chain >= 0:
-        segment = segments_ptr + tl.load(chains_ptr + chain) * FIELDS
-        first, source, row = tl.load(segment + TOKEN), tl.load(segment + SOURCE), tl.load(segment + ROW)
-        kept = _place(tables_ptr, pieces_ptr, 0, row, tl.maximum(source, 0), table_width, table_stride, page_words)
-        total = tl.zeros((BLOCK,), tl.float32)
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + channel, mask=inside, other=0.0)
-        for k in tl.static_range(KERNEL):
-            at = channel * 0 + token - (KERNEL - 1 - k)  # (the interpreter's masks are of vectors only)
-            old = kept + (at - first + KERNEL - 1) * num_channels + channel
-            x = tl.load(projected_ptr + at * num_projected + channel, mask=inside & (at >= first), other=0.0).to(tl.float32)
-            x += tl.load(pool_ptr + old, mask=inside & (at < first) & (at * 0 + source >= 0), other=0.0)
-            total = tl.fma(x, tl.load(weight_ptr + k * num_channels + channel, mask=inside, other=0.0), total)
-        tl.store(out_ptr + token * num_channels + channel, _silu(total).to(out_ptr.dtype.element_ty), mask=inside)
+    new = projected_ptr + (token - back).to(tl.int64) * num_projected + channel[None, :]
+    x += tl.load(new, mask=inside & (back <= num_near), other=0.0).to(tl.float32)
+    total = tl.sum(x * weight, 0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + channel, mask=channel < num_channels, other=0.0)
+    out = out_ptr + token.to(tl.int64) * num_channels + channel
+    tl.store(out, _silu(total).to(out_ptr.dtype.element_ty), mask=channel < num_channels)
 
 
 @triton.jit
-def _keep(
-    projected_ptr, pool_ptr, tables_ptr, pieces_ptr, segments_ptr, chains_ptr,
-    num_channels, num_projected, table_width, table_stride, page_words,
-    KERNEL: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+def _inputs(
+    mixed_ptr, projected_ptr, steps_ptr, bc_ptr, token, head, own, here, n, real, num_channels, num_projected, num_heads,
+    DIM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of each of a chain's segments, BLOCK channels. KEPT: KERNEL - 1, to a power of two."""
-    chain = tl.program_id(0)
-    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    rank = tl.arange(0, KEPT)[:, None]
-    inside = (channel < num_channels) & (rank < KERNEL - 1)
-    begin(AHEAD)
-    begin_at, end = tl.load(chains_ptr + chain), tl.load(chains_ptr + chain + 1)
-    if begin_at < end:
-        segment = segments_ptr + begin_at * FIELDS
-        first, source, row = tl.load(segment + TOKEN).to(tl.int64), tl.load(segment + SOURCE), tl.load(segment + ROW)
-        kept = _place(tables_ptr, pieces_ptr, 0, row, tl.maximum(source, 0), table_width, table_stride, page_words)
-        number = begin_at
-        while number < end:
-            segment = segments_ptr + number * FIELDS
-            at = tl.load(segment + TOKEN) + tl.load(segment + COUNT) - (KERNEL - 1) + rank
-            x = tl.load(projected_ptr + at * num_projected + channel, mask=inside & (at >= first), other=0.0).to(tl.float32)
-            old = kept + (at - first + KERNEL - 1) * num_channels + channel
-            x += tl.load(pool_ptr + old, mask=inside & (at < first) & (at * 0 + source >= 0), other=0.0)
-            target = tl.load(segment + TARGET)
-            to = _place(tables_ptr, pieces_ptr, 0, row, target, table_width, table_stride, page_words)
-            tl.debug_barrier()  # it may be what others have still to read
-            tl.store(pool_ptr + to + rank * num_channels + channel, x, mask=inside)
-            tl.debug_barrier()
-            kept, source = to, target
-            first = (tl.load(segment + TOKEN) + tl.load(segment + COUNT)).to(tl.int64)
-            number += 1
+    """A token's value, key, query, time step, strength and gate as they are stored; a value where there is no such thing."""
+    token = token.to(tl.int64)
+    inner = num_heads * DIM
+    mixed, more = mixed_ptr + token * num_channels, projected_ptr + token * num_projected + num_channels
+    value = tl.load(mixed + own, mask=here, other=0.0)
+    gate, strength = value, value
+    if GATED:
+        gate = tl.load(more + own, mask=here, other=0.0)
+    if KIND == 0:
+        key = tl.load(bc_ptr + token * 2 * SIZE + n, mask=real, other=0.0)
+        query = tl.load(bc_ptr + token * 2 * SIZE + SIZE + n, mask=real, other=0.0)
+        step = tl.load(steps_ptr + token * inner + own, mask=here, other=0.0)
+    else:
+        keys = mixed + inner + head // (num_heads // GROUPS) * SIZE + n
+        key = tl.load(keys, mask=real, other=0.0)
+        query = tl.load(keys + GROUPS * SIZE, mask=real, other=0.0)
+        step = tl.load(more + inner + head)
+        if KIND == 2:
+            strength = tl.load(more + inner + num_heads + head)
+    return value, key, query, step, strength, gate
+
+
+@triton.jit
+def _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND: tl.constexpr, GATED: tl.constexpr):
+    """What a token does to a state: value, key, query, what the state is multiplied by, what is written, gate."""
+    x, k, q, dt, gate = value.to(tl.float32), key.to(tl.float32), query.to(tl.float32), step.to(tl.float32), gate.to(tl.float32)
+    if KIND == 0:
+        dt = _softplus(dt)
+        shrink, written = tl.exp(dt[None, :] * decays), x * dt
+    else:
+        dt = _softplus(dt + bias)
+        shrink, written = tl.exp(dt * decays), x * dt
+    if KIND == 2:
+        k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+        q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
+        written = x * 0.0 + 1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))
+    if GATED:
+        gate = _silu(gate)
+    return x, k, q, shrink, written, gate
 
 
 @triton.jit
 def _scan(
     mixed_ptr, projected_ptr, steps_ptr, bc_ptr, out_ptr, decay_ptr, skip_ptr, step_bias_ptr,
-    pool_ptr, tables_ptr, pieces_ptr, segments_ptr, chains_ptr,
+    pool_ptr, tables_ptr, pieces_ptr, words_ptr,
     num_channels, num_projected, num_heads, table_width, table_stride, page_words, scale,
+    WORD: tl.constexpr, INTERVAL: tl.constexpr, KERNEL: tl.constexpr, KEPT: tl.constexpr, KEEPS: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, HAS_SKIP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A chain's tokens one after the other: COLUMNS columns of a head. ROWS: SIZE, to a power of two. KIND: 0 mamba, 1 mamba2, 2
-    delta."""
-    chain, head = tl.program_id(0), tl.program_id(1)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    """A sequence's tokens one after the other: COLUMNS columns of a head; and KEEPS channels of the convolution's state, which
+    nobody reads any more. ROWS: SIZE, to a power of two; KEPT: KERNEL - 1. KIND: 0 mamba, 1 mamba2, 2 delta."""
+    head = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     n = tl.arange(0, ROWS)
     here, real = column < DIM, n < SIZE
     inside = real[:, None] & here[None, :]
     at = n[:, None] * DIM + column[None, :]
     inner, own = num_heads * DIM, head * DIM + column
+    rank = tl.arange(0, KEPT)[:, None]
+    channel = ((head * tl.num_programs(0) + tl.program_id(0)) * KEEPS + tl.arange(0, KEEPS))[None, :]
+    keeps = (rank < KERNEL - 1) & (channel < num_channels)
     if KIND == 0:
-        decays = tl.load(decay_ptr + head * SIZE * DIM + at, mask=inside, other=0.0)
+        decays, bias = tl.load(decay_ptr + head * SIZE * DIM + at, mask=inside, other=0.0), 0.0
     else:
-        rate = tl.load(decay_ptr + head)
-        bias = tl.load(step_bias_ptr + head)
+        decays, bias = tl.load(decay_ptr + head), tl.load(step_bias_ptr + head)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + own, mask=here, other=0.0)
-    begin(AHEAD)
-    number, end = tl.load(chains_ptr + chain), tl.load(chains_ptr + chain + 1)
-    if number < end:
-        segment = segments_ptr + number * FIELDS
-        source, row = tl.load(segment + SOURCE), tl.load(segment + ROW)
-        from_ = _place(tables_ptr, pieces_ptr, 1 + head, row, tl.maximum(source, 0), table_width, table_stride, page_words)
-        state = tl.load(pool_ptr + from_ + at, mask=inside & (at * 0 + source >= 0), other=0.0)
-        while number < end:
-            segment = segments_ptr + number * FIELDS
-            token = tl.load(segment + TOKEN).to(tl.int64)
-            last = token + tl.load(segment + COUNT)
-            while token < last:
-                mixed = mixed_ptr + token * num_channels
-                value = tl.load(mixed + own, mask=here, other=0.0).to(tl.float32)
-                if KIND == 0:
-                    step = _softplus(tl.load(steps_ptr + token * inner + own, mask=here, other=0.0).to(tl.float32))
-                    key = tl.load(bc_ptr + token * 2 * SIZE + n, mask=real, other=0.0).to(tl.float32)
-                    query = tl.load(bc_ptr + token * 2 * SIZE + SIZE + n, mask=real, other=0.0).to(tl.float32)
-                    state = state * tl.exp(step[None, :] * decays) + key[:, None] * (value * step)[None, :]
-                else:
-                    keys = mixed + inner + head // (num_heads // GROUPS) * SIZE + n
-                    key = tl.load(keys, mask=real, other=0.0).to(tl.float32)
-                    query = tl.load(keys + GROUPS * SIZE, mask=real, other=0.0).to(tl.float32)
-                    more = projected_ptr + token * num_projected + num_channels + inner + head
-                    step = _softplus(tl.load(more).to(tl.float32) + bias)
-                    state = state * tl.exp(step * rate)
-                    if KIND == 2:
-                        key = key / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
-                        query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6) * scale
-                        strength = 1.0 / (1.0 + tl.exp(-tl.load(more + num_heads).to(tl.float32)))
-                        known = tl.sum(state * key[:, None], 0)
-                        state += key[:, None] * ((value - known) * strength)[None, :]
-                    else:
-                        state += key[:, None] * (value * step)[None, :]
-                out = tl.sum(state * query[:, None], 0)
+    record = words_ptr + tl.load(words_ptr + WORD) + tl.program_id(2) * CHAIN_WIDTH
+    num = tl.load(record + CHAIN_TOKENS)
+    while num > 0:
+        token, position, row = tl.load(record + CHAIN_TOKEN), tl.load(record + CHAIN_POSITION), tl.load(record + CHAIN_ROW)
+        has_old = position > 0
+        block = tl.maximum(position - 1, 0) // INTERVAL
+        from_ = _place(tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words)
+        kept = _place(tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words)
+        state = tl.load(pool_ptr + from_ + at, mask=inside & (at * 0 + position > 0), other=0.0)
+        last = token + num - 1
+        begin(AHEAD)
+        value, key, query, step, strength, gate = _inputs(
+            mixed_ptr, projected_ptr, steps_ptr, bc_ptr, token, head, own, here, n, real, num_channels, num_projected, num_heads,
+            DIM, SIZE, GROUPS, KIND, GATED,
+        )  # fmt: skip
+        value1, key1, query1, step1, strength1, gate1 = _inputs(
+            mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 1, last), head, own, here, n, real, num_channels,
+            num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
+        )  # fmt: skip
+        value2, key2, query2, step2, strength2, gate2 = _inputs(
+            mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 2, last), head, own, here, n, real, num_channels,
+            num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
+        )  # fmt: skip
+        x, k, q, shrink, written, silu = _ready(value, key, query, step, strength, gate, decays, bias, scale, KIND, GATED)
+        while token <= last:
+            block = position // INTERVAL
+            first = token  # of what the state of this block is made of
+            end = tl.minimum(last + 1, token + (block + 1) * INTERVAL - position)
+            position += end - token
+            while token < end:
+                value3, key3, query3, step3, strength3, gate3 = _inputs(
+                    mixed_ptr, projected_ptr, steps_ptr, bc_ptr, tl.minimum(token + 3, last), head, own, here, n, real,
+                    num_channels, num_projected, num_heads, DIM, SIZE, GROUPS, KIND, GATED,
+                )  # fmt: skip
+                x1, k1, q1, shrink1, written1, silu1 = _ready(
+                    value1, key1, query1, step1, strength1, gate1, decays, bias, scale, KIND, GATED
+                )
+                state = state * shrink
+                if KIND == 2:
+                    written = (x - tl.sum(state * k[:, None], 0)) * written
+                state += k[:, None] * written[None, :]
+                out = tl.sum(state * q[:, None], 0)
                 if HAS_SKIP:
-                    out += skip * value
-                tl.store(out_ptr + token * inner + own, out, mask=here)
+                    out += skip * x
+                if GATED:
+                    out *= silu
+                tl.store(out_ptr + token.to(tl.int64) * inner + own, out.to(out_ptr.dtype.element_ty), mask=here)
+                x, k, q, shrink, written, silu = x1, k1, q1, shrink1, written1, silu1
+                value1, key1, query1, step1, strength1, gate1 = value2, key2, query2, step2, strength2, gate2
+                value2, key2, query2, step2, strength2, gate2 = value3, key3, query3, step3, strength3, gate3
                 token += 1
-            target = tl.load(segment + TARGET)
-            to = _place(tables_ptr, pieces_ptr, 1 + head, row, target, table_width, table_stride, page_words)
+            to = _place(tables_ptr, pieces_ptr, 1 + head, row, block, table_width, table_stride, page_words)
             tl.store(pool_ptr + to + at, state, mask=inside)
-            number += 1
+            from_to = end - (KERNEL - 1) + rank  # the last inputs of the convolution
+            new = projected_ptr + from_to.to(tl.int64) * num_projected + channel
+            old = pool_ptr + kept + (from_to - first + KERNEL - 1) * num_channels + channel
+            latest = tl.load(new, mask=keeps & (from_to >= first), other=0.0).to(tl.float32)
+            latest += tl.load(old, mask=keeps & (from_to < first) & (from_to * 0 + has_old.to(tl.int32) > 0), other=0.0)
+            kept = _place(tables_ptr, pieces_ptr, 0, row, block, table_width, table_stride, page_words)
+            tl.debug_barrier()  # it may be what others have still to read
+            tl.store(pool_ptr + kept + rank * num_channels + channel, latest, mask=keeps)
+            tl.debug_barrier()
+            has_old = position > 0
+        record += tl.num_programs(2) * CHAIN_WIDTH
+        num = tl.load(record + CHAIN_TOKENS)
+    begin(AHEAD)  # those without work, too
 
 
 @triton.jit
-def _finish_scan(
+def _norm_heads(
     values_ptr, projected_ptr, norm_ptr, out_ptr, num_inner, num_channels, num_projected, size, eps,
-    GATE_FIRST: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Gate and norm of `size` values of a token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
     column = tl.program_id(1) * size + at
-    begin(AHEAD)
+    weight = tl.load(norm_ptr + column, mask=inside, other=0.0)
     gate = _silu(tl.load(projected_ptr + token * num_projected + num_channels + column, mask=inside, other=0.0).to(tl.float32))
+    begin(AHEAD)
     value = tl.load(values_ptr + token * num_inner + column, mask=inside, other=0.0)
     if GATE_FIRST:
         value *= gate
-    if HAS_NORM:
-        weight = tl.load(norm_ptr + column, mask=inside, other=0.0)
-        value = value / tl.sqrt(tl.sum(value * value, 0) / size + eps) * weight
+    value = value / tl.sqrt(tl.sum(value * value, 0) / size + eps) * weight
     if not GATE_FIRST:
         value *= gate
     tl.store(out_ptr + token * num_inner + column, value.to(out_ptr.dtype.element_ty), mask=inside)
@@ -247,8 +284,8 @@ class CudaStates:
         self.words = states.pool.view(torch.float32)
         self.pieces = [torch.tensor(pieces, dtype=torch.int32, device=device) for pieces in states.layout.pieces]
         first, *others = states.tables
-        self.tables, self.width = first, first.stride(0)
-        self.stride = others[0].storage_offset() - first.storage_offset() if others else 0
+        stride = others[0].storage_offset() - first.storage_offset() if others else 0
+        self.tables, self.sizes = first, (first.stride(0), stride, self.words.shape[1])
 
     def step(self, lists: StateLists) -> CudaStateStep:
         return CudaStateStep(self, lists)
@@ -261,55 +298,45 @@ class CudaStateStep:
 
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
         spec, made, lists = self.made.states.spec(layer), self.made, self.lists
-        num, channels, block = projected_TC.shape[0], spec.num_channels, _CHANNELS
-        out = projected_TC.new_empty(num, channels)
-        sizes = channels, spec.num_projected, made.width, made.stride, made.words.shape[1]
+        out = projected_TC.new_empty(projected_TC.shape[0], spec.num_channels)
         bias = learned.conv_KC if learned.conv_bias_C is None else learned.conv_bias_C
-        blocks = triton.cdiv(channels, block)
+        block = min(_CHANNELS, triton.next_power_of_2(spec.num_channels))
         launch(
-            _convolve, (num, blocks), projected_TC, learned.conv_KC, bias, out, made.words, made.tables, made.pieces[layer],
-            lists.segments, lists.chains, lists.chain_of, *sizes,
-            KERNEL=spec.kernel, HAS_BIAS=learned.conv_bias_C is not None, BLOCK=block, num_warps=4, **HOW,
-        )  # fmt: skip
-        launch(
-            _keep, (lists.num_chains, blocks), projected_TC, made.words, made.tables, made.pieces[layer], lists.segments,
-            lists.chains, *sizes,
-            KERNEL=spec.kernel, KEPT=triton.next_power_of_2(spec.kernel - 1), BLOCK=block, num_warps=4, **HOW,
+            _convolve, (projected_TC.shape[0], triton.cdiv(spec.num_channels, block)),
+            projected_TC, learned.conv_KC, bias, out, made.words, made.tables, made.pieces[layer], lists.rows_T,
+            lists.positions_T, spec.num_channels, spec.num_projected, *made.sizes, INTERVAL=made.states.interval,
+            KERNEL=spec.kernel, TAPS=triton.next_power_of_2(spec.kernel), HAS_BIAS=learned.conv_bias_C is not None, BLOCK=block,
+            num_warps=4, **HOW,
         )  # fmt: skip
         return out
 
     def scan(self, layer: int, inputs: ScanInputs, learned: StateWeights) -> torch.Tensor:
-        spec, made, lists = self.made.states.spec(layer), self.made, self.lists
+        spec, made = self.made.states.spec(layer), self.made
         mixed, projected = inputs.mixed_TC, inputs.projected_TC
         steps, bc = (mixed if one is None else one for one in (inputs.steps_TI, inputs.bc_TS2))
-        values = torch.empty(mixed.shape[0], spec.num_inner, dtype=torch.float32, device=mixed.device)
         skip, bias = (learned.decay if one is None else one for one in (learned.skip_I, learned.step_bias))
-        columns = min(_COLUMNS, triton.next_power_of_2(spec.head_dim))
+        has_norm = learned.norm_I is not None
+        values = mixed.new_empty(mixed.shape[0], spec.num_inner, dtype=torch.float32 if has_norm else mixed.dtype)
+        rows = triton.next_power_of_2(spec.state_size)
+        columns = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _TILE // rows), triton.next_power_of_2(spec.head_dim))
+        tiles = triton.cdiv(spec.head_dim, columns)
         launch(
-            _scan, (lists.num_chains, spec.num_heads, triton.cdiv(spec.head_dim, columns)), mixed, projected, steps, bc, values,
-            learned.decay, skip, bias, made.words, made.tables, made.pieces[layer], lists.segments, lists.chains,
-            spec.num_channels, spec.num_projected, spec.num_heads, made.width, made.stride, made.words.shape[1],
-            spec.state_size**-0.5, DIM=spec.head_dim, SIZE=spec.state_size, GROUPS=spec.num_groups, KIND=_kind(spec),
-            HAS_SKIP=learned.skip_I is not None, ROWS=triton.next_power_of_2(spec.state_size), COLUMNS=columns,
-            num_warps=4, **HOW,
+            _scan, (tiles, spec.num_heads, self.lists.num_chains), mixed, projected, steps, bc, values, learned.decay, skip, bias,
+            made.words, made.tables, made.pieces[layer], self.lists.words, spec.num_channels, spec.num_projected, spec.num_heads,
+            *made.sizes, spec.state_size**-0.5, WORD=STATES, INTERVAL=made.states.interval, KERNEL=spec.kernel,
+            KEPT=triton.next_power_of_2(max(1, spec.kernel - 1)),
+            KEEPS=triton.next_power_of_2(triton.cdiv(spec.num_channels, tiles * spec.num_heads)),
+            DIM=spec.head_dim, SIZE=spec.state_size, GROUPS=spec.num_groups, KIND=STATE_KINDS.index(spec.kind),
+            HAS_SKIP=learned.skip_I is not None, GATED=not has_norm, ROWS=rows, COLUMNS=columns,
+            num_warps=max(1, rows * columns // _TILE), **HOW,
         )  # fmt: skip
-        return self._finish(spec, values, projected, learned)
+        return self._norm(spec, values, projected, learned) if has_norm else values
 
-    def _finish(
-        self, spec: StateSpec, values_TI: torch.Tensor, projected_TC: torch.Tensor, learned: StateWeights
-    ) -> torch.Tensor:
-        out = projected_TC.new_empty(values_TI.shape)
-        size = spec.norm_size or min(spec.num_inner, spec.head_dim)
-        norm = values_TI if learned.norm_I is None else learned.norm_I
-        block = triton.next_power_of_2(size)
+    def _norm(self, spec: StateSpec, values_TI: torch.Tensor, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
+        out, block = projected_TC.new_empty(values_TI.shape), triton.next_power_of_2(spec.norm_size)
         launch(
-            _finish_scan, (values_TI.shape[0], spec.num_inner // size), values_TI, projected_TC, norm, out,
-            spec.num_inner, spec.num_channels, spec.num_projected, size, learned.eps,
-            GATE_FIRST=spec.kind != "delta", HAS_NORM=learned.norm_I is not None, BLOCK=block,
-            num_warps=min(8, max(1, block // 512)), **HOW,
+            _norm_heads, (values_TI.shape[0], spec.num_inner // spec.norm_size), values_TI, projected_TC, learned.norm_I, out,
+            spec.num_inner, spec.num_channels, spec.num_projected, spec.norm_size, learned.eps,
+            GATE_FIRST=spec.kind != "delta", BLOCK=block, num_warps=min(8, max(1, block // 512)), **HOW,
         )  # fmt: skip
         return out
-
-
-def _kind(spec: StateSpec) -> int:
-    return ("mamba", "mamba2", "delta").index(spec.kind)

@@ -1,0 +1,261 @@
+"""Beam search: the sequences of one request that are computed side by side, and which of them go on.
+
+After each step the beams of a request are ranked with all their likeliest next tokens, as Transformers ranks them. Each of the
+best continues a beam: the first that continues it keeps its sequence, any other is a fork of it, and beams that none continues
+are dropped. A beam is held by the scheduler from its token until that choice, so that beams may be computed in different steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tidemill import events
+from tidemill.engine.outputs import Live
+from tidemill.errors import InvalidRequest
+from tidemill.events import EventSink
+from tidemill.sampling import MAX_LOGPROBS, Beams, SamplingParams
+from tidemill.sched.request import Request
+from tidemill.sched.scheduler import Progress, Scheduler
+from tidemill.wire import Delta, Submit, Timings, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Beam:
+    sum_logprobs: float = 0.0
+    tokens: list[TokenLogprobs] = field(default_factory=list)  # its output
+
+    def with_token(self, token: TokenLogprobs) -> Beam:
+        return Beam(self.sum_logprobs + token.logprob, [*self.tokens, token])
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    score: float
+    tokens: list[TokenLogprobs]
+    finish_reason: str
+
+
+class BeamSearch:
+    """The beams of one request. Knows their tokens, and nothing of the engine."""
+
+    def __init__(self, how: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+        """`num_top`: likeliest tokens that are kept beside each token of the output."""
+        self._how, self._ends = how, ends
+        self._max_tokens, self._min_tokens, self._num_top = max_tokens, min_tokens, num_top
+        self.beams = [Beam()]  # best first
+        self.outputs: list[Output] = []  # complete ones, best first, at most as many as beams
+
+    @property
+    def num_output(self) -> int:
+        return len(self.beams[0].tokens)
+
+    def advance(self, tops: Sequence[TokenLogprobs]) -> list[int]:
+        """`tops`: of each beam, the likeliest next tokens. Returns which of the beams before each of the next continues; empty:
+        the search is over."""
+        length, width = self.num_output + 1, self._how.width
+        ranked = self._ranked(tops, length)
+        for total, beam, token, logprob in ranked[:width]:
+            if token in self._ends or length == self._max_tokens:
+                reason = "stop" if token in self._ends else "length"
+                made = self.beams[beam].with_token(self._entry(tops[beam], token, logprob))
+                self.outputs.append(Output(self._score(total, length), made.tokens, reason))
+        self.outputs = sorted(self.outputs, key=lambda output: -output.score)[:width]
+        going = [one for one in ranked if one[2] not in self._ends][:width] if length < self._max_tokens else []
+        if not going or not self._may_improve(going[0][0], length):
+            return []
+        self.beams = [self.beams[beam].with_token(self._entry(tops[beam], token, logprob)) for _, beam, token, logprob in going]
+        return [beam for _, beam, _, _ in going]
+
+    def _ranked(self, tops: Sequence[TokenLogprobs], length: int) -> list[tuple[float, int, int, float]]:
+        """Sum of log-probabilities, beam, token and its log-probability, best first."""
+        barred = self._ends if length <= self._min_tokens else frozenset()
+        made = [
+            (beam.sum_logprobs + logprob, number, token, logprob)
+            for number, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
+            for token, logprob in top.top
+            if token not in barred
+        ]
+        return sorted(made, key=lambda one: (-one[0], one[1], one[2]))
+
+    def _entry(self, top: TokenLogprobs, token: int, logprob: float) -> TokenLogprobs:
+        return TokenLogprobs(token, logprob, top.top[: self._num_top])
+
+    def _score(self, total: float, length: int) -> float:
+        return total / length**self._how.length_penalty
+
+    def _may_improve(self, best: float, length: int) -> bool:
+        """A beam may still become better than the worst of the outputs. `best`: sum of log-probabilities of the best beam."""
+        how = self._how
+        if len(self.outputs) < how.width:
+            return True
+        if how.early_stopping is True or how.width == 1:
+            return False
+        reached = self._max_tokens if how.early_stopping == "never" and how.length_penalty > 0 else length
+        return self._score(best, reached) > self.outputs[-1].score
+
+
+@dataclass(slots=True)
+class _Search:
+    """A beam search in the engine."""
+
+    live: Live
+    choice: BeamSearch
+    requests: list[Request]  # by beam
+    indices: list[int]  # of the outputs that are asked for
+    has_logprobs: bool
+    tops: dict[int, TokenLogprobs] = field(default_factory=dict)  # by seq: of beams that wait for the others
+
+
+class BeamSearches:
+    """All beam searches of an engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        emit: EventSink,
+        adopt: Callable[[Live, Request], None],
+        forget: Callable[[int], None],
+    ) -> None:
+        """`adopt`, `forget`: called with a sequence that joins a request, and that has left."""
+        self._scheduler, self._emit = scheduler, emit
+        self._adopt, self._forget = adopt, forget
+        self._of: dict[int, _Search] = {}  # by seq
+
+    def check(self, request: Submit, vocab_size: int, num_rows: int) -> None:
+        """Raises what the engine cannot do for this request."""
+        beams = request.params.beams
+        if beams is None:
+            return
+        num_ends = len(ends_of(request, vocab_size))
+        if beams.width > num_rows:
+            raise InvalidRequest(
+                f"A beam search of width {beams.width} needs as many slots; the engine has {num_rows}.",
+                fix="Use fewer beams, or a larger --max-requests.",
+                param="beam_width",
+            )
+        if beams.width + num_ends > min(MAX_LOGPROBS, vocab_size):
+            raise InvalidRequest(
+                f"{beams.width} beams and {num_ends} tokens that end an output; together there may be "
+                f"{min(MAX_LOGPROBS, vocab_size)}.",
+                fix="Use fewer beams or fewer stop_token_ids, or set ignore_eos.",
+                param="beam_width",
+            )
+
+    def start(self, request: Submit, live: Live, first: Request, vocab_size: int) -> None:
+        params, beams = request.params, request.params.beams
+        assert beams is not None
+        choice = BeamSearch(beams, ends_of(request, vocab_size), first.max_tokens, params.min_tokens, params.logprobs or 0)
+        indices = list(range(params.n)) if request.resumed is None else [sample.index for sample in request.resumed]
+        self._of[first.seq] = _Search(live, choice, [first], indices, params.logprobs is not None)
+
+    def take(
+        self, progress: list[Progress], logprobs: Mapping[int, list[TokenLogprobs]], now: float
+    ) -> tuple[list[Progress], list[Delta]]:
+        """Advance the searches whose beams are all computed. `logprobs`: of a step, by row. Returns the progress of requests
+        that are no beams, and the outputs of searches that are over."""
+        if not self._of:
+            return progress, []
+        others, deltas, ready = [], list[Delta](), list[_Search]()
+        for one in progress:
+            search = self._of.get(one.request.seq)
+            if search is None:
+                others.append(one)
+                continue
+            search.tops[one.request.seq] = logprobs[one.request.row][-1]
+            if len(search.tops) == len(search.requests):
+                ready.append(search)
+        for search in ready:
+            deltas += self._advance(search, now)
+        return others, deltas
+
+    def drop_all_but_one(self, live: Live, are_broken: bool = False) -> None:
+        """Before a request ends early: the one that is left stands for all. `are_broken`: their pages hold NaN."""
+        for request in list(live.requests.values())[1:]:
+            if request.seq in self._of:
+                if are_broken:
+                    self._scheduler.clear(request)
+                self._drop(request)
+
+    def stop(self, seq: int) -> None:
+        """The sequence has ended."""
+        self._of.pop(seq, None)
+
+    # ---- inside
+
+    def _advance(self, search: _Search, now: float) -> list[Delta]:
+        before = search.requests
+        tops = [search.tops[request.seq] for request in before]
+        parents = search.choice.advance(tops)
+        if not parents:
+            return self._end(search, now)
+        search.tops.clear()
+        self._reorder(search, parents)
+        num_output = search.choice.num_output
+        if parents != list(range(len(before))):
+            num_finished = len(search.choice.outputs)
+            self._emit(events.BeamsReordered(now, search.live.request_id, num_output, tuple(parents), num_finished))
+        if num_output > 1:
+            return []
+        return [Delta(search.live.request_id, search.indices[0], [], num_cached=before[0].num_cached)]  # it has begun
+
+    def _reorder(self, search: _Search, parents: list[int]) -> None:
+        """What is dropped leaves its row before a fork takes one. Forks come before the tokens of their sources."""
+        before, continued = search.requests, set[int]()
+        for number, request in enumerate(before):
+            if number not in parents:
+                self._drop(request)
+        search.requests = []
+        for parent in parents:
+            request = before[parent]
+            if parent in continued:
+                request = self._scheduler.fork(request, request.request_id)
+                self._of[request.seq] = search
+                self._adopt(search.live, request)
+            continued.add(parent)
+            search.requests.append(request)
+        for request, beam in zip(search.requests, search.choice.beams, strict=True):
+            self._scheduler.choose(request, beam.tokens[-1].token_id)
+
+    def _end(self, search: _Search, now: float) -> list[Delta]:
+        first, *rest = search.requests
+        deltas = [
+            Delta(
+                search.live.request_id,
+                index,
+                [token.token_id for token in output.tokens],
+                output.finish_reason,
+                logprobs=output.tokens if search.has_logprobs else None,
+                num_cached=first.num_cached,
+                timings=Timings(*first.spans(now)),
+                score=output.score,
+            )
+            for index, output in enumerate(search.choice.outputs)
+            if index in search.indices
+        ]
+        for request in rest:
+            self._drop(request)
+        self._scheduler.finish(first, search.choice.outputs[0].finish_reason)
+        self._forget(first.seq)
+        return deltas
+
+    def _drop(self, request: Request) -> None:
+        self._scheduler.drop(request)
+        self._forget(request.seq)
+
+
+def ends_of(request: Submit, vocab_size: int) -> frozenset[int]:
+    """Tokens that end an output."""
+    ends = () if request.params.ignore_eos else request.eos_token_ids
+    return frozenset((*(token for token in ends if 0 <= token < vocab_size), *request.params.stop_token_ids))
+
+
+def params_of_a_beam(request: Submit, vocab_size: int) -> SamplingParams:
+    """Each step reports as many candidates as the next beams can come from: all of them may continue one beam, and a token that
+    ends an output continues none."""
+    params = request.params
+    assert params.beams is not None
+    num_candidates = params.beams.width + len(ends_of(request, vocab_size))
+    return SamplingParams(
+        temperature=0.0, seed=0, max_tokens=params.max_tokens, logprobs=num_candidates, ignore_eos=True, beams=params.beams
+    )

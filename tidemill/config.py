@@ -30,6 +30,7 @@ SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "forced": ("forced",),
     "ngram": ("ngram",),
 }
+ACCEPTANCE = ("exact", "rejection")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class EngineOptions:
     speculate: str = "auto"  # a drafter
     max_drafts: int | None = None  # tokens guessed for a request in a step
     adaptive_drafts: bool = True
+    acceptance: str = "exact"  # or rejection
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
@@ -106,6 +108,7 @@ class EngineConfig:
     speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
     max_drafts: int = 0
     adaptive_drafts: bool = True
+    acceptance: str = "exact"
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -155,6 +158,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     speculate = settle("speculate", _speculate(options, model))
     max_drafts = settle("max_drafts", _max_drafts(options, speculate))
+    acceptance = settle("acceptance", _acceptance(options, device, speculate))
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
@@ -201,6 +205,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         speculate=speculate,
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
+        acceptance=acceptance,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -330,6 +335,24 @@ def _max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[
     if not 1 <= options.max_drafts <= 64:
         raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
     return options.max_drafts, "given"
+
+
+def _acceptance(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[str]:
+    asked = options.acceptance
+    if asked not in ACCEPTANCE:
+        fix = f"Choose one of {', '.join(ACCEPTANCE)}."
+        raise ConfigError(f"acceptance {asked!r} is not known.", fix=fix, param="acceptance")
+    if asked == "exact":
+        return asked, "tokens are those without drafts"
+    if device == "cuda":
+        raise ConfigError("acceptance rejection is for the CPU only.", fix="Use --acceptance exact.", param="acceptance")
+    if not speculate:
+        raise ConfigError(
+            "acceptance is rejection, but no tokens are guessed.",
+            fix="Use --acceptance exact, or a model and --speculate with a drafter.",
+            param="acceptance",
+        )
+    return asked, "sampled tokens are distributed as without drafts"
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:

@@ -33,6 +33,7 @@ SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "suffix": ("suffix",),
     "draft-model": ("forced", "draft-model"),
 }
+ACCEPTANCE = ("exact", "rejection")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class EngineOptions:
     draft_model: str | None = None
     max_drafts: int | None = None  # tokens guessed for a request in a step
     adaptive_drafts: bool = True
+    acceptance: str = "exact"  # or rejection
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
@@ -111,6 +113,7 @@ class EngineConfig:
     max_drafts: int = 0
     adaptive_drafts: bool = True
     draft: EngineConfig | None = None  # of the draft model
+    acceptance: str = "exact"
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -165,6 +168,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
     speculate = settle("speculate", _speculate(options, model))
     max_drafts = settle("max_drafts", _max_drafts(options, speculate))
+    acceptance = settle("acceptance", _acceptance(options, device, speculate))
     max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
@@ -213,6 +217,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
         draft=draft,
+        acceptance=acceptance,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -369,7 +374,7 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival",
+        queue_order="arrival", acceptance="exact",
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
@@ -378,6 +383,24 @@ def _draft(
 
 def _draft_bytes(draft: EngineConfig | None) -> int:
     return 0 if draft is None else draft.weight_bytes + draft.activation_bytes + draft.kv_bytes
+
+
+def _acceptance(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[str]:
+    asked = options.acceptance
+    if asked not in ACCEPTANCE:
+        fix = f"Choose one of {', '.join(ACCEPTANCE)}."
+        raise ConfigError(f"acceptance {asked!r} is not known.", fix=fix, param="acceptance")
+    if asked == "exact":
+        return asked, "tokens are those without drafts"
+    if device == "cuda":
+        raise ConfigError("acceptance rejection is for the CPU only.", fix="Use --acceptance exact.", param="acceptance")
+    if not speculate:
+        raise ConfigError(
+            "acceptance is rejection, but no tokens are guessed.",
+            fix="Use --acceptance exact, or a model and --speculate with a drafter.",
+            param="acceptance",
+        )
+    return asked, "sampled tokens are distributed as without drafts"
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:

@@ -136,7 +136,7 @@ def test_llm_embeds_many_texts_and_scores_by_cosine(tmp_path):
     cosine = torch.nn.functional.cosine_similarity(*(torch.tensor(made[i].embedding).double() for i in (5, 8)), dim=0)
     assert abs(scored.score - cosine.item()) < 1e-6
     long = "sea " * 40
-    with pytest.raises(ContextTooLong, match="inputs of 32 tokens"):
+    with pytest.raises(ContextTooLong, match="42 tokens, and this model takes 32"):
         llm.embed(long)
     assert len(llm.embed(long, truncate_prompt_tokens=-1)[0].prompt_token_ids) == 32
     with pytest.warns(UserWarning, match="1 of 2 prompts failed"):

@@ -412,9 +412,9 @@ def test_without_flash_attention(on_gpu, monkeypatch):
 
 def test_memory_that_runs_out_at_start_is_explained(tmp_path, monkeypatch):
     make_llama(tmp_path)
-    shape = load_model(tmp_path).config
+    model = load_model(tmp_path)
     here = replace(machine.detect(), gpu="some GPU", gpu_bytes=2**36, gpu_free_bytes=2**36)
-    given = resolve(EngineOptions(device="cuda", kv_memory_bytes=2**30), shape, here)
+    given = resolve(EngineOptions(device="cuda", kv_memory_bytes=2**30), model.config, here)
 
     def run_out(self, model, config):
         raise torch.OutOfMemoryError
@@ -422,5 +422,5 @@ def test_memory_that_runs_out_at_start_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_runner.CudaRunner, "__init__", run_out)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**36))
     with pytest.raises(ConfigError, match=r"KV cache 24 MiB.*256 MiB of 64.00 GiB are left") as caught:
-        make_runner(None, given)
+        make_runner(model, given)
     assert "--kv-memory" in caught.value.fix

@@ -299,13 +299,13 @@ def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
 
 
 def test_penalties_of_a_window(roomy):
-    """A window of everything is no window; one of nothing, no penalty."""
-    asked = {"prompt": "The tide, the tide", "n_predict": 12, "temperature": 0, "repeat_penalty": 3.0}
+    """A window of everything is no window; one of nothing, no penalty. Below 1 it is a reward, which a short text shows."""
+    asked = {"prompt": "The tide, the tide", "n_predict": 12, "temperature": 0, "repeat_penalty": 0.2}
     texts = {last: ask(roomy, "/completion", **asked, repeat_last_n=last)["content"] for last in (-1, 0, 1, 500)}
     plain = ask(roomy, "/completion", **asked | {"repeat_penalty": 1.0})["content"]
-    assert texts[-1] == texts[500] == openai_text(roomy, asked["prompt"], repetition_penalty=3.0)
+    assert texts[-1] == texts[500] == openai_text(roomy, asked["prompt"], repetition_penalty=0.2)
     assert texts[0] == plain
-    assert texts[1] == openai_text(roomy, asked["prompt"], repetition_penalty=3.0, repeat_last_n=1)
+    assert texts[1] == openai_text(roomy, asked["prompt"], repetition_penalty=0.2, repeat_last_n=1)
     assert len({texts[-1], texts[0], texts[1]}) == 3
     assert ask(roomy, "/completion", **asked, repeat_last_n=64)["generation_settings"]["repeat_last_n"] == 64
 

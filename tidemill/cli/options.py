@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import ACCEPTANCE, DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -174,6 +174,9 @@ OPTIONS = (
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",
            help="Verify as many of the guessed tokens as measurements say are worth it; off: all of them."),
+    Option("acceptance", "text", ENGINE, field="acceptance", choices=ACCEPTANCE,
+           help="When a guessed token is taken. exact: if it is the one that is drawn, so the output is the same as without. "
+           "rejection (CPU): as in speculative sampling; sampled output is only distributed alike."),
     Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
            help="How requests share steps: continuous is for serving, the others are for comparison "
            f"({', '.join(name for name in POLICIES if name != 'continuous')})."),

@@ -303,7 +303,10 @@ class EngineCore:
     def _plan(self) -> StepPlan | None:
         if self.drafting is not None:
             self.drafting.propose(self.scheduler)
-        return self.scheduler.plan()
+        plan = self.scheduler.plan()
+        if plan is not None and self.drafting is not None and self.config.acceptance == "rejection":
+            plan.draft_probs = self.drafting.probs(plan)
+        return plan
 
     def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress], list[Delta]]:
         """Wait for the oldest step in flight and take its results."""

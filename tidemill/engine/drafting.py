@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
-from tidemill.runner.spec import Ask, Drafter
+from tidemill.runner.spec import Ask, Drafter, Drawn
 from tidemill.sched.clock import Clock
 from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
@@ -49,6 +49,17 @@ class Drafting:
         for request in ready:
             num = given.get(request.seq, 0)
             request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
+
+    def probs(self, plan: StepPlan) -> dict[tuple[int, int], bytes]:
+        """Of the drafts in a plan that were drawn, by row and position, what they were drawn from."""
+        probs = {}
+        for item in plan.items if plan.drafts else ():
+            _, guess = self._guesses.get(item.seq, ("", ()))
+            if item.num_drafts and isinstance(guess, Drawn):
+                first = item.start + item.count - item.num_drafts
+                for i in range(item.num_drafts):
+                    probs[item.row, first + i] = guess.probs_DV[i].tobytes()
+        return probs
 
     def waits(self, scheduler: Scheduler) -> bool:
         """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified, or

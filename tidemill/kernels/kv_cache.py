@@ -68,7 +68,7 @@ class PagedKV:
 
     def by_distance(self) -> list[torch.Tensor | None]:
         """What each layer adds to scores, as a table where the cache is; layers that add the same share one."""
-        most = max(table.shape[1] for table in self.tables) * self.page_size
+        most = max((table.shape[1] * self.page_size for table in self.tables), default=0)
         kinds = [(spec.has_alibi, id(bias)) for spec, bias in zip(self.specs, self.biases, strict=True)]
         made = {kind: masks.by_distance(self.specs[kinds.index(kind)], self.biases[kinds.index(kind)], most) for kind in kinds}
         on_device = {kind: None if table is None else table.float().to(self.cache.device) for kind, table in made.items()}

@@ -39,7 +39,7 @@ class CpuRunner:
         num_pages = config.num_pages + 1  # and the null page
         self.cache = new_pool(num_pages, config, shape)
         self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
-        self.sampler = Sampler(self.state)
+        self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
         self._program = record_forward(model, self.mixers, self.cache) if native.lib and self.mixers.are_native else None
         self._lora_program = None  # for steps in which a row has an adapter

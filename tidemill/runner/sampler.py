@@ -17,6 +17,7 @@ import torch
 
 from tidemill.kernels.argmax import argmax
 from tidemill.kernels.noise import gumbel_argmax
+from tidemill.runner.spec import acceptance
 from tidemill.runner.state import RowState
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.wire import TokenLogprobs
@@ -83,8 +84,9 @@ class Sampled:
 
 
 class Sampler:
-    def __init__(self, state: RowState) -> None:
-        self._state = state
+    def __init__(self, state: RowState, by_rejection: bool = False) -> None:
+        """`by_rejection`: drafts of sampled requests are accepted as in spec/acceptance.py, not where they are what is drawn."""
+        self._state, self._by_rejection = state, by_rejection
         self._stages = {
             "grammar": self._apply_grammar,
             "allowed_tokens": _keep_allowed,
@@ -130,12 +132,26 @@ class Sampler:
         drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]
         if not drawn:
             return argmax(logits_SV)
-        noise = torch.tensor([[asked.params[i].seed or 0 for i in drawn], [asked.positions[i] for i in drawn]])
         if len(drawn) == len(asked.rows):
-            return gumbel_argmax(logits_SV, *noise)
+            return self._draw_sampled(logits_SV, asked)
         tokens = argmax(logits_SV)
-        tokens[drawn] = gumbel_argmax(logits_SV[drawn], *noise)
+        tokens[drawn] = self._draw_sampled(logits_SV[drawn], asked.only(drawn))
         return tokens
+
+    def _draw_sampled(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
+        noise = torch.tensor([[p.seed or 0 for p in asked.params], asked.positions])
+        if self._by_rejection:
+            return acceptance.draw(logits_SV, self._drafts(asked), *noise)
+        return gumbel_argmax(logits_SV, *noise)
+
+    def _drafts(self, asked: Asked) -> acceptance.Drafts:
+        """A token is drawn in the place of a draft if the row's next one is drawn, too."""
+        places = list(zip(asked.rows, asked.positions, strict=True))
+        at = [i for i, (row, position) in enumerate(places[:-1]) if places[i + 1] == (row, position + 1)]
+        drafted = [places[i] for i in at]
+        given = self._state.draft_probs
+        tokens = self._state.tokens[[row for row, _ in drafted], [position for _, position in drafted]]
+        return acceptance.Drafts(at, tokens.long(), {d: given[place] for d, place in enumerate(drafted) if place in given})
 
     def _params(self, row: int) -> SamplingParams:
         params = self._state.params[row]

@@ -71,6 +71,7 @@ class RowState:
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
+        self.draft_probs: dict[tuple[int, int], np.ndarray] = {}  # by row and position: see StepPlan
         self.num_prompt = [0] * num_rows
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
@@ -100,6 +101,7 @@ class RowState:
             nums[update.group] = max(nums[update.group], end)
         self.stage_drafts(plan)
         self.masks = {place: np.frombuffer(words, np.int32) for place, words in plan.masks.items()}
+        self.draft_probs = {place: np.frombuffer(probs, np.float32) for place, probs in plan.draft_probs.items()}
 
     def stage_drafts(self, plan: StepPlan, only: Container[int] | None = None) -> None:
         """Where the tokens that follow the known ones will stand. `only`: of these rows."""

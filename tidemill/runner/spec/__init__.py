@@ -1,14 +1,17 @@
 """Drafters: they guess the next tokens of running requests, and a step verifies the guesses.
 
 What a request outputs never depends on them: a step draws the target's own token in the place of every draft, and a draft counts
-only if it is that token. A new drafter is a file here and a line in `DRAFTERS` (registry.py).
+only if it is that token. With rejection acceptance (acceptance.py) only the distribution of the output does not depend on them. A
+new drafter is a file here and a line in `DRAFTERS` (registry.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
+
+import numpy as np
 
 from tidemill.sampling import SamplingParams
 
@@ -26,12 +29,31 @@ class Ask:
     salt: str = ""  # what is learned from a request serves others with the same salt only
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn(Sequence[int]):
+    """Drafts that were drawn at random, each from a row of `probs_DV` (float32), which rejection acceptance makes use of.
+    Whether a draft is among them must not depend on which token it is."""
+
+    tokens: Sequence[int]
+    probs_DV: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.tokens[index]
+
+
 class Drafter(Protocol):
     name: str
     is_free: bool  # a guess costs next to nothing, so it is made before it is decided whether it is worth verifying
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        """For each, tokens that may follow; none where there is no guess."""
+        """For each, tokens that may follow; none where there is no guess. Those of a drafter that samples may be `Drawn`."""
         ...
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:

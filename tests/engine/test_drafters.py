@@ -37,6 +37,10 @@ OPTIONS = {
 }
 
 
+# What `make test` has time for, by drafter.
+_ALWAYS = {"random": ("",), "often": ("chunks",), "suffix": ("", "small memory"), "draft-model": ("chunks", "small memory")}
+
+
 class Random(Guesser):
     """Any tokens, as many as it likes."""
 
@@ -69,8 +73,14 @@ def core_with(name, models, answers, **options):
     return guess_with(make_core(models[0], **options), Random() if name == "random" else Guesser(known, 0.7))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [pytest.param(key, marks=pytest.mark.slow if "pages" in key else ()) for key in OPTIONS])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, key, marks=() if key in _ALWAYS.get(name, ("",)) else pytest.mark.slow)
+        for name in NAMES
+        for key in OPTIONS
+    ],
+)
 def test_tokens_and_logprobs(models, expected, name, options):
     """And again: some learn from outputs."""
     core = core_with(name, models, expected[options], **OPTIONS[options])

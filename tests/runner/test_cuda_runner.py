@@ -21,7 +21,7 @@ from tidemill import config
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore, make_runner
 from tidemill.errors import ConfigError
-from tidemill.events import ExpertsUsed, KernelsFellBack, Preempted
+from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, moe, tuning
 from tidemill.kernels.flex_attention import FlexAttention
@@ -130,9 +130,8 @@ def on_gpu(folder, monkeypatch):
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
             method = "bfloat16-fast" if options.get("fast_math") else "bfloat16"
-            return EngineCore(
-                cls.load(checkpoint, shape, method, None, "cuda", False), resolve(EngineOptions(**options), shape, here)
-            )
+            model = cls.load(checkpoint, shape, method, None, "cuda", False)
+            return EngineCore(model, resolve(EngineOptions(**options), shape, here, shape), draft=model)  # drafts for itself
 
         yield make
 
@@ -217,6 +216,21 @@ def test_drafts_change_nothing(expected, on_gpu, chance):
     core = guess_with(on_gpu(), drafter)
     assert run(core, longer) == without
     assert drafter.num_asked
+
+
+@pytest.mark.slow
+def test_a_model_drafts_for_itself(on_gpu):
+    """In a runner of its own, whose steps are launched ahead of each other. Every draft is right."""
+    longer = {"loops": ([7, 8, 9] * 6, greedy(12)), "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=12))}
+    longer |= {name: REQUESTS[name] for name in ("avoids", "asks")}
+    without = run(on_gpu(speculate="off"), longer)
+    core = on_gpu(draft_model="itself", adaptive_drafts=False, max_drafts=3)
+    seen, emit = [], core.drafting._emit
+    core.drafting._emit = lambda event: (seen.append(event), emit(event))
+    assert run(core, longer) == without
+    verified = [one for event in seen if isinstance(event, DraftsVerified) for one in event.of]
+    assert len(verified) >= 5
+    assert all(num == num_right for name, num, num_right in verified if name in ("loops", "long"))
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -108,6 +108,13 @@ class AdapterError(CheckpointError):
     status = 400
 
 
+class DraftError(CheckpointError):
+    """Draft heads that cannot be read or do not fit the model."""
+
+    kind = "config_error"
+    status = 400
+
+
 class EngineDead(TidemillError):
     """The engine process has ended; no request can be served."""
 
@@ -132,6 +139,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         ModelNotFound,
         CheckpointError,
         AdapterError,
+        DraftError,
         EngineDead,
     )
 }

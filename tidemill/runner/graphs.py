@@ -54,6 +54,12 @@ def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> 
     longest = [one.cos.shape[0] for one in angles if one is not None]
     longest += [table.shape[1] * size for table, size in mixers.tables]
     num_tokens = min([num_tokens, model.config.max_context, *longest])
+    positions = torch.arange(num_tokens)
+    return prefill_step(mixers, num_tokens), model.embed_at(positions % model.config.vocab_size, positions, None)
+
+
+def prefill_step(mixers: Mixers, num_tokens: int) -> MixedStep:
+    """So many tokens from the start of row 0, in the first pages of the cache: for use while no sequence is there."""
     positions, slots, first = torch.arange(num_tokens), [], 1
     for table, size in mixers.tables:
         num = -(-num_tokens // size)
@@ -61,5 +67,4 @@ def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> 
         slots.append(first * size + positions)
         first += num
     slots_GT = torch.stack(slots) if slots else positions[None][:0]
-    step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
-    return step, model.embed_at(positions % model.config.vocab_size, positions, None)
+    return mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)

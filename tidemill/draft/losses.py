@@ -1,0 +1,75 @@
+"""What heads guess along a text, how far that is from the target, and how often it is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tidemill.runner.spec.heads import Cache, DraftHead, EagleHead, ExitHead, MedusaHeads, Target
+
+_DECAY = 0.8  # a later guess counts this much less than the one before it
+_REGRESSION = 0.1  # the weight of the distance between states, beside that of distributions
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences side by side, padded at the end."""
+
+    ids_BT: torch.Tensor
+    states_BTH: torch.Tensor  # of the whole model
+    inputs_BTH: torch.Tensor  # what the head starts from: the same, or the states of the first layers
+    learned_BT: torch.Tensor  # bool: states whose logits are learned
+    lengths_B: torch.Tensor
+
+
+def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> list[tuple[int, torch.Tensor]]:
+    """(shift, states [B, T, H]): column t guesses the target's state at position t + shift."""
+    if isinstance(head, ExitHead):
+        return [(0, head(batch.inputs_BTH))]
+    if isinstance(head, MedusaHeads):
+        return list(enumerate(head(batch.inputs_BTH), 1))[:num_guesses]
+    assert isinstance(head, EagleHead)
+    made, states, cache = [], batch.inputs_BTH, Cache()
+    for shift in range(1, num_guesses + 1):
+        ids_BT = F.pad(batch.ids_BT[:, shift:], (0, shift))
+        states = head(target.embed(ids_BT), states, cache)
+        made.append((shift, states))
+    return made
+
+
+def loss_of(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> torch.Tensor:
+    """The cross-entropy of the target's distribution with that of each guess, and for EAGLE the distance of the states."""
+    sequences, positions = batch.learned_BT.nonzero(as_tuple=True)
+    true_MH = batch.states_BTH[sequences, positions]
+    with torch.no_grad():
+        probs_MD = target.logits(true_MH).softmax(-1)
+    total, weights = torch.zeros(()), 0.0
+    for i, (shift, states_BTH) in enumerate(guesses(head, target, batch, num_guesses)):
+        is_there = positions >= shift
+        guessed = states_BTH[sequences[is_there], positions[is_there] - shift]
+        loss = F.cross_entropy(target.logits(guessed), probs_MD[is_there])
+        if isinstance(head, EagleHead):
+            true = true_MH[is_there]
+            loss = loss + _REGRESSION * F.smooth_l1_loss(guessed, true) / true.abs().mean()
+        total, weights = total + loss * _DECAY**i, weights + _DECAY**i
+    return total / weights
+
+
+@torch.inference_mode()
+def count_right(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> tuple[list[int], int]:
+    """At how many places of the text the first 1, 2, ... drafts are all the tokens that follow; and of how many places."""
+    made = guesses(head, target, batch, num_guesses)
+    if isinstance(head, ExitHead):  # each draft is an exit of its own, a position on from the one before
+        made = [(shift, torch.roll(made[0][1], -shift, 1)) for shift in range(1, num_guesses + 1)]
+    sequences, positions = batch.learned_BT.nonzero(as_tuple=True)
+    fits = positions + len(made) + 1 < batch.lengths_B[sequences]
+    sequences, positions = sequences[fits], positions[fits]
+    right = torch.ones(len(positions), dtype=torch.bool)
+    counts = []
+    for shift, states_BTH in made:
+        best = target.ids_D[target.logits(states_BTH[sequences, positions]).argmax(-1)]
+        right &= best == batch.ids_BT[sequences, positions + shift + 1]
+        counts.append(int(right.sum()))
+    return counts, len(positions)

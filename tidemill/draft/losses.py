@@ -21,7 +21,6 @@ class Batch:
     states_BTH: torch.Tensor  # of the whole model
     inputs_BTH: torch.Tensor  # what the head starts from: the same, or the states of the first layers
     learned_BT: torch.Tensor  # bool: states whose logits are learned
-    lengths_B: torch.Tensor
 
 
 def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> list[tuple[int, torch.Tensor]]:
@@ -29,7 +28,7 @@ def guesses(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> 
     if isinstance(head, ExitHead):
         return [(0, head(batch.inputs_BTH))]
     if isinstance(head, MedusaHeads):
-        return list(enumerate(head(batch.inputs_BTH), 1))[:num_guesses]
+        return list(enumerate(head(batch.inputs_BTH), 1))  # all heads, always
     assert isinstance(head, EagleHead)
     made, states, cache = [], batch.inputs_BTH, Cache()
     for shift in range(1, num_guesses + 1):
@@ -57,19 +56,25 @@ def loss_of(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> 
     return total / weights
 
 
+@dataclass(slots=True)
+class Drafted:
+    """Greedy drafts after each place of a text, of which the token at the place after it is known."""
+
+    is_right: torch.Tensor  # [places, drafts]: it is the token that follows
+    probs: torch.Tensor  # what the head gives it
+
+
 @torch.inference_mode()
-def count_right(head: DraftHead, target: Target, batch: Batch, num_guesses: int) -> tuple[list[int], int]:
-    """At how many places of the text the first 1, 2, ... drafts are all the tokens that follow; and of how many places."""
-    made = guesses(head, target, batch, num_guesses)
+def draft_along(head: DraftHead, target: Target, batch: Batch, num_drafts: int) -> Drafted:
+    """Of the one sequence of a batch."""
+    made = guesses(head, target, batch, num_drafts)[:num_drafts]
     if isinstance(head, ExitHead):  # each draft is an exit of its own, a position on from the one before
-        made = [(shift, torch.roll(made[0][1], -shift, 1)) for shift in range(1, num_guesses + 1)]
-    sequences, positions = batch.learned_BT.nonzero(as_tuple=True)
-    fits = positions + len(made) + 1 < batch.lengths_B[sequences]
-    sequences, positions = sequences[fits], positions[fits]
-    right = torch.ones(len(positions), dtype=torch.bool)
-    counts = []
+        made = [(shift, torch.roll(made[0][1], -shift, 1)) for shift in range(1, num_drafts + 1)]
+    (places,) = batch.learned_BT[0].nonzero(as_tuple=True)
+    places = places[places + len(made) + 1 < batch.ids_BT.shape[1]]
+    right, probs = [], []
     for shift, states_BTH in made:
-        best = target.ids_D[target.logits(states_BTH[sequences, positions]).argmax(-1)]
-        right &= best == batch.ids_BT[sequences, positions + shift + 1]
-        counts.append(int(right.sum()))
-    return counts, len(positions)
+        best = target.logits(states_BTH[0, places]).softmax(-1).max(-1)
+        right.append(target.ids_D[best.indices] == batch.ids_BT[0, places + shift + 1])
+        probs.append(best.values)
+    return Drafted(torch.stack(right, 1), torch.stack(probs, 1))

@@ -10,24 +10,31 @@ import numpy as np
 import torch
 
 from tidemill.draft.text import Sequence
+from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
-from tidemill.runner.graphs import prefill_step
+from tidemill.runner.graphs import use_first_pages
 
 Tick = Callable[[int], None]  # tokens done
+
+
+def batch_of(runner: CpuRunner, ids: list[int], start: int = 0) -> Batch:
+    """Tokens from `start` on of a sequence that is alone in row 0."""
+    slots_GT, positions = use_first_pages(runner.mixers, len(ids)), torch.arange(start, len(ids))
+    one = np.array([len(ids) - start])
+    return Batch(np.array([0]), np.array([start]), one, one - 1, torch.tensor(ids[start:]), positions, slots_GT[:, start:])
 
 
 @torch.inference_mode()
 def hidden_states(runner: CpuRunner, ids: list[int], num_layers: int) -> torch.Tensor:
     """Of a sequence's tokens, after the last norm, [T, H]; of the model's first layers alone, if those are fewer than it has. The
     runner's cache is overwritten."""
-    ids_T = torch.tensor(ids)
-    for table, size in runner.mixers.tables:
-        assert len(ids) <= table.shape[1] * size
     runner.cache[: 1 + sum(-(-len(ids) // size) for _, size in runner.mixers.tables)] = 0
-    step = prefill_step(runner.mixers, len(ids))
-    embedded_TH = runner.model.embed_at(ids_T, torch.arange(len(ids)), None)
+    batch = batch_of(runner, ids)
+    if num_layers == runner.model.config.num_layers:
+        return runner.forward(batch).clone()
+    step = runner.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
     with runner.model.only_layers(range(num_layers)):
-        return runner.model(embedded_TH, step).clone()
+        return runner.model(runner.model.embed_at(batch.ids_T, batch.positions_T, None), step).clone()
 
 
 @dataclass(slots=True)

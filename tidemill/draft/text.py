@@ -16,7 +16,7 @@ from tidemill.errors import ConfigError
 from tidemill.sampling import SamplingParams, sample_seed
 
 _MIN_TOKENS = 8  # of a sequence: shorter ones teach nothing
-_GROUP = 64  # prompts between two writes
+_GROUP = 32  # prompts between two writes
 _ANSWER = 192  # tokens of an answer at most
 _MAX_FILE_BYTES = 2**30
 Tick = Callable[[int], None]  # tokens there are so far

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.draft.losses import Batch, count_right, loss_of
+from tidemill.draft.losses import Batch, Drafted, draft_along, loss_of
 from tidemill.draft.text import Sequence
 from tidemill.errors import ConfigError
 from tidemill.runner.spec.heads import DraftHead, Target
@@ -69,7 +69,7 @@ class Corpus:
             learned[row, max(0, one.start - 1) : num] = True
             states[row, :num] = torch.from_numpy(self.states[rows].astype(np.float32))
             inputs[row, :num] = torch.from_numpy(self.inputs[rows].astype(np.float32))
-        return Batch(ids, states, inputs, learned, torch.tensor(lengths))
+        return Batch(ids, states, inputs, learned)
 
 
 def num_steps(corpus: Corpus, recipe: Recipe) -> int:
@@ -79,7 +79,7 @@ def num_steps(corpus: Corpus, recipe: Recipe) -> int:
 def train(
     head: DraftHead, target: Target, corpus: Corpus, recipe: Recipe, saved: Path, tick: Tick, is_stopped: Callable[[], bool]
 ) -> bool:
-    """Whether it is done, or was stopped. `saved`: where its state is written every so often and when it stops, and read again."""
+    """Whether it is done, or was stopped. `saved`: where its state is written every so often and when it stops, and read from."""
     optimizer = torch.optim.AdamW(head.parameters(), recipe.rate, _BETAS, weight_decay=_DECAY)
     total = num_steps(corpus, recipe)
     done = _restore(head, optimizer, recipe, total, saved)
@@ -99,14 +99,8 @@ def train(
     return done == total
 
 
-def measure(head: DraftHead, target: Target, corpus: Corpus, num_guesses: int) -> list[float]:
-    """Of the held-out sequences: the share of places where the first 1, 2, ... drafts are all right."""
-    counts, places = np.zeros(num_guesses, np.int64), 0
-    for i in corpus.held_out:
-        right, num = count_right(head, target, corpus.batch([i]), num_guesses)
-        counts[: len(right)] += right
-        places += num
-    return [round(float(one), 4) for one in counts / max(1, places)]
+def draft_held_out(head: DraftHead, target: Target, corpus: Corpus, num_drafts: int) -> list[Drafted]:
+    return [draft_along(head, target, corpus.batch([i]), num_drafts) for i in corpus.held_out]
 
 
 def _which(corpus: Corpus, recipe: Recipe, step: int) -> list[int]:

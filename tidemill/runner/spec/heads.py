@@ -65,7 +65,7 @@ class MedusaHeads(DraftHead):
 
     kind = "medusa"
 
-    def __init__(self, hidden_size: int, num_heads: int = 4) -> None:
+    def __init__(self, hidden_size: int, num_heads: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_heads))
         for block in self.blocks:
@@ -112,7 +112,7 @@ class Cache:
 class EagleHead(DraftHead):
     """One transformer layer over (embedding of a token, hidden state before it), which makes the hidden state of that token.
 
-    It attends to the last `window` tokens only, so that a sequence whose beginning came from a cache is none that it did not learn.
+    It attends to the last `window` tokens only: of a prompt that comes from the prefix cache there are no states.
     """
 
     kind = "eagle"
@@ -145,19 +145,19 @@ class EagleHead(DraftHead):
         return {"num_heads": self.num_heads, "intermediate_size": self.down.in_features, "window": self.window}
 
     def forward(self, embedded_BTH: torch.Tensor, states_BTH: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The first call takes true states, each later one what the call before it returned, and the tokens after those. In call s,
-        column t is the chain that starts at token t: it sees the true states up to t, and its own guesses."""
-        x = self.fuse(torch.cat([_normed(embedded_BTH), _normed(states_BTH)], -1))
-        x = x + self._attend(_normed(x) * self.norm, cache)
-        gate, up = self.gate_up(_normed(x) * self.mlp_norm).chunk(2, -1)
+        """The first call takes true states, each later one what the call before it returned, and the tokens after those. Column t
+        is the chain that starts at token t: it sees the true states up to t, and its own guesses."""
+        x = self.fuse(torch.cat([normed(embedded_BTH), normed(states_BTH)], -1))
+        x = x + self._attend(normed(x) * self.norm, cache)
+        gate, up = self.gate_up(normed(x) * self.mlp_norm).chunk(2, -1)
         x = x + self.down(F.silu(gate) * up)
-        return _normed(x) * self.last_norm
+        return normed(x) * self.last_norm
 
     def _attend(self, x_BTH: torch.Tensor, cache: Cache) -> torch.Tensor:
         step, num = len(cache.keys), x_BTH.shape[1]
         q, k, v = self.qkv(x_BTH).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         positions = torch.arange(num, device=x_BTH.device) + step
-        q, k = self._rotated(q, positions), self._rotated(k, positions)
+        q, k = self.rotated(q, positions), self.rotated(k, positions)
         cache.keys.append(k)
         cache.values.append(v)
         before = positions[:, None] - torch.arange(num, device=x_BTH.device)[None]  # how far back each true state is
@@ -170,14 +170,14 @@ class EagleHead(DraftHead):
             mixed = mixed + weights[..., num + i].transpose(1, 2).unsqueeze(-1) * one
         return self.out(mixed.flatten(2))
 
-    def _rotated(self, x_BTND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def rotated(self, x_BTND: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         angles = positions_T[:, None, None] * self.inverse
         cos, sin = angles.cos(), angles.sin()
         a, b = x_BTND.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _normed(x: torch.Tensor) -> torch.Tensor:
+def normed(x: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], None, 1e-6)
 
 

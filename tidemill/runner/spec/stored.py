@@ -79,7 +79,9 @@ def load_draft(path: Path, model: CausalLM, kind: str = "") -> StoredDraft:
     path = path.expanduser()
     for name in (SETTINGS, WEIGHTS):
         if not (path / name).is_file():
-            raise DraftError(f"The draft heads {path} hold no {name}.", fix="Give a folder that tidemill train-draft has written.")
+            raise DraftError(
+                f"The draft heads {path} hold no {name}.", fix="Give a folder that tidemill train-draft has written."
+            )
     try:
         said = read_json(path / SETTINGS)
     except CheckpointError as error:
@@ -95,7 +97,9 @@ def load_draft(path: Path, model: CausalLM, kind: str = "") -> StoredDraft:
     head.load_state_dict(_fitting(path / WEIGHTS, tensors, head), assign=True)
     for name, buffer in new_head(said["kind"], model.config.hidden_size, settings).named_buffers():
         setattr(head, name, buffer)
-    note = "" if said["model"].get("digest") == digest_of(model) else "trained on other weights of this shape: fewer may be accepted"
+    note = (
+        "" if said["model"].get("digest") == digest_of(model) else "trained on other weights of this shape: fewer may be accepted"
+    )
     return StoredDraft(path, head.eval().requires_grad_(False), ids_D, _acceptance(path / SETTINGS, said), note)
 
 

@@ -45,6 +45,7 @@ def train_draft(
 ) -> None:
     """Train draft heads for speculative decoding, and measure them. Ctrl-C stops; the same command goes on from there."""
     from tidemill.draft.run import Stopped, TrainOptions, train_draft  # brings torch
+    from tidemill.engine.core import inspect
     from tidemill.engine.llm import LLM
 
     model = settings["model"]
@@ -63,7 +64,8 @@ def train_draft(
     options.check()
     console = Console(stderr=True, highlight=False)
     raise_on_interrupt()
-    llm = LLM(progress=console.is_terminal, device="cpu", max_requests=32, max_context=1024, **settings.engine)
+    sizes: dict[str, Any] = {"max_requests": 32, "max_context": min(1024, inspect(model)[2].max_context)}
+    llm = LLM(progress=console.is_terminal, device="cpu", **sizes, **settings.engine)
     with _Shown(console) as shown:
         try:
             measured = train_draft(options, llm, shown, shown.is_stopped)

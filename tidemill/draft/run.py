@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,7 +52,7 @@ class TrainOptions:
             raise ConfigError(f"--guesses is {self.num_guesses}; it must be at most 8.", param="guesses")
 
 
-class Reporter:
+class Reporter(Protocol):
     """What a run tells about its progress: a stage with its total, how far it is, and a note."""
 
     def stage(self, name: str, total: int) -> None: ...
@@ -84,7 +85,9 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
         name = options.kind if layer is None else f"{options.kind}-{layer}"
         report.stage(f"Training {name}", num_steps(corpus, recipe))
         tick = lambda done, loss: report.at(done, f"loss {loss:.3f}")  # noqa: E731
-        if not train(head, target, corpus, recipe, work / f"{name}.safetensors", tick, is_stopped):
+        with _threads(llm.config.threads):
+            is_done = train(head, target, corpus, recipe, work / f"{name}.safetensors", tick, is_stopped)
+        if not is_done:
             raise Stopped
         _round(head)
         costs = Costs(steps_s, *draft_seconds(runner, head, target))
@@ -117,7 +120,8 @@ def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
         raise ConfigError(what, fix=f"Give 1 to {num_layers - 1}.", param="exit_layer")
     if num_layers < 2:
         raise ConfigError("A model of one layer has no early exit.", param="kind")
-    return [options.exit_layer] if options.exit_layer else sorted({max(1, num_layers // part) for part in _EXITS})
+    chosen = {options.exit_layer} if options.exit_layer else {max(1, num_layers // part) for part in _EXITS}
+    return [*sorted(chosen)]
 
 
 def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Sequence]:
@@ -157,6 +161,17 @@ def _new(options: TrainOptions, target: Target, layer: int | None) -> tuple[Draf
         seed=options.seed,
     )
     return head, recipe
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    """Of torch, which has one in the engine: the compiled kernels are idle now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.no_grad()

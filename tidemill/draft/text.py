@@ -16,7 +16,7 @@ from tidemill.errors import ConfigError
 from tidemill.sampling import SamplingParams, sample_seed
 
 _MIN_TOKENS = 8  # of a sequence: shorter ones teach nothing
-_GROUP = 32  # prompts between two writes
+_GROUP = 32  # answers between two writes, at most
 _ANSWER = 192  # tokens of an answer at most
 _MAX_FILE_BYTES = 2**30
 Tick = Callable[[int], None]  # tokens there are so far
@@ -63,8 +63,8 @@ def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick)
     total = sum(one.num_learned for one in made)
     tick(total)
     while total < num_tokens:
-        first = len(made)
-        some = [prompts[number % len(prompts)] for number in range(first, first + _GROUP)]
+        first, num = len(made), min(_GROUP, -(-(num_tokens - total) // _ANSWER))
+        some = [prompts[number % len(prompts)] for number in range(first, first + num)]
         params = [_params(llm, sample_seed(seed, first + i), first + i) for i in range(len(some))]
         answers = _answer(llm, some, params)
         made += answers

@@ -116,6 +116,7 @@ class EagleHead(DraftHead):
     """
 
     kind = "eagle"
+    inverse: torch.Tensor
 
     def __init__(self, hidden_size: int, num_heads: int = 0, intermediate_size: int = 0, window: int = 64) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from tidemill.draft.cost import Costs, acceptance, speed
 from tidemill.draft.losses import Batch, Drafted, guesses
 from tidemill.draft.run import Stopped, TrainOptions, train_draft
 from tidemill.draft.states import batch_of, hidden_states
-from tidemill.draft.text import Sequence, TextFile, read_text, write_text
+from tidemill.draft.text import Example, TextFile, read_text, write_text
 from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser
 from tidemill.runner.spec.drafters import make_drafter
@@ -92,7 +92,7 @@ def test_texts_of_files(llm, tmp_path):
     path.write_text('{"text": "%s"}\n\n{"messages": [{"role": "user", "content": "how are you?"}]}\n' % ("ab" * 150))
     made = read_text(llm, path, 10_000, 100)
     assert [len(one.ids) for one in made][:3] == [100, 100, 100]
-    assert made[0] == Sequence(llm.tokenizer.encode("ab" * 150)[:100])
+    assert made[0] == Example(llm.tokenizer.encode("ab" * 150)[:100])
     for wrong, message in (("{", "Line 1"), ('{"a": 1}', "no text"), ('{"ids": [99999]}', "another model"), ("[]", "object")):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=message):

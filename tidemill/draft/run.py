@@ -13,7 +13,7 @@ import torch
 
 from tidemill.draft.cost import Costs, acceptance, best_threshold, draft_seconds, step_seconds
 from tidemill.draft.states import StatesFile
-from tidemill.draft.text import Sequence, TextFile, read_text, write_text
+from tidemill.draft.text import Example, TextFile, read_text, write_text
 from tidemill.draft.train import RATES, Corpus, Recipe, draft_held_out, num_steps, train
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
@@ -124,7 +124,7 @@ def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
     return [*sorted(chosen)]
 
 
-def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Sequence]:
+def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
     file = TextFile(options.out / TEXT)
     piece = min(_PIECE, llm.config.max_context)
     if options.data is not None:
@@ -132,16 +132,16 @@ def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Sequence]:
         return read_text(llm, options.data, options.num_tokens, piece)
     report.stage("Writing text", options.num_tokens)
     made = write_text(llm, file, options.num_tokens, options.seed, report.at)
-    return [one for one in (Sequence(one.ids[:piece], one.start) for one in made) if one.num_learned > 0]
+    return [one for one in (Example(one.ids[:piece], one.start) for one in made) if one.num_learned > 0]
 
 
-def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Sequence]) -> torch.Tensor:
+def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> torch.Tensor:
     tokens = torch.tensor([token for one in sequences for token in one.ids])
     counts_V = torch.bincount(tokens, minlength=llm.model_config.vocab_size)
     return draft_vocabulary(counts_V, options.vocab_size, llm.tokenizer.eos_token_ids)
 
 
-def _states(runner: CpuRunner, work: Path, sequences: list[Sequence], num_layers: int, report: Reporter) -> Any:
+def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter) -> Any:
     name = "Hidden states" if num_layers == runner.model.config.num_layers else f"States after layer {num_layers}"
     report.stage(name, sum(len(one.ids) for one in sequences))
     return StatesFile(work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers).fill(

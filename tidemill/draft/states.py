@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.draft.text import Sequence
+from tidemill.draft.text import Example
 from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.graphs import use_first_pages
@@ -45,7 +45,7 @@ class StatesFile:
     hidden_size: int
     num_layers: int  # of which they are the states
 
-    def fill(self, runner: CpuRunner, sequences: list[Sequence], tick: Tick) -> np.ndarray:
+    def fill(self, runner: CpuRunner, sequences: list[Example], tick: Tick) -> np.ndarray:
         """[tokens of all sequences, H]"""
         ends = np.cumsum([len(one.ids) for one in sequences])
         row_bytes = self.hidden_size * 2

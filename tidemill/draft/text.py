@@ -22,7 +22,7 @@ _MAX_FILE_BYTES = 2**30
 Tick = Callable[[int], None]  # tokens there are so far
 
 
-class Sequence(msgspec.Struct, frozen=True):
+class Example(msgspec.Struct, frozen=True):
     """Tokens, of which those from `start` on are learned from; the others are a prompt."""
 
     ids: list[int]
@@ -39,7 +39,7 @@ class TextFile:
 
     path: Path
 
-    def read(self) -> list[Sequence]:
+    def read(self) -> list[Example]:
         if not self.path.exists():
             return []
         data = self.path.read_bytes()
@@ -47,16 +47,16 @@ class TextFile:
         if len(whole) < len(data):
             self.path.write_bytes(whole)
         try:
-            return [msgspec.json.decode(line, type=Sequence) for line in whole.splitlines()]
+            return [msgspec.json.decode(line, type=Example) for line in whole.splitlines()]
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{self.path} is corrupt: {error}.", fix="Delete it, and start again.") from error
 
-    def append(self, sequences: list[Sequence]) -> None:
+    def append(self, sequences: list[Example]) -> None:
         with self.path.open("ab") as file:
             file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in sequences))
 
 
-def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick) -> list[Sequence]:
+def write_text(llm: LLM, file: TextFile, num_tokens: int, seed: int, tick: Tick) -> list[Example]:
     """What the model answers to the seed prompts, until there are so many tokens. Goes on where the file ends."""
     made = file.read()
     prompts = seed_prompts(seed)
@@ -80,15 +80,15 @@ def _params(llm: LLM, seed: int, number: int) -> SamplingParams:
     return SamplingParams(max_tokens=most, seed=seed) if number % 2 else SamplingParams(max_tokens=most, temperature=0.0)
 
 
-def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Sequence]:
+def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[Example]:
     if llm.tokenizer.chat_template is None:
         outputs = llm.generate(prompts, params, progress=False)
     else:
         outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=False)
-    return [Sequence(one.prompt_token_ids + one.outputs[0].token_ids, len(one.prompt_token_ids)) for one in outputs]
+    return [Example(one.prompt_token_ids + one.outputs[0].token_ids, len(one.prompt_token_ids)) for one in outputs]
 
 
-def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Sequence]:
+def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Example]:
     """A .txt file, cut into pieces; or .jsonl with an object a line: `text`, `messages`, or `ids` as this command writes them."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"--data {path} is neither .txt nor .jsonl.", fix="Give a text, or a JSON object a line.", param="data")
@@ -98,7 +98,7 @@ def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Seque
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path} cannot be read: {error}.", param="data") from error
-    made: list[Sequence] = []
+    made: list[Example] = []
     total = 0
     for one in _pieces(llm, path, text, max_len):
         made.append(one)
@@ -110,17 +110,17 @@ def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Seque
     return made
 
 
-def _pieces(llm: LLM, path: Path, text: str, max_len: int) -> Iterator[Sequence]:
+def _pieces(llm: LLM, path: Path, text: str, max_len: int) -> Iterator[Example]:
     documents = [_encoded(llm, text)] if path.suffix == ".txt" else (_line(llm, *one) for one in _objects(path, text))
     for whole in documents:
         for first in range(0, len(whole.ids), max_len):
-            piece = Sequence(whole.ids[first : first + max_len], max(0, whole.start - first))
+            piece = Example(whole.ids[first : first + max_len], max(0, whole.start - first))
             if piece.num_learned >= _MIN_TOKENS:
                 yield piece
 
 
-def _encoded(llm: LLM, text: str) -> Sequence:
-    return Sequence(llm.tokenizer.encode(text))
+def _encoded(llm: LLM, text: str) -> Example:
+    return Example(llm.tokenizer.encode(text))
 
 
 def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,17 +135,17 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"line {number} of {path}", value
 
 
-def _line(llm: LLM, where: str, value: dict[str, Any]) -> Sequence:
+def _line(llm: LLM, where: str, value: dict[str, Any]) -> Example:
     if "ids" in value:
         try:
-            made = msgspec.convert(value, Sequence)
+            made = msgspec.convert(value, Example)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{where}: {error}.", param="data") from error
         if not all(0 <= token < llm.model_config.vocab_size for token in made.ids) or not 0 <= made.start <= len(made.ids):
             raise ConfigError(f"{where}: ids are tokens of another model.", param="data")
         return made
     if isinstance(value.get("messages"), list):
-        return Sequence(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
+        return Example(llm.tokenizer.encode_chat(value["messages"], add_generation_prompt=False))
     if isinstance(value.get("text"), str):
         return _encoded(llm, value["text"])
     raise ConfigError(f"{where} has no text, messages or ids.", param="data")

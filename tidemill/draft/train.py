@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tidemill.draft.losses import Batch, Drafted, draft_along, loss_of
-from tidemill.draft.text import Sequence
+from tidemill.draft.text import Example
 from tidemill.errors import ConfigError
 from tidemill.runner.spec.heads import DraftHead, Target
 
@@ -42,7 +42,7 @@ class Recipe:
 class Corpus:
     """Sequences with the states of the whole model, and of its first layers where the head starts from those."""
 
-    sequences: list[Sequence]
+    sequences: list[Example]
     states: np.ndarray
     inputs: np.ndarray
     _ends: list[int] = field(init=False)

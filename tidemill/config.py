@@ -23,7 +23,9 @@ _MIN_LORAS = 8  # slots
 MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
-SPECULATE: dict[str, tuple[str, ...]] = {"auto": ("ngram",), "off": (), "ngram": ("ngram",)}  # drafters, by the option's value
+SPECULATE: dict[str, tuple[str, ...]] = {"auto": ("ngram",), "off": (), "ngram": ("ngram",)} | {
+    name: (name,) for name in ("medusa", "eagle", "exit")
+}  # drafters, by the option's value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class EngineOptions:
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
     max_drafts: int | None = None  # tokens guessed for a request in a step
+    draft_heads: str | None = None  # a folder that train-draft has written
     adaptive_drafts: bool = True
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
@@ -96,6 +99,7 @@ class EngineConfig:
     speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
     max_drafts: int = 0
     adaptive_drafts: bool = True
+    draft_heads: str | None = None
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -189,6 +193,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         speculate=speculate,
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
+        draft_heads=options.draft_heads,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,

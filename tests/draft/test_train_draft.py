@@ -3,12 +3,13 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.helpers import greedy, load_model, make_core
+from tests.helpers import run as engine_run
 from tidemill import LLM, SamplingParams
 from tidemill.cli.main import app
 from tidemill.draft.cost import Costs, acceptance, speed
@@ -176,10 +177,47 @@ def test_a_drafter_drafts_what_its_head_guesses_along_the_text(llm, kind, settin
     for known in (2, 3, 5, 9, 30, *range(31, 60), 78):
         drafter.observe(0, seen, states[seen : known - 1], ids[seen + 1 : known])
         seen = known - 1
-        chain = Chain(0, GREEDY, np.array(ids[:known]), 1, 1, [])
+        chain = Chain(0, GREEDY, ids[:known], 1, 1, [])
         drafter.propose([chain])
-        right.append(chain.drafts == [expected[known - (1 if kind == "exit" else 2)]])
+        if kind == "exit" and known % 16 == 1:
+            assert chain.drafts == []  # the next token may have no page yet
+        else:
+            right.append(chain.drafts == [expected[known - (1 if kind == "exit" else 2)]])
     assert sum(right) >= len(right) - 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind):
+    """Among others, chunked, with a prefix from the cache; whatever the heads guess."""
+    run(llm, text, tmp_path, kind, num_guesses=1, **({"exit_layer": 2} if kind == "exit" else {}))
+    _change(tmp_path, settings={"least_probability": 0.0})
+    options = {"token_budget": 24, "max_requests": 4, "adaptive_drafts": False, "max_drafts": 3}
+    model = load_model(tiny_folder)
+    drafted = make_core(model, speculate=kind, draft_heads=str(tmp_path), **options)
+    plain = make_core(model, speculate="off", token_budget=24, max_requests=4)
+    prompt = [(i * i) % 97 + 3 for i in range(40)]
+    params = {
+        "greedy": greedy(24, logprobs=2),
+        "seeded": SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=7, n=2),
+        "adjusted": SamplingParams(temperature=0.5, repetition_penalty=1.3, max_tokens=24, seed=-7, min_tokens=9),
+    }
+    asked = {name: (prompt, one) for name, one in params.items()}
+    expected = engine_run(plain, asked)
+    drafter, nums = drafted.drafting._drafters[0], []
+    propose = drafter.propose
+    drafter.propose = lambda asks: [nums.append(len(made)) or made for made in propose(asks)]
+    for _ in range(2):  # the second time, the prompt is in the cache
+        assert engine_run(drafted, asked) == expected
+        assert sum(nums) > 50
+        nums.clear()
+
+
+def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):
+    model = load_model(tiny_folder)
+    with pytest.raises(ConfigError, match="needs trained heads"):
+        make_core(model, speculate="eagle")
+    with pytest.raises(DraftError, match="of the kind eagle"):
+        make_core(model, speculate="medusa", draft_heads=str(eagle))
 
 
 def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
@@ -188,7 +226,7 @@ def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
     for kind in ("medusa", "eagle"):
         drafter = make_drafter(new_head(kind, 64), target, runner, 0.0)
         drafter.observe(0, 0, states, [5, 6, 7, 8])
-        chains = [Chain(0, GREEDY, np.array([1, 5, 6, 7, 8, 9]), 1, 2, []), Chain(1, GREEDY, np.array([1, 5]), 1, 2, [])]
+        chains = [Chain(0, GREEDY, [1, 5, 6, 7, 8, 9], 1, 2, []), Chain(1, GREEDY, [1, 5], 1, 2, [])]
         drafter.propose(chains)
         assert [chain.drafts for chain in chains] == [[], []]
         drafter.observe(0, 4, states[:1], [9])
@@ -216,7 +254,7 @@ def test_sampled_drafts_use_the_targets_noise(llm):
     state.stage(StepPlan(0, new_rows=rows))
     state.apply()
     expected = Sampler(state).sample(logits.clone(), list(range(40)), [4] * 40).token_ids.tolist()
-    chains = [Chain(i, one, np.array([i, 7, 9, 9]), 2, 1, []) for i, one in enumerate(params)]
+    chains = [Chain(i, one, [i, 7, 9, 9], 2, 1, []) for i, one in enumerate(params)]
     Chooser(torch.arange(vocab), vocab, 0.0).extend(logits.clone(), chains)
     assert [chain.drafts[0] for chain in chains] == expected
     half = torch.arange(0, vocab, 2)

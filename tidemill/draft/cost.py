@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tidemill.draft.losses import Drafted
 from tidemill.draft.states import batch_of
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.graphs import use_first_pages
 from tidemill.runner.spec.choose import Chain
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import DraftHead, Target
 from tidemill.sampling import SamplingParams
 
-_CONTEXT = 128
+_CONTEXT, _CONTEXT_PAGE = 128, 64
 _MOST = 4  # drafts of a chain that is timed
 _THRESHOLDS = [round(0.05 * i, 2) for i in range(1, 20)]
 
@@ -33,12 +33,17 @@ def _fastest_s(run: Callable[[], object], repeats: int) -> float:
     return min(took)
 
 
+def _context(runner: CpuRunner) -> int:
+    """Tokens before those that are timed: whole pages."""
+    return min(_CONTEXT, runner.model.config.max_context // 2 // _CONTEXT_PAGE * _CONTEXT_PAGE)
+
+
 @torch.inference_mode()
 def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]:
     """Of steps of 1 .. `most` tokens of one sequence, with the logits of each."""
     model = runner.model
     assert isinstance(model, CausalLM)
-    context = max(1, min(_CONTEXT, model.config.max_context - most))
+    context = _context(runner)
     made = []
     for num in range(1, most + 1):
         batch = batch_of(runner, [0] * (context + num), context)
@@ -49,16 +54,19 @@ def step_seconds(runner: CpuRunner, most: int, repeats: int = 30) -> list[float]
 @torch.inference_mode()
 def draft_seconds(runner: CpuRunner, head: DraftHead, target: Target, repeats: int = 30) -> tuple[float, bool]:
     """Of one more draft, and whether all are made at once."""
-    chain = Chain(0, SamplingParams(temperature=0.0), np.zeros(_CONTEXT, np.int64), _CONTEXT, _MOST, [])
     drafter = make_drafter(head, target, runner, 0.0)
+    num = _context(runner) + 2
+    use_first_pages(runner.mixers, num + _MOST)
+    chain = Chain(0, SamplingParams(temperature=0.0), [0] * num, num, _MOST, [])
 
     def run() -> None:
         chain.drafts.clear()
         states_TH = torch.zeros(1, target.hidden_size)
-        drafter.observe(0, _CONTEXT - 2, states_TH, [0])
+        drafter.observe(0, num - 2, states_TH, [0])
         drafter.propose([chain])
 
-    return _fastest_s(run, repeats) / (1 if head.kind == "medusa" else _MOST), head.kind == "medusa"
+    seconds = _fastest_s(run, repeats)
+    return seconds / (1 if head.kind == "medusa" else len(chain.drafts)), head.kind == "medusa"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tidemill.kernels.noise import gumbel_argmax_among
@@ -20,7 +19,7 @@ class Chain:
 
     row: int
     params: SamplingParams
-    tokens: np.ndarray
+    tokens: Sequence[int]
     num_prompt: int
     most: int  # drafts
     drafts: list[int]
@@ -69,6 +68,6 @@ class Chooser:
         return logits_SD
 
     def _penalize(self, logits_D: torch.Tensor, chain: Chain) -> None:
-        columns = self._columns[torch.from_numpy(np.append(chain.tokens, chain.drafts).astype(np.int64))]
+        columns = self._columns[torch.tensor([*chain.tokens, *chain.drafts])]
         prompt, output = columns[: chain.num_prompt], columns[chain.num_prompt :]
         penalize(logits_D, prompt[prompt >= 0], output[output >= 0], chain.params)

@@ -31,8 +31,9 @@ class FirstLayers:
             with model.only_layers(range(num_layers)):
                 self._program = record_forward(model, mixers, cache)
 
-    def has_page(self, row: int, position: int) -> bool:
-        return all(int(table[row, position // self._state.page_size]) for table in self._state.kv_tables)
+    def has_page(self, position: int, num_computed: int) -> bool:
+        """It lies in the page of the last token computed. The row's table may still name later ones that it has given back."""
+        return position // self._state.page_size == (num_computed - 1) // self._state.page_size
 
     def __call__(self, rows: list[int], positions: list[int], ids: list[int]) -> torch.Tensor:
         """A token of each row, at its position: states after the last norm, [R, H]."""
@@ -63,9 +64,9 @@ class ExitDrafter:
 
     @torch.inference_mode()
     def propose(self, chains: list[Chain]) -> None:
-        """Fill their drafts, as far as the row has pages: the last token and all drafts but the last are computed."""
-        going = [chain for chain in chains if chain.most]
-        while going := [chain for chain in going if self._layers.has_page(chain.row, chain.position - 1)]:
+        """Fill their drafts, up to the end of a page: the last token and all drafts but the last are computed."""
+        going = [chain for chain in chains if chain.most and len(chain.tokens) > 1]
+        while going := [chain for chain in going if self._layers.has_page(chain.position - 1, len(chain.tokens) - 1)]:
             last = [chain.drafts[-1] if chain.drafts else int(chain.tokens[-1]) for chain in going]
             states_RH = self._layers([chain.row for chain in going], [chain.position - 1 for chain in going], last)
             states_RH = states_RH * self._scale + self._up(F.silu(self._down(states_RH)))

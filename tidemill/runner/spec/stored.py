@@ -33,6 +33,7 @@ class StoredDraft:
     head: DraftHead
     ids_D: torch.Tensor  # the draft vocabulary
     acceptance: list[float]  # the share of places of a held-out text where the first 1, 2, ... drafts were all right
+    least: float  # the probability of a chain of drafts under which it is best ended
     note: str  # why it may be less here, or empty
 
 
@@ -100,7 +101,8 @@ def load_draft(path: Path, model: CausalLM, kind: str = "") -> StoredDraft:
     note = (
         "" if said["model"].get("digest") == digest_of(model) else "trained on other weights of this shape: fewer may be accepted"
     )
-    return StoredDraft(path, head.eval().requires_grad_(False), ids_D, _acceptance(path / SETTINGS, said), note)
+    shares, least = _acceptance(path / SETTINGS, said)
+    return StoredDraft(path, head.eval().requires_grad_(False), ids_D, shares, least, note)
 
 
 def _settings(source: Path, said: dict[str, Any], kind: str) -> dict[str, int]:
@@ -136,11 +138,13 @@ def _check_model(path: Path, said: dict[str, Any], config: ModelConfig) -> None:
             )
 
 
-def _acceptance(source: Path, said: dict[str, Any]) -> list[float]:
-    given = said.get("acceptance", [])
+def _acceptance(source: Path, said: dict[str, Any]) -> tuple[list[float], float]:
+    given, least = said.get("acceptance", []), said.get("least_probability", 0.5)
     if not isinstance(given, list) or not all(isinstance(one, int | float) and 0 <= one <= 1 for one in given):
         raise DraftError(f"{source}: key acceptance must be a list of shares.")
-    return [float(one) for one in given[:64]]
+    if not isinstance(least, int | float) or not 0 <= least <= 1:
+        raise DraftError(f"{source}: key least_probability is {str(least)[:50]!r}; it must be from 0 to 1.")
+    return [float(one) for one in given[:64]], float(least)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -34,8 +34,8 @@ def train_draft(
     out: Annotated[
         Path | None, typer.Option(help="The folder of the result, and of what is needed to go on. Default: MODEL-KIND, here.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text to learn from.")] = 65_536,
-    epochs: Annotated[int, typer.Option(help="How often the text is gone through.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to learn from: more of them help more than more epochs.")] = 98_304,
+    epochs: Annotated[int, typer.Option(help="How often the text is gone through.")] = 3,
     guesses: Annotated[int, typer.Option(help="eagle: how many drafts in a row are learned.")] = 2,
     vocab: Annotated[int, typer.Option(help="Tokens that drafts may be: the most frequent ones of the text.")] = 8192,
     exit_layer: Annotated[

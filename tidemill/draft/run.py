@@ -34,8 +34,8 @@ class TrainOptions:
     kind: str
     out: Path
     data: Path | None = None
-    num_tokens: int = 65_536
-    num_epochs: int = 4
+    num_tokens: int = 98_304
+    num_epochs: int = 3
     num_guesses: int = 2
     vocab_size: int = 8192
     exit_layer: int | None = None

@@ -34,7 +34,7 @@ def llm(tiny_folder):
 @pytest.fixture(scope="module")
 def text(llm, tmp_path_factory):
     """What the model writes, once for all tests."""
-    file = TextFile(tmp_path_factory.mktemp("text") / "text.jsonl")
+    file = TextFile(tmp_path_factory.mktemp("text") / "text.jsonl", "tiny")
     write_text(llm, file, 1000, 0, lambda _: None)
     return file.path
 
@@ -80,12 +80,12 @@ def test_losses_fall(llm, text, tmp_path):
 
 
 def test_text_goes_on_where_it_ended(llm, text, tmp_path):
-    file = TextFile(tmp_path / "text.jsonl")
+    file = TextFile(tmp_path / "text.jsonl", "tiny")
     whole = text.read_bytes()
     file.path.write_bytes(whole[: len(whole) // 2])
     kept = len(file.read())
-    assert 0 < kept < len(TextFile(text).read())
-    assert write_text(llm, file, 1000, 0, lambda _: None)[:kept] == TextFile(text).read()[:kept]
+    assert 0 < kept < len(TextFile(text, "tiny").read())
+    assert write_text(llm, file, 1000, 0, lambda _: None)[:kept] == TextFile(text, "tiny").read()[:kept]
 
 
 def test_texts_of_files(llm, tmp_path):
@@ -94,6 +94,8 @@ def test_texts_of_files(llm, tmp_path):
     made = read_text(llm, path, 10_000, 100)
     assert [len(one.ids) for one in made][:3] == [100, 100, 100]
     assert made[0] == Example(llm.tokenizer.encode("ab" * 150)[:100])
+    with pytest.raises(ConfigError, match="another model"):
+        TextFile(path, "tiny").read()
     for wrong, message in (("{", "Line 1"), ('{"a": 1}', "no text"), ('{"ids": [99999]}', "another model"), ("[]", "object")):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match=message):
@@ -232,6 +234,11 @@ def test_a_row_of_which_states_are_missing_gets_no_drafts(llm):
         drafter.observe(0, 4, states[:1], [9])
         drafter.propose(chains)
         assert [len(chain.drafts) for chain in chains] == [2, 0]
+        for i in range(200):  # not asked for a long time
+            drafter.observe(0, 5 + i, states[:1], [i % 250])
+        chains[0] = Chain(0, GREEDY, [1] * 206, 1, 1, [])
+        drafter.propose(chains)
+        assert len(chains[0].drafts) == 1
         drafter.forget(0)
         chains[0].drafts.clear()
         drafter.propose(chains)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.spec.heads import KINDS, DraftHead, Target, draft_vocabulary, new_head
-from tidemill.runner.spec.stored import save_draft
+from tidemill.runner.spec.stored import digest_of, save_draft
 
 TEXT, WORK = "text.jsonl", "work"
 _PIECE = 256  # tokens of a sequence that is learned from
@@ -73,15 +75,15 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
     work = options.out / WORK
     work.mkdir(parents=True, exist_ok=True)
     sequences = _text(options, llm, report)
-    ids_D = _vocabulary(options, llm, sequences)
-    target = Target(model, ids_D)
-    states = _states(runner, work, sequences, model.config.num_layers, report)
+    digest = _digest(model, sequences)
+    target = Target(model, _vocabulary(options, llm, sequences))
+    states = _states(runner, work / digest, sequences, model.config.num_layers, report)
     steps_s = step_seconds(runner, _MEASURED + 1)
     results: list[tuple[float, DraftHead, dict[str, Any]]] = []
     for layer in layers:
-        inputs = states if layer is None else _states(runner, work, sequences, layer, report)
+        inputs = states if layer is None else _states(runner, work / digest, sequences, layer, report)
         corpus = Corpus(sequences, states, inputs)
-        head, recipe = _new(options, target, layer)
+        head, recipe = _new(options, target, layer, digest)
         name = options.kind if layer is None else f"{options.kind}-{layer}"
         report.stage(f"Training {name}", num_steps(corpus, recipe))
         tick = lambda done, loss: report.at(done, f"loss {loss:.3f}")  # noqa: E731
@@ -125,7 +127,7 @@ def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
 
 
 def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
-    file = TextFile(options.out / TEXT)
+    file = TextFile(options.out / TEXT, digest_of(llm.core.runner.model))  # type: ignore[attr-defined]
     piece = min(_PIECE, llm.config.max_context)
     if options.data is not None:
         report.stage("Reading text", 1)
@@ -135,6 +137,14 @@ def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
     return [one for one in (Example(one.ids[:piece], one.start) for one in made) if one.num_learned > 0]
 
 
+def _digest(model: CausalLM, sequences: list[Example]) -> str:
+    """Of what hidden states depend on."""
+    made = hashlib.sha256(digest_of(model).encode())
+    for one in sequences:
+        made.update(json.dumps([one.start, *one.ids]).encode())
+    return made.hexdigest()[:16]
+
+
 def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> torch.Tensor:
     tokens = torch.tensor([token for one in sequences for token in one.ids])
     counts_V = torch.bincount(tokens, minlength=llm.model_config.vocab_size)
@@ -142,6 +152,7 @@ def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> to
 
 
 def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter) -> Any:
+    work.mkdir(exist_ok=True)
     name = "Hidden states" if num_layers == runner.model.config.num_layers else f"States after layer {num_layers}"
     report.stage(name, sum(len(one.ids) for one in sequences))
     return StatesFile(work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers).fill(
@@ -149,7 +160,7 @@ def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers:
     )
 
 
-def _new(options: TrainOptions, target: Target, layer: int | None) -> tuple[DraftHead, Recipe]:
+def _new(options: TrainOptions, target: Target, layer: int | None, digest: str) -> tuple[DraftHead, Recipe]:
     torch.manual_seed(options.seed)
     head = new_head(options.kind, target.hidden_size, None if layer is None else {"layer": layer})
     recipe = Recipe(
@@ -159,6 +170,7 @@ def _new(options: TrainOptions, target: Target, layer: int | None) -> tuple[Draf
         num_guesses=options.num_guesses,
         rate=RATES[options.kind],
         seed=options.seed,
+        text=digest,
     )
     return head, recipe
 

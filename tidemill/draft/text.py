@@ -35,20 +35,24 @@ class Example(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class TextFile:
-    """A sequence a line. A line that was being written when the process ended is dropped."""
+    """First the model's digest, then an example a line. A line that was being written when the process ended is dropped."""
 
     path: Path
+    model: str
 
     def read(self) -> list[Example]:
         if not self.path.exists():
-            return []
+            self.path.write_bytes(msgspec.json.encode({"model": self.model}) + b"\n")
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
             self.path.write_bytes(whole)
         try:
-            return [msgspec.json.decode(line, type=Example) for line in whole.splitlines()]
-        except msgspec.MsgspecError as error:
+            first, *lines = whole.splitlines()
+            if msgspec.json.decode(first) != {"model": self.model}:
+                raise ConfigError(f"{self.path} is the text of another model.", fix="Give another --out.", param="out")
+            return [msgspec.json.decode(line, type=Example) for line in lines]
+        except (ValueError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{self.path} is corrupt: {error}.", fix="Delete it, and start again.") from error
 
     def append(self, sequences: list[Example]) -> None:
@@ -111,7 +115,8 @@ def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Examp
 
 
 def _pieces(llm: LLM, path: Path, text: str, max_len: int) -> Iterator[Example]:
-    documents = [_encoded(llm, text)] if path.suffix == ".txt" else (_line(llm, *one) for one in _objects(path, text))
+    is_text = path.suffix == ".txt"
+    documents = [_encoded(llm, text)] if is_text else (_line(llm, *one) for one in _objects(path, text) if "model" not in one[1])
     for whole in documents:
         for first in range(0, len(whole.ids), max_len):
             piece = Example(whole.ids[first : first + max_len], max(0, whole.start - first))

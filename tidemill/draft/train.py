@@ -36,6 +36,7 @@ class Recipe:
     num_guesses: int = 2  # trained at a time; Medusa's heads all are
     rate: float = 1e-3
     seed: int = 0
+    text: str = ""  # its digest
 
 
 @dataclass(slots=True)

@@ -40,9 +40,15 @@ class EagleDrafter:
         """The states at positions `start` on that are right, and the tokens that follow each."""
         if start != self._ends[row]:
             self.forget(row)
-        num = min(len(next_ids), self._head.window)
-        self._new[row].append((start + len(next_ids) - num, states_TH[-num:].clone(), next_ids[-num:]))
-        self._ends[row] = start + len(next_ids)
+        num, window, new = min(len(next_ids), self._head.window), self._head.window, self._new[row]
+        new.append((start + len(next_ids) - num, states_TH[-num:].clone(), next_ids[-num:]))
+        self._ends[row] = end = start + len(next_ids)
+        while new[0][0] + len(new[0][2]) <= end - window:  # the ring has no place for them
+            del new[0]
+        if new[0][0] < end - window:
+            first, states, ids = new[0]
+            num = end - window - first
+            new[0] = first + num, states[num:], ids[num:]
 
     @torch.inference_mode()
     def propose(self, chains: list[Chain]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tidemill.kernels.norm import add_rms_norm
 from tidemill.runner.spec.choose import Chain, Chooser
-from tidemill.runner.spec.heads import EagleHead, Target, normed
+from tidemill.runner.spec.heads import EPS, EagleHead, Target
 from tidemill.runner.spec.packed import PackedTable, pack
 
 _NOWHERE = 2**40  # the position of an empty place
@@ -23,6 +24,7 @@ class EagleDrafter:
         self._fuse, self._qkv, self._out, self._gate_up, self._down = (
             pack(getattr(head, name).weight.detach()) for name in names
         )
+        self._ones = torch.ones(target.hidden_size)
         self._table = PackedTable(target)
         self._chooser = Chooser(target.ids_D, target.model.config.vocab_size, least)
         shape = (num_rows, head.window, head.num_heads, head.head_dim)
@@ -94,8 +96,8 @@ class EagleDrafter:
     ) -> torch.Tensor:
         """Enter keys and values; the states guessed after those numbered `lasts`."""
         head = self._head
-        x = self._fuse(torch.cat([normed(self._target.embed(ids_M)), normed(states_MH)], -1))
-        q, k, v = self._qkv(normed(x) * head.norm).unflatten(-1, (3, head.num_heads, head.head_dim)).unbind(1)
+        x = self._fuse(torch.cat([self._normed(self._target.embed(ids_M), self._ones), self._normed(states_MH, self._ones)], -1))
+        q, k, v = self._qkv(self._normed(x, head.norm)).unflatten(-1, (3, head.num_heads, head.head_dim)).unbind(1)
         q, k = head.rotated(q, positions_M), head.rotated(k, positions_M)
         places = (torch.tensor(rows), positions_M % head.window)
         self._keys[places], self._values[places], self._positions[places] = k, v, positions_M
@@ -103,8 +105,11 @@ class EagleDrafter:
             rows, x, q, positions_M = [rows[i] for i in lasts], x[lasts], q[lasts], positions_M[lasts]
         before_RW = positions_M.unsqueeze(1) - self._positions[rows]
         is_seen = (before_RW >= 0) & (before_RW < head.window)
-        scores = torch.einsum("rnd,rwnd->rnw", q, self._keys[rows]) * head.head_dim**-0.5
-        weights = scores.masked_fill(~is_seen.unsqueeze(1), -torch.inf).softmax(-1)
-        x = x + self._out(torch.einsum("rnw,rwnd->rnd", weights, self._values[rows]).flatten(1))
-        gate, up = self._gate_up(normed(x) * head.mlp_norm).chunk(2, -1)
-        return normed(x + self._down(F.silu(gate) * up)) * head.last_norm
+        scores_RWN = (q.unsqueeze(1) * self._keys[rows]).sum(-1) * head.head_dim**-0.5
+        weights_RWN = scores_RWN.masked_fill(~is_seen.unsqueeze(-1), -torch.inf).softmax(1)
+        x = x + self._out((weights_RWN.unsqueeze(-1) * self._values[rows]).sum(1).flatten(1))
+        gate, up = self._gate_up(self._normed(x, head.mlp_norm)).chunk(2, -1)
+        return self._normed(x + self._down(F.silu(gate) * up), head.last_norm)
+
+    def _normed(self, x_MH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        return add_rms_norm(None, x_MH.contiguous(), weight_H, EPS)

@@ -19,6 +19,7 @@ from tidemill.errors import ConfigError
 from tidemill.layers.embedding import Head, TiedHead
 from tidemill.models.base import CausalLM
 
+EPS = 1e-6  # of norms
 _THETA = 10_000.0  # of the EAGLE layer's rope, whose positions are within a window
 
 
@@ -179,7 +180,7 @@ class EagleHead(DraftHead):
 
 
 def normed(x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], None, 1e-6)
+    return F.rms_norm(x, x.shape[-1:], None, EPS)
 
 
 KINDS: dict[str, type[DraftHead]] = {cls.kind: cls for cls in (MedusaHeads, EagleHead, ExitHead)}

@@ -134,13 +134,19 @@ class EagleHead(DraftHead):
         self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down = nn.Linear(intermediate_size, hidden_size, bias=False)
         self.last_norm = nn.Parameter(torch.ones(hidden_size))
-        with torch.no_grad():  # at first, it repeats the state
-            self.fuse.weight[:, :hidden_size] = 0
-            self.fuse.weight[:, hidden_size:] = torch.eye(hidden_size)
-            self.out.weight.zero_()
-            self.down.weight.zero_()
+        if not self.fuse.weight.is_meta:  # torch.eye on that device imports half of torch's compiler
+            self._start()
         inverse = _THETA ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
         self.register_buffer("inverse", inverse, persistent=False)
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """At first, it repeats the state."""
+        hidden_size = self.fuse.out_features
+        self.fuse.weight[:, :hidden_size] = 0
+        self.fuse.weight[:, hidden_size:] = torch.eye(hidden_size)
+        self.out.weight.zero_()
+        self.down.weight.zero_()
 
     @property
     def settings(self) -> dict[str, int]:

@@ -27,8 +27,7 @@ MIB = 2**20
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "ngram"),
     "off": (),
-    "forced": ("forced",),
-    "ngram": ("ngram",),
+    **{name: (name,) for name in ("forced", "ngram", "medusa", "eagle", "exit")},
 }
 ACCEPTANCE = ("exact", "rejection")
 
@@ -58,6 +57,7 @@ class EngineOptions:
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
     max_drafts: int | None = None  # tokens guessed for a request in a step
+    draft_heads: str | None = None  # a folder that train-draft has written
     adaptive_drafts: bool = True
     acceptance: str = "exact"  # or rejection
     sampling_defaults: str = "model"  # or neutral
@@ -109,6 +109,7 @@ class EngineConfig:
     max_drafts: int = 0
     adaptive_drafts: bool = True
     acceptance: str = "exact"
+    draft_heads: str | None = None
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -206,6 +207,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
         acceptance=acceptance,
+        draft_heads=options.draft_heads,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,

@@ -167,6 +167,8 @@ OPTIONS = (
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
            help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "
            "auto: what a grammar forces (forced), else what followed the last tokens before (ngram), where that saves time."),
+    Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
+           help="For --speculate medusa, eagle or exit: a folder that train-draft has written."),
     Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",

@@ -16,6 +16,7 @@ from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, TorchStates
 from tidemill.model_config import AttentionSpec, StateSpec
+from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
 SIZES = {
@@ -240,6 +241,53 @@ def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
     again = run(core, asked)["second"]
     assert again.last.num_cached == (len(shared) - 11) // INTERVAL * INTERVAL > 0
     assert again == run(make_core(model, prefix_caching=False), asked)["second"]
+
+
+@pytest.fixture
+def sparse(monkeypatch):
+    """States are kept at an interval that no prompt here reaches, so that those found were kept where a prompt or a prefix ended."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 1024)
+
+
+def is_as_without_the_cache(core, model, name, request):
+    """Tokens that were found, of an answer that is the same, bit for bit, as without the prefix cache."""
+    answer = run(core, {name: request})[name]
+    assert answer == run(make_core(model, prefix_caching=False), {name: request})[name]
+    core.scheduler.check_integrity()
+    return answer.last.num_cached
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, budget):
+    _, path = saved
+    model = load_model(path)
+    core, first = make_core(model, token_budget=budget, max_requests=7), [3 + i % 150 for i in range(75)]
+    answer = run(core, {"1": (first, greedy(10))})["1"]
+    second = [*first, *answer.tokens, 9, 8, 7]
+    assert is_as_without_the_cache(core, model, "2", (second, greedy(10, logprobs=1))) == 64
+    third = [*second, 5, 5, 5, 5, 5, 5, 5, 5]
+    assert is_as_without_the_cache(core, model, "3", (third, greedy(10, logprobs=1))) == (len(second) - 1) // 16 * 16
+    assert is_as_without_the_cache(core, model, "other", ([*first[:70], 1, 2, 3], greedy(10, logprobs=1))) == 64
+    assert is_as_without_the_cache(core, model, "1 again", (first, greedy(10, logprobs=1))) == 64
+
+
+def test_a_prefix_that_prompts_share_is_found_from_the_third_on(saved, sparse):
+    """The first does not know it; the second keeps the state where the two part."""
+    _, path = saved
+    model = load_model(path)
+    core, shared = make_core(model), [3 + i % 150 for i in range(50)]
+    found = [
+        is_as_without_the_cache(core, model, str(i), (shared + [160 + i] * (30 + 9 * i), greedy(6, logprobs=1))) for i in range(5)
+    ]
+    assert found == [0, 0, 48, 48, 48]
+
+
+def test_samples_start_from_the_state_at_the_end_of_their_prompt(saved, sparse):
+    _, path = saved
+    core = make_core(load_model(path))
+    params = SamplingParams(max_tokens=5, seed=1, temperature=1.0, n=3)
+    answers = run(core, {"x": ([3 + i % 150 for i in range(40)], params)})
+    assert [answers[name].last.num_cached for name in sorted(answers)] == [0, 32, 32]
 
 
 def write_gguf(name: str, reference, path) -> None:

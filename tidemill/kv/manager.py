@@ -22,6 +22,7 @@ from tidemill.kv.prefix import PrefixIndex, chain_key, group_key, root_key
 
 # What a page is, in a map of all pages: one of these, or FIRST_OWNER + the number of the sequence that alone holds it.
 FREE, CACHED, SHARED, FIRST_OWNER = range(4)
+_MOST_SEEN = 65_536  # keys of prompts that are remembered, of models with states
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class _Sequence:
     keys: list[bytes] = field(default_factory=list)  # chain keys of the leading full pages, as far as they are known
     num_recorded: int = 0  # of them, how many are in the prefix index
     root: bytes = b""
+    stops: list[int] = field(default_factory=list)  # where in its prompt states are kept beside those at every interval
+    given_back: list[tuple[int, int]] = field(default_factory=list)  # pages, and how often they had been taken
 
     def held(self) -> Iterator[int]:
         """Its pages in all groups."""
@@ -55,15 +58,21 @@ class KVManager:
         self.groups = tuple(groups) or (Group(page_size),)
         assert all(group.page_size % page_size == 0 for group in self.groups)
         self.has_windows = any(group.window for group in self.groups)
-        self.can_fork = not any(group.is_state for group in self.groups)  # anywhere: a state has gone past where others start
+        self.has_states = any(group.is_state for group in self.groups)
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
         self._index = PrefixIndex()
         self._fresh: dict[int, bytes] = {}  # states that the step being planned writes, and their keys
+        self._seen: dict[bytes, None] = {}  # keys of prompts, the latest last; if there are states
         self._sequences: dict[int, _Sequence] = {}
 
     # ---- what there is
+
+    @property
+    def can_fork(self) -> bool:
+        """Not anywhere: a state has gone past where others start."""
+        return not self.has_states
 
     @property
     def num_pages(self) -> int:
@@ -112,6 +121,8 @@ class KVManager:
     def _num_found(self, g: int, keys: Sequence[bytes], num: int) -> int:
         """`num`, if the group has what a prefix of so many keys needs, or a smaller number that it may have."""
         group = self.groups[g]
+        if group.is_state:
+            return next((n for n in range(num, 0, -1) if self._find_state(g, keys, n) is not None), 0)
         per_page = group.page_size // self.page_size
         num -= num % per_page
         first, end = group.first_needed(num * self.page_size), num // per_page
@@ -126,12 +137,19 @@ class KVManager:
         """The group's page number `i` of a prefix with these keys."""
         return self._index.find(group_key(g, keys[(i + 1) * self.groups[g].page_size // self.page_size - 1]))
 
+    def _find_state(self, g: int, keys: Sequence[bytes], num: int) -> int | None:
+        """The group's page of the state after the tokens of the first `num` keys."""
+        return self._index.find(group_key(g, keys[num - 1]))
+
     def _found(self, keys: Sequence[bytes]) -> tuple[int, list[GroupTable]]:
         """Tokens of the longest cached prefix and the tables of a sequence that starts with it."""
         num_tokens, tables = self.num_cached(keys), []
         for g, group in enumerate(self.groups):
             first = group.first_needed(num_tokens) if num_tokens else 0
-            pages = [self._find(g, keys, i) or NULL_PAGE for i in range(first, num_tokens // group.page_size)]
+            if group.is_state and num_tokens:
+                pages = [self._find_state(g, keys, num_tokens // self.page_size) or NULL_PAGE]
+            else:
+                pages = [self._find(g, keys, i) or NULL_PAGE for i in range(first, num_tokens // group.page_size)]
             tables.append(GroupTable([NULL_PAGE] * first + pages, first))
         return num_tokens, tables
 
@@ -178,11 +196,28 @@ class KVManager:
             for page in table.held:
                 self._pool.share(page)
         made = _Sequence(tables, list(keys), num_cached // self.page_size, root_key(salt, self.page_size))
+        if self.has_states:
+            made.stops = self._new_stops(keys)
         self._sequences[seq] = made
         for group, table in zip(self.groups, tables, strict=True):
             if not group.window:
                 table.pages += [self._take() for _ in range(group.num_pages_for(num_tokens) - len(table.pages))]
         return num_cached
+
+    def _new_stops(self, keys: Sequence[bytes]) -> list[int]:
+        """Where other prompts probably leave this one: at its end, as the next turn of a conversation does, and where the part
+        ends that it has in common with an earlier prompt. From now on this one is an earlier one."""
+        num_known = next((i for i, key in enumerate(keys) if key not in self._seen), len(keys))
+        for key in keys:
+            self._seen.pop(key, None)
+            self._seen[key] = None
+        while len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return [num * self.page_size for num in (num_known, len(keys))]
+
+    def until_stop(self, seq: int, start: int, count: int) -> int:
+        """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
+        return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
     def extend(self, seq: int, num_tokens: int) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
@@ -201,10 +236,11 @@ class KVManager:
 
     def trim(self, seq: int, position: int) -> list[PageChange]:
         """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
-        changes = []
-        for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True)):
+        changes, sequence = [], self._sequences[seq]
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = table.num_trimmed
             given = table.trim(group.first_needed(position))
+            sequence.given_back += [(page, self._pool.times_taken(page)) for page in given]
             for page in given:
                 self._pool.drop(page)
             if given:
@@ -236,7 +272,7 @@ class KVManager:
             if i == len(sequence.keys):
                 parent = sequence.keys[i - 1] if i else sequence.root
                 sequence.keys.append(chain_key(parent, token_ids[i * size : (i + 1) * size]))
-            self._record_page(sequence, i)
+            self._record_page(sequence, i, is_stop=(i + 1) * size == num_computed and num_computed in sequence.stops)
         sequence.num_recorded = max(sequence.num_recorded, num_full)
 
     def begin_step(self) -> None:
@@ -246,12 +282,13 @@ class KVManager:
             self._index.put(key, page)
         self._fresh.clear()
 
-    def _record_page(self, sequence: _Sequence, i: int) -> None:
-        """Pages that end with the tokens of key number `i`."""
+    def _record_page(self, sequence: _Sequence, i: int, is_stop: bool) -> None:
+        """Pages that end with the tokens of key number `i`. `is_stop`: so does the step, and the state that it leaves, full page
+        or not, is kept; the sequence goes on in a copy."""
         end = (i + 1) * self.page_size
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            at = end // group.page_size - 1
-            if end % group.page_size == 0 and table.num_trimmed <= at < len(table.pages):
+            at = (end - 1) // group.page_size
+            if (end % group.page_size == 0 or (is_stop and group.is_state)) and table.num_trimmed <= at < len(table.pages):
                 key = group_key(g, sequence.keys[i])
                 if group.is_state:
                     self._fresh[table.pages[at]] = key
@@ -288,12 +325,17 @@ class KVManager:
             self._pool.drop(page)
 
     def discard(self, seq: int) -> list[int]:
-        """The sequence is done, and what it computed is worthless: it leaves the prefix index. Returns pages to be cleared."""
-        own = [page for page in self._sequences[seq].held() if self._pool.references(page) == 1]
+        """The sequence is done, and what it computed is worthless: it leaves the prefix index, with what was given back before.
+        Returns pages to be cleared: those that no other sequence holds or has held since."""
+        sequence = self._sequences[seq]
+        keys = [group_key(g, key) for key in sequence.keys[: sequence.num_recorded] for g in range(len(self.groups))]
+        worthless = {*sequence.held(), *(page for key in keys if (page := self._index.find(key)) is not None)}
+        worthless |= {page for page, times in sequence.given_back if self._pool.times_taken(page) == times}
+        self.release(seq)
+        own = sorted(page for page in worthless if self._pool.references(page) == 0)
         for page in own:
             self._index.forget(page)
             self._fresh.pop(page, None)
-        self.release(seq)
         return own
 
     def clear_prefixes(self) -> int:

@@ -382,6 +382,18 @@ def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
     return StateLayout.pack(sizes, page_bytes)
 
 
+def sequence_bytes(options: EngineOptions, model: ModelConfig, device: str, kv_dtype: str, num_tokens: int) -> Decision[int]:
+    """KV memory that a sequence of so many tokens holds at most, and how it is laid out."""
+    page_size, _ = _page_size(options, device)
+    layout, why = _layout(model, kv_dtype, page_size, num_tokens)
+    token_budget, _ = _token_budget(options, device, _max_requests(options, device)[0], num_tokens, model)
+    return layout.num_pages_for(num_tokens, token_budget) * _page_bytes(model, kv_dtype, page_size, layout), why
+
+
+def _page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    return layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout)
+
+
 def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
     num = model.num_kv_layers
     return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
@@ -445,7 +457,7 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
+        page_bytes=_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
         layout=layout,
         token_budget=token_budget,

@@ -149,6 +149,7 @@ def compute(kv, seq, tokens, start, end):
     """A step of this sequence's tokens start .. end - 1."""
     kv.trim(seq, start)
     assert kv.extend(seq, end) is not None
+    assert kv.copies_to_write(seq, start, end) is not None
     kv.record(seq, tokens, end)
     kv.begin_step()
     kv.check_integrity()
@@ -241,6 +242,52 @@ def test_a_state_whose_page_was_taken_again_is_not_found():
     taken = [kv._take() for _ in range(kv.num_free_pages)]
     kv.begin_step()
     assert kv.num_cached(kv.page_keys(tokens)) == 0
+    for page in taken:
+        kv._pool.drop(page)
+    kv.check_integrity()
+
+
+def test_a_state_is_kept_where_a_prompt_ends_and_where_the_common_part_of_two_does():
+    kv = KVManager(99, 4, groups=(Group(4), state_group(64)), most_at_once=40)
+    first, second, third = ([*range(22), *[number] * 15] for number in (90, 91, 92))
+
+    def compute_to_stops(seq: int, tokens: list[int]) -> list[int]:
+        start, ends = kv.admit(seq, len(tokens), kv.page_keys(tokens)), []
+        while start < len(tokens):
+            kv.begin_step()
+            count = kv.until_stop(seq, start, len(tokens) - start)
+            compute(kv, seq, tokens, start, start + count)
+            start += count
+            ends.append(start)
+        kv.begin_step()
+        kv.check_integrity()
+        kv.release(seq)
+        return ends
+
+    assert compute_to_stops(1, first) == [36, 37]
+    assert kv.num_cached(kv.page_keys(second)) == 0
+    assert compute_to_stops(2, second) == [20, 36, 37]
+    assert kv.num_cached(kv.page_keys(third)) == 20
+    assert kv.num_cached(kv.page_keys([*first, 1, 2, 3])) == 36
+    assert compute_to_stops(3, third) == [36, 37]
+    assert kv.num_free_pages == kv.num_pages
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_pages_that_a_window_gave_back_are_cleared_with_a_request_of_nan(prefix_caching):
+    kv = KVManager(31, 4, prefix_caching, groups=(Group(4), Group(4, window=8)), most_at_once=8)
+    tokens, written = list(range(40)), set[int]()
+    kv.admit(1, 40, kv.page_keys(tokens))
+    for start in range(0, 40, 8):
+        compute(kv, 1, tokens, start, start + 8)
+        written.update(page for table in kv.tables(1) for page in table if page)
+    given_back = written - {page for table in kv.tables(1) for page in table}
+    assert len(given_back) > 4
+    taken = {kv._take() for _ in range(kv.num_free_pages - 3)}  # some are another's by now
+    assert taken & given_back
+    assert given_back - taken
+    assert set(kv.discard(1)) == written - taken
+    assert kv.num_cached(kv.page_keys(tokens[:12])) == 0
     for page in taken:
         kv._pool.drop(page)
     kv.check_integrity()

@@ -19,7 +19,10 @@ GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
 _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
-_HAS_S4 = platform.machine() in ("aarch64", "arm64")  # on x86 products of signed bytes take three instructions, of unsigned ones one
+_HAS_S4 = platform.machine() in (
+    "aarch64",
+    "arm64",
+)  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
 
 @dataclass(slots=True)

@@ -110,12 +110,11 @@ class KVManager:
 
     def num_cached(self, keys: Sequence[bytes]) -> int:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
-        num = len(keys)
-        while num:
-            fewer = min(self._num_found(g, keys, num) for g in range(len(self.groups)))
-            if fewer == num:
-                break
-            num = fewer
+        num, before = len(keys), -1
+        while num != before:
+            before = num
+            for g in range(len(self.groups)):
+                num = self._num_found(g, keys, num) if num else 0
         return num * self.page_size
 
     def _num_found(self, g: int, keys: Sequence[bytes], num: int) -> int:

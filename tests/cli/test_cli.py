@@ -56,8 +56,8 @@ def test_memory(tiny_folder, invoke):
 def test_memory_of_a_model_with_windows_does_not_grow_with_the_context(tmp_path, invoke):
     shape = {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 256, "hidden_size": 64,
-        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 65536,
-        "sliding_window": 512, "rms_norm_eps": 1e-6,
+        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 65536, "sliding_window": 512, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

@@ -58,7 +58,7 @@ def engine() -> None:
         def launch(self, plan: Any) -> StepResult:
             self._next_s = max(self._next_s + step_s, time.monotonic())
             time.sleep(max(self._next_s - time.monotonic(), 0.0))
-            return StepResult({item.row: 97 for item in plan.items if item.samples})
+            return StepResult({item.row: [97] for item in plan.items if item.samples})
 
         def collect(self, launched: StepResult) -> StepResult:
             return launched

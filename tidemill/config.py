@@ -23,6 +23,7 @@ _MIN_LORAS = 8  # slots
 MAX_LORA_RANK = 256
 GIB = 2**30
 MIB = 2**20
+SPECULATE: dict[str, tuple[str, ...]] = {"auto": ("ngram",), "off": (), "ngram": ("ngram",)}  # drafters, by the option's value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,9 @@ class EngineOptions:
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"
+    speculate: str = "auto"  # a drafter
+    max_drafts: int | None = None  # tokens guessed for a request in a step
+    adaptive_drafts: bool = True
     sampling_defaults: str = "model"  # or neutral
     default_max_tokens: int | None = None
     chat_template: str | None = None  # a file or the template itself, instead of the model's own
@@ -89,6 +93,10 @@ class EngineConfig:
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
+    speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
+    max_drafts: int = 0
+    adaptive_drafts: bool = True
+    max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
@@ -137,6 +145,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     max_requests = settle("max_requests", _max_requests(options, device))
     context = settle("max_context", _wanted_context(options, model))
     token_budget = settle("token_budget", _token_budget(options, device, max_requests, context, model))
+    speculate = settle("speculate", _speculate(options, model))
+    max_drafts = settle("max_drafts", _max_drafts(options, speculate))
+    max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
     background_tokens = settle("background_tokens", _background_tokens(device, token_budget, model))
     background_budget = settle("background_budget", _background_budget(device, token_budget, model))
     fast_math = settle("fast_math", _fast_math(options, device))
@@ -144,7 +155,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
     layout = settle("layout", _layout(model, kv_dtype, page_size, context))
-    memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_requests, token_budget, model, machine)
+    memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
     memory = replace(memory, lora_bytes=lora_bytes)
     most_pages = max_requests * memory.num_pages_for(context)
     if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
@@ -175,6 +186,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
         weight_bytes=memory.weight_bytes,
         kv_bytes=num_pages * memory.page_bytes,
         activation_bytes=memory.activation_bytes,
+        speculate=speculate,
+        max_drafts=max_drafts,
+        adaptive_drafts=options.adaptive_drafts,
+        max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
@@ -277,6 +292,36 @@ def _token_budget(options: EngineOptions, device: str, max_requests: int, contex
             param="token_budget",
         )
     return options.token_budget, "given"
+
+
+def _speculate(options: EngineOptions, model: ModelConfig) -> Decision[tuple[str, ...]]:
+    if options.speculate not in SPECULATE:
+        raise ConfigError(
+            f"There is no drafter {options.speculate!r}.", fix=f"Choose one of {', '.join(SPECULATE)}.", param="speculate"
+        )
+    names = SPECULATE[options.speculate]
+    why = "drafts are verified where that saves time" if options.speculate == "auto" else "given"
+    if model.pooler is not None:
+        return (), "the model generates nothing"
+    if names and model.state_layers:
+        if options.speculate != "auto":
+            raise ConfigError(
+                "This model keeps states of constant size, which cannot be taken back where a draft was wrong.",
+                fix="Use --speculate off.",
+                param="speculate",
+            )
+        return (), "states of constant size cannot be taken back where a draft was wrong"
+    return names, why
+
+
+def _max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[int]:
+    if not speculate:
+        return 0, "no drafts"
+    if options.max_drafts is None:
+        return 8, "drafts for a request in a step, at most"
+    if not 1 <= options.max_drafts <= 64:
+        raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
+    return options.max_drafts, "given"
 
 
 def _tokens_for_experts(model: ModelConfig) -> int:
@@ -443,13 +488,13 @@ class _Memory:
 
 def _memory(
     options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
-    max_requests: int, token_budget: int, model: ModelConfig, machine: Machine,
+    max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> _Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
-    activations = model.activation_bytes(max(token_budget, 256), max_requests)
+    activations = model.activation_bytes(max(token_budget, 256), max_draws)
     if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
-        activations += 4 * max_requests * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+        activations += 4 * max_draws * -(-context // 512) * model.num_heads * (model.head_dim + 2)
         # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
         max_pages = (_MAX_COPY_ROWS - 1) // (2 * layout.layers_per_page * model.num_kv_heads * page_size) - 1
     free = machine.gpu_free_bytes if on_gpu else machine.available_bytes

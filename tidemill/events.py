@@ -140,6 +140,19 @@ class StepPlanned(_Event, frozen=True):
     num_waiting: int
     num_free_pages: int
     tokens_of: tuple[tuple[str, int], ...]
+    drafts_of: tuple[tuple[str, int], ...] = ()  # of these tokens, guesses to be verified
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(num for _, num in self.drafts_of)
+
+
+class DraftsVerified(_Event, frozen=True):
+    """Of a step with drafts: how many each request had, and how many of them were right."""
+
+    step: int
+    drafter: str
+    of: tuple[tuple[str, int, int], ...]
 
 
 class StepDone(_Event, frozen=True):
@@ -197,6 +210,7 @@ Event: TypeAlias = (
     | Resumed
     | MasksMade
     | ExpertsUsed
+    | DraftsVerified
     | EngineRestarted
     | KernelsFellBack
     | ModelLoading

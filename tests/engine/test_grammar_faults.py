@@ -145,7 +145,6 @@ def test_masks_travel_in_the_plan(core):
     masked = [plan for plan in plans if plan.masks]
     assert masked
     for plan in masked:
-        (row,) = plan.masks
-        assert row in {item.row for item in plan.items if item.samples}
-        assert len(plan.masks[row]) == 4 * -(-core.model_config.vocab_size // 32)
+        assert {row for row, _ in plan.masks} <= {item.row for item in plan.items if item.samples}
+        assert len(next(iter(plan.masks.values()))) == 4 * -(-core.model_config.vocab_size // 32)
     assert not plans[-1].masks or len(plans[-1].items) == 1

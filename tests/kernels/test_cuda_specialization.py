@@ -87,7 +87,7 @@ sampler, tokens = CudaSampler(state, VOCAB), torch.zeros(REQUESTS, dtype=torch.i
 sampler.warm_up(Model(), torch.zeros(200, 16, device="meta"), logits)
 set_params(state, REQUESTS, 0)
 rows = list(range(REQUESTS))
-state.masks = {4: np.zeros(94, np.int32)}
+state.masks = {(4, 17): np.zeros(94, np.int32)}
 sampler.redraw(rows, rows, [17] * REQUESTS, logits, tokens)
 assert sampler.logprobs(rows, rows, logits, tokens).scores.values.shape == (REQUESTS, 20)
 state.num_prompt[2] = 90

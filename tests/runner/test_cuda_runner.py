@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
+from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
 from tests.kernels.test_cuda import flash_reference
 from tests.models.test_families import make as make_family
 from tests.models.test_moe import make as make_experts
@@ -183,6 +183,17 @@ def test_it_says_what_the_cpu_says(expected, on_gpu):
     core = on_gpu()
     assert_same(run(core, REQUESTS), expected)
     assert_same(run(core, {"one": REQUESTS["one"]}), {"one": expected["one"]})  # from the prefix cache
+
+
+@pytest.mark.parametrize("chance", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
+def test_drafts_change_nothing(expected, on_gpu, chance):
+    """Greedy, sampled, with penalties and logprobs; alone and beside prompts."""
+    longer = {"loops": ([7, 8, 9] * 6, greedy(9)), "avoids": REQUESTS["avoids"], "asks": REQUESTS["asks"]}
+    without = run(on_gpu(speculate="off"), longer)
+    drafter = Guesser({tuple(prompt): without[name].tokens for name, (prompt, _) in longer.items()}, chance)
+    core = guess_with(on_gpu(), drafter)
+    assert run(core, longer) == without
+    assert drafter.num_asked
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}

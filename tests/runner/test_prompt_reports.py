@@ -44,13 +44,13 @@ def test_a_prompt_that_is_not_a_number_fails_alone(model, params):
 
 
 def test_a_prompt_report_fails_its_row():
-    result = StepResult({3: 5, 4: 6})
+    result = StepResult({3: [5], 4: [6]})
     good, bad = torch.tensor([-1.0, float("-inf")]), torch.tensor([-1.0, float("nan")])
     for row, chosen in ((3, good), (4, bad), (5, bad)):
         scores = Scores(chosen, torch.empty(2, 0), torch.empty(2, 0, dtype=torch.int64))
         PromptReport(row, 0, torch.tensor([8, 9]), scores).read(result)
     PromptReport(6, 0, pooled=torch.tensor([1.0, float("inf")])).read(result)
-    assert result.tokens == {3: 5, 4: -1, 5: -1, 6: -1}
+    assert result.tokens == {3: [5], 4: [-1], 5: [-1], 6: [-1]}
     assert [(entry.token_id, entry.logprob) for entry in result.prompt_logprobs[3]] == [(8, -1.0), (9, float("-inf"))]
 
 

@@ -149,14 +149,14 @@ def test_logit_bias_and_untouched_logprobs():
     params = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=2)
     sampled = make_sampler(params).sample(LOGITS.clone()[None], [1], [2])
     assert sampled.token_ids.tolist() == [7]
-    entry = sampled.logprobs[1]
+    entry = sampled.logprobs[0]
     assert entry.logprob == pytest.approx(math.log(exact()[7].item()), abs=1e-5)
     assert [token for token, _ in entry.top] == [0, 1]
 
 
 def test_logprobs_of_named_tokens():
     params = SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(7, 2))
-    entry = make_sampler(params).sample(LOGITS.clone()[None], [1], [2]).logprobs[1]
+    entry = make_sampler(params).sample(LOGITS.clone()[None], [1], [2]).logprobs[0]
     assert entry.token_id == 0
     assert sorted(token for token, _ in entry.top) == [0, 2, 7]
     for token, value in entry.top:
@@ -185,7 +185,7 @@ def test_a_row_is_the_same_in_any_batch():
     for row in range(4):
         alone = sampler.sample(logits[row : row + 1].clone(), [row], [5 + row])
         assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.logprobs.get(row) == together.logprobs.get(row)
+        assert alone.logprobs.get(0) == together.logprobs.get(row)
 
 
 def test_the_first_of_n_keeps_the_seed():

@@ -50,7 +50,7 @@ def make_state(kinds, masks=None):
     for row, params in enumerate(kinds):
         state.params[row], state.num_prompt[row], state.eos_token_ids[row] = params, NUM_PROMPT, frozenset({3})
         state.draws[row] = torch.tensor(_draw_words(params), dtype=torch.int32)
-    state.masks = masks or {}
+    state.masks = {(row, POSITION): mask for row, mask in (masks or {}).items()}
     return state
 
 
@@ -64,7 +64,7 @@ def sample_on_gpu(state, logits, rows):
     index, rows_t = torch.arange(num, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
     before = logits.clone()
     tokens = sampling.pick_tokens(logits, index, rows_t, torch.full_like(rows_t, POSITION - 1), state.draws, state.tokens)
-    again = [i for i, row in enumerate(rows) if row in state.masks or not state.params[row].is_plain]
+    again = [i for i, row in enumerate(rows) if (row, POSITION) in state.masks or not state.params[row].is_plain]
     if again:
         CudaSampler(state, VOCAB).redraw(again, [rows[i] for i in again], [POSITION] * len(again), logits, tokens)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())  # logprobs are of the logits as they are

@@ -42,8 +42,8 @@ def test_groups_have_their_tables_side_by_side():
 def test_masks_are_those_of_the_plan_at_hand():
     state = RowState(2, 128, 16)
     words = np.array([5, -1], np.int32)
-    stage(state, masks={1: words.tobytes()})
-    assert {row: mask.tolist() for row, mask in state.masks.items()} == {1: [5, -1]}
+    stage(state, masks={(1, 7): words.tobytes()})
+    assert {place: mask.tolist() for place, mask in state.masks.items()} == {(1, 7): [5, -1]}
     stage(state)
     assert not state.masks
 

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.cache_layout import Group
 from tidemill.events import EventBuffer
 from tidemill.kv.manager import KVManager
+from tidemill.runner.base import accept
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import POLICIES, make_policy
@@ -83,20 +84,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.running:
             self.scheduler._preempt(self.scheduler.running[which % len(self.scheduler.running)], "fuzz")
 
-    @rule(tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5), times=st.integers(1, 8))
-    def step(self, tokens, times):
+    @rule(
+        tokens=st.lists(st.integers(0, EOS), min_size=5, max_size=5),
+        drafts=st.lists(st.integers(0, 1), max_size=5),
+        times=st.integers(1, 8),
+    )
+    def step(self, tokens, drafts, times):
         for _ in range(times):
+            for request in self.scheduler.running:
+                request.drafts = drafts[: (request.row + len(request.tokens)) % 6] if self.scheduler.kv.can_fork else ()
             plan = self.scheduler.plan()
             if plan is None:
                 assert not self.scheduler.has_work, "work is left but nothing was planned"
                 return
             assert len({item.row for item in plan.items}) == len(plan.items)
             self.check_plan(plan)
-            done = self.scheduler.commit(plan, {i.row: tokens[i.row] for i in plan.items if i.samples})
+            done = self.scheduler.commit(plan, accept(plan.items, plan.drafts, self.draw(plan, tokens)))
             for progress in done:
                 if progress.finish_reason:
                     del self.live[progress.request.seq]
             self.scheduler.check_integrity()
+
+    def draw(self, plan, tokens):
+        """A row's drafts are right now and then."""
+        return [
+            plan.drafts[item.row][i] if i < item.num_drafts and (item.start + i) % 3 else tokens[item.row]
+            for item in plan.items
+            for i in range(item.num_draws)
+        ]
 
     def check_plan(self, plan):
         """What a runner relies on: no page is written that another sequence holds, copies never chain, and the plans so far say
@@ -105,6 +120,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({new.row for new in plan.new_rows}) == len(plan.new_rows)
         for new in plan.new_rows:
             self.tables[new.row] = [dict(enumerate(page_ids)) for page_ids in new.page_ids]
+        places = [(one.row, one.group, one.first_index + i) for one in plan.page_updates for i in range(len(one.page_ids))]
+        assert len(places) == len(set(places)), "a device writes them in no order"
         for update in plan.page_updates:
             self.tables[update.row][update.group] |= dict(enumerate(update.page_ids, update.first_index))
         kv, by_seq = self.scheduler.kv, {r.seq: r for r in self.scheduler.running}
@@ -112,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for item in plan.items:
             assert item.row == by_seq[item.seq].row
             for group, table, known in zip(kv.groups, kv.tables(item.seq), self.tables[item.row], strict=True):
-                assert dict(enumerate(table)) == known
+                assert dict(enumerate(table)) == {i: page for i, page in known.items() if i < len(table) or page}
                 first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
                 assert all(table[group.first_needed(item.start) : end]), "a page that is read was given back"
                 written += table[first:end]
@@ -137,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.scheduler.plan()
             if plan is None:
                 break
-            self.scheduler.commit(plan, {item.row: 1 for item in plan.items if item.samples})
+            self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.check_integrity()
         assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages

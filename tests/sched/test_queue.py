@@ -38,7 +38,7 @@ def add(scheduler, name, priority=0, tenant="", max_tokens=2, num_prompt=4):
 def step(scheduler, clock, seconds=0.1):
     plan = scheduler.plan()
     clock.advance(seconds)
-    done = scheduler.commit(plan, {item.row: 0 for item in plan.items if item.samples})
+    done = scheduler.commit(plan, {item.row: [0] for item in plan.items if item.samples})
     scheduler.check_integrity()
     return [progress.request.request_id for progress in done if progress.finish_reason]
 

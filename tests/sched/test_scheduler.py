@@ -33,7 +33,7 @@ def add(scheduler, name, prompt, max_tokens=8, priority=0, **params):
 def step(scheduler, token=0):
     plan = scheduler.plan()
     assert plan is not None
-    done = scheduler.commit(plan, {item.row: token for item in plan.items if item.samples})
+    done = scheduler.commit(plan, {item.row: [token] for item in plan.items if item.samples})
     scheduler.check_integrity()
     return plan, done
 
@@ -283,9 +283,9 @@ def test_two_steps_in_flight():
     two = scheduler.plan()
     assert counts(one) == [(0, 4, True)]
     assert counts(two) == [(4, 1, True)]
-    assert scheduler.commit(one, {0: 11})[0].token_id == 11
+    assert scheduler.commit(one, {0: [11]})[0].token_ids == [11]
     scheduler._preempt(a, "test")
-    assert scheduler.commit(two, {0: 12}) == []
+    assert scheduler.commit(two, {0: [12]}) == []
     assert a.tokens[4:] == [11]
     assert run(scheduler) == {"a": "length"}
 
@@ -427,7 +427,7 @@ def test_a_page_copy_planned_in_a_step_that_computes_nothing_is_in_the_next_plan
     scheduler.policy.holds = True
     assert scheduler.plan() is None  # the first one's last token is under way, the second one has its slot
     assert second.row >= 0
-    scheduler.commit(ahead, {first.row: 1})
+    scheduler.commit(ahead, {first.row: [1]})
     scheduler.policy.holds = False
     plan, _ = step(scheduler)
     assert plan.page_copies == [(shared, plan.new_rows[0].page_ids[0][2])]

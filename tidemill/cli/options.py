@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import DTYPES, MAX_LORA_RANK, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.sched.policies import POLICIES
@@ -162,6 +162,13 @@ OPTIONS = (
            help="Memory for the KV cache, like 512M or 4G."),
     Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU",
            help="Tokens per page of the KV cache: a power of two up to 64."),
+    Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
+           help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "
+           "auto: from the request's own text, where that saves time."),
+    Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
+           help="Tokens guessed for a request in a step, at most."),
+    Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",
+           help="Verify as many of the guessed tokens as measurements say are worth it; off: all of them."),
     Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
            help="How requests share steps: continuous is for serving, the others are for comparison "
            f"({', '.join(name for name in POLICIES if name != 'continuous')})."),

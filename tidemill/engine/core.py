@@ -13,6 +13,7 @@ import msgspec
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.adapters import Adapter, AdapterStore
+from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
@@ -25,6 +26,7 @@ from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
+from tidemill.runner.spec.registry import SLOPES, make_drafters
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
@@ -34,7 +36,7 @@ from tidemill.sched.request import BACKGROUND, Request
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Finish, Pages, Refused, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
@@ -68,7 +70,13 @@ class EngineCore:
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
             whole_prompts=model.config.pooler is not None,
+            max_draws=config.max_draws,
         )
+        drafters = make_drafters(config, self.runner)
+        self.drafting = None
+        if drafters:
+            how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
+            self.drafting = Drafting(drafters, *how)
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
@@ -221,43 +229,61 @@ class EngineCore:
 
     def step(self) -> tuple[StepOutput, list[Refused]]:
         """Launch a step and take the results of one: its own, or of the one before it where the runner works ahead."""
-        plan = None
+        plan, ended = None, None
         failed = self._submit_awaiting()
         if self.adapters.is_reading and not self.scheduler.has_work and not self._in_flight:
             self.adapters.wait()
         try:
+            if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
+                ended = self._collect(failed)
             started = self._clock.now()
-            plan = self.scheduler.plan()
+            plan = self._plan()
             if plan is not None:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
                 failed += self._add_masks(plan)
                 self._in_flight.append((plan, self.runner.launch(plan), started))
-            if not self._in_flight or (plan is not None and len(self._in_flight) <= self.runner.steps_ahead):
-                return StepOutput([], self._events.take()), failed
-            done, launched, started = self._in_flight[0]
-            result = self.runner.collect(launched)
-            self._in_flight.popleft()
+            if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
+                ended = self._collect(failed)
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
             self._num_failed_steps += 1
             if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             traceback.print_exc()
-            return StepOutput([], self._events.take()), failed
+        return StepOutput(self._outputs(*ended) if ended else [], self._events.take()), failed
+
+    def _plan(self) -> StepPlan | None:
+        if self.drafting is not None:
+            self.drafting.propose(self.scheduler)
+        return self.scheduler.plan()
+
+    def _collect(self, failed: list[Refused]) -> tuple[StepPlan, StepResult, list[Progress]]:
+        """Wait for the oldest step in flight and take its results."""
+        done, launched, started = self._in_flight[0]
+        result = self.runner.collect(launched)
+        self._in_flight.popleft()
         self._num_failed_steps = 0
         failed += self._fail_broken(done, result)
+        self.structured.cut(done, result.tokens)
         progress = self.scheduler.commit(done, result.tokens)
         if self.structured:
             progress = self._follow_grammars(progress, failed)
+        if self.drafting is not None:
+            self.drafting.observe(done, progress, started, self.scheduler.has_work)
         now = self._clock.now()
-        self._events(events.StepDone(now, done.step, now - started, len(progress)))
+        self._events(events.StepDone(now, done.step, now - started, sum(len(one.token_ids) for one in progress)))
         self._count_experts(now)
-        deltas = make_deltas(done, result, progress, self._live_of, now)
+        return done, result, progress
+
+    def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress]) -> list[Delta]:
+        """For the frontend. Made when the next step is launched, if that waited for this one."""
+        progress = [one for one in progress if one.request.seq in self._live_of]
+        deltas = make_deltas(done, result, progress, self._live_of, self._clock.now())
         for one in progress:
             if one.finish_reason:
                 self._forget(one.request.seq)
-        return StepOutput(deltas, self._events.take()), failed
+        return deltas
 
     def _count_experts(self, now: float) -> None:
         """Every so many steps, and when nothing is left to do."""
@@ -276,7 +302,7 @@ class EngineCore:
         if not self.structured:
             return []
         began = self._clock.now()
-        plan.masks, broken = self.structured.masks(plan.items)
+        plan.masks, broken = self.structured.masks(plan)
         if plan.masks:
             now = self._clock.now()
             self._events(events.MasksMade(now, len(plan.masks), now - began))
@@ -289,7 +315,7 @@ class EngineCore:
             if seq not in self.structured or one.finish_reason:
                 continue
             try:
-                if self.structured.take(seq, one.token_id):
+                if self.structured.take(seq, one.token_ids):
                     self.scheduler.finish(one.request, "stop")
                     progress[i] = msgspec.structs.replace(one, finish_reason="stop")
             except InvalidRequest as error:
@@ -299,8 +325,8 @@ class EngineCore:
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
         """Requests whose logits are not numbers fail alone."""
         failed = []
-        for item in plan.items if min(result.tokens.values(), default=0) < 0 else ():
-            if item.seq in self._live_of and result.tokens.get(item.row, 0) < 0:
+        for item in plan.items if any(tokens[-1] < 0 for tokens in result.tokens.values()) else ():
+            if item.seq in self._live_of and result.tokens.get(item.row, (0,))[-1] < 0:
                 error = _nothing_to_draw(next(iter(self._live_of[item.seq].requests.values())).params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
@@ -332,6 +358,8 @@ class EngineCore:
     def _forget(self, seq: int) -> None:
         live = self._live_of.pop(seq)
         self.structured.stop(seq)
+        if self.drafting is not None:
+            self.drafting.forget(live.requests[live.samples[seq]])
         del live.requests[live.samples[seq]]
         if not live.requests:
             del self._live[live.request_id]

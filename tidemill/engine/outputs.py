@@ -1,4 +1,4 @@
-"""Outputs for the frontend: a Delta for each sampled token, with the logprobs and embeddings that were requested."""
+"""Outputs for the frontend: a Delta for the tokens that a step yielded, with the logprobs and embeddings that were requested."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Live:
             is_mean = next(iter(self.requests.values())).params.pooling == "mean"
             self.pooled = self.pooled + part if self.pooled is not None and item.start > 0 and is_mean else part
 
-    def delta(self, done: Progress, logprobs: TokenLogprobs | None, now: float) -> Delta:
+    def delta(self, done: Progress, logprobs: list[TokenLogprobs] | None, now: float) -> Delta:
         request, index = done.request, self.samples[done.request.seq]
-        is_first = request.num_output == 1
+        is_first = request.num_output == len(done.token_ids)
         wants_prompt = is_first and request.params.prompt_logprobs is not None and index == 0
         return Delta(
             self.request_id,
             index,
-            [done.token_id],
+            done.token_ids,
             done.finish_reason,
-            logprobs=[logprobs] if logprobs else None,
+            logprobs=logprobs[: len(done.token_ids)] if logprobs else None,
             prompt_logprobs=list(self.prompt_logprobs) if wants_prompt else None,
             num_cached=request.num_cached,
             timings=Timings(*request.spans(now)) if done.finish_reason else None,

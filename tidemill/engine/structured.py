@@ -7,7 +7,8 @@ InvalidRequest of the one request whose grammar it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from enum import Enum, auto
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.structured import Grammars, Matcher
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, Reasoning
-from tidemill.sched.plan import StepItem
+from tidemill.sched.plan import StepPlan
 
 
 class StructuredOutput:
@@ -76,30 +77,60 @@ class StructuredOutput:
     def stop(self, seq: int) -> None:
         self._matchers.pop(seq, None)
 
-    def masks(self, items: Sequence[StepItem]) -> tuple[dict[int, bytes], dict[int, InvalidRequest]]:
-        """By row, which tokens may come next; by seq, what went wrong instead."""
-        masks: dict[int, bytes] = {}
+    def masks(self, plan: StepPlan) -> tuple[dict[tuple[int, int], bytes], dict[int, InvalidRequest]]:
+        """By row and position, which tokens may come; by seq, what went wrong instead."""
+        masks: dict[tuple[int, int], bytes] = {}
         broken: dict[int, InvalidRequest] = {}
-        for item in items:
+        for item in plan.items:
             matcher = self._matchers.get(item.seq) if item.samples else None
             if matcher is not None:
+                position = item.start + item.count - item.num_drafts
                 try:
                     with _contained():
-                        mask = matcher.mask()
+                        for i, mask in enumerate(_masks_along(matcher, plan.drafts.get(item.row, ()))):
+                            masks[item.row, position + i] = mask.tobytes()
                         _check(matcher)
-                    masks[item.row] = mask.tobytes()
                 except InvalidRequest as error:
                     broken[item.seq] = error
         return masks, broken
 
-    def take(self, seq: int, token_id: int) -> bool:
-        """A token was sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed
+    def cut(self, plan: StepPlan, tokens: dict[int, list[int]]) -> None:
+        """Where drafts were right up to the end of the output and beyond: `tokens`, by row, without what came after the end."""
+        for item in plan.items if plan.drafts and self._matchers else ():
+            if item.seq in self._matchers and len(tokens.get(item.row, ())) > 1:
+                with suppress(InvalidRequest), _contained():  # it is raised again when they are taken
+                    matcher = self._matchers[item.seq].copy()
+                    num = next((num for num, token in enumerate(tokens[item.row], 1) if _is_last(matcher, token)), None)
+                    del tokens[item.row][num:]
+
+    def take(self, seq: int, token_ids: Sequence[int]) -> bool:
+        """Tokens were sampled. True: the output is complete, nothing more may come. Raises where the grammar cannot be followed
         further: the output would end as if it were complete."""
         matcher = self._matchers[seq]
         with _contained():
-            matcher.take([token_id])
+            matcher.take(list(token_ids))
             _check(matcher)
             return matcher.is_over
+
+
+def _is_last(matcher: Matcher | AfterReasoning, token: int) -> bool:
+    matcher.take([token])
+    return matcher.is_over
+
+
+def _masks_along(matcher: Matcher | AfterReasoning, drafts: Sequence[int]) -> Iterator[np.ndarray]:
+    """Of the next token, and of those that would follow the drafts. A draft that the grammar excludes will not be drawn, so
+    what comes after it does not matter."""
+    mask = matcher.mask()
+    yield mask
+    if drafts:
+        matcher = matcher.copy()
+    for token in drafts:
+        if not matcher.error and not matcher.is_over and mask[token // 32] >> (token % 32) & 1:
+            matcher.take([token])
+            if not matcher.is_over:
+                mask = matcher.mask()
+        yield mask
 
 
 class _Phase(Enum):
@@ -166,6 +197,11 @@ class AfterReasoning:
         self._phase = _Phase.ANSWER
         if rest := rest.strip():  # the token that ends the reasoning has begun the answer
             self._matcher.take(self._tokenizer.encode(rest.decode(errors="replace"), add_special=False))
+
+    def copy(self) -> AfterReasoning:
+        made = copy(self)
+        made._matcher, made._fresh = self._matcher.copy(), self._fresh.copy()
+        return made
 
     @property
     def is_over(self) -> bool:

@@ -233,6 +233,20 @@ class KVManager:
                 table.pages += new
         return changes
 
+    def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
+        """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
+        any more."""
+        changes = []
+        for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True)):
+            num_kept = max(group.num_pages_for(num_tokens), table.num_trimmed)
+            given = table.pages[num_kept:]
+            if given:
+                del table.pages[num_kept:]
+                changes.append(PageChange(g, num_kept, [NULL_PAGE] * len(given)))
+                for page in given:
+                    self._pool.drop(page)
+        return changes
+
     def trim(self, seq: int, position: int) -> list[PageChange]:
         """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
         changes, sequence = [], self._sequences[seq]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -23,12 +23,39 @@ Score = Callable[[torch.Tensor, torch.Tensor, int], Scores]  # logits, tokens, n
 
 @dataclass(slots=True)
 class StepResult:
-    """By row: the token sampled (negative: the sequence failed, its logits are not finite), and what was asked about it."""
+    """By row: the tokens sampled (a negative one: the sequence failed, its logits are not finite), and what was asked about
+    them. More than one where drafts were right."""
 
-    tokens: dict[int, int] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
+
+    def take_logprobs(self, rows: Sequence[int], entries: Mapping[int, TokenLogprobs]) -> None:
+        """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong drafts are dropped."""
+        for number, entry in sorted(entries.items()):
+            own = self.logprobs.setdefault(rows[number], [])
+            if len(own) < len(self.tokens[rows[number]]):
+                own.append(entry)
+
+
+def draws(items: Iterable[StepItem]) -> tuple[list[int], list[int]]:
+    """Row and position of every token that a step draws."""
+    places = [(item.row, item.start + item.count - item.num_drafts + i) for item in items for i in range(item.num_draws)]
+    return [row for row, _ in places], [position for _, position in places]
+
+
+def accept(items: Iterable[StepItem], drafts: Mapping[int, list[int]], drawn: Sequence[int]) -> dict[int, list[int]]:
+    """By row: the tokens drawn in the places of drafts, for as long as the drafts before them were the same, and so what would
+    have been drawn without drafts."""
+    tokens, at = {}, 0
+    for item in items:
+        if item.num_draws:
+            own, guessed = drawn[at : at + item.num_draws], drafts.get(item.row, ())
+            num_right = next((i for i in range(item.num_drafts) if own[i] != guessed[i]), item.num_drafts)
+            tokens[item.row] = list(own[: num_right + 1])
+            at += item.num_draws
+    return tokens
 
 
 class Runner(Protocol):
@@ -89,11 +116,11 @@ class PromptReport:
             tokens = self.tokens.tolist()
             result.prompt_logprobs[self.row] = self.scores.entries(tokens, [self.num_top] * len(tokens))
             if self.scores.chosen.isnan().any():
-                result.tokens[self.row] = -1
+                result.tokens[self.row] = [-1]
         if self.pooled is not None:
             result.pooled[self.row] = self.pooled.numpy()
             if not self.pooled.isfinite().all():
-                result.tokens[self.row] = -1
+                result.tokens[self.row] = [-1]
 
 
 def look_at_prompt(

@@ -14,12 +14,12 @@ from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
-from tidemill.runner.base import StepResult, look_at_prompt
+from tidemill.runner.base import StepResult, accept, draws, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
-from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.sched.plan import StepPlan
 
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CpuRunner:
             copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
         batch = gather_batch(plan.items, self.state)
         hidden_TH = self.forward(batch)
-        return self._sample(plan.items, batch, hidden_TH)
+        return self._sample(plan, batch, hidden_TH)
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched
@@ -100,25 +100,27 @@ class CpuRunner:
             return step.replay(program, embedded_TH)
         return self.model(embedded_TH, step)
 
-    def _sample(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
+    def _sample(self, plan: StepPlan, batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
         reports = [
             look_at_prompt(self.model, self.state, item, hidden_TH[last + 1 - item.count : last + 1], score)
-            for item, last in zip(items, batch.last_token.tolist(), strict=True)
+            for item, last in zip(plan.items, batch.last_token.tolist(), strict=True)
         ]
-        result = self._draw(items, batch, hidden_TH)
+        result = self._draw(plan, batch, hidden_TH)
         for report in filter(None, reports):
             report.read(result)
         return result
 
-    def _draw(self, items: list[StepItem], batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
-        pooled = {item.row: 0 for item in items if item.samples and self.state.is_pooled(item.row)}  # they draw nothing
-        sampling = [i for i, item in enumerate(items) if item.samples and item.row not in pooled]
+    def _draw(self, plan: StepPlan, batch: Batch, hidden_TH: torch.Tensor) -> StepResult:
+        pooled = {item.row: [0] for item in plan.items if item.samples and self.state.is_pooled(item.row)}  # they draw nothing
+        sampling = [i for i, item in enumerate(plan.items) if item.samples and item.row not in pooled]
         if not sampling:
             return StepResult(pooled)
         assert isinstance(self.model, CausalLM)
-        rows = [items[i].row for i in sampling]
-        positions = [items[i].start + items[i].count for i in sampling]
-        logits_SV = self.model.logits(hidden_TH[batch.last_token[sampling]])
-        sampled = self.sampler.sample(logits_SV, rows, positions)
+        items = [plan.items[i] for i in sampling]
+        rows, positions = draws(items)
+        sources = np.concatenate([batch.last_token[i] + np.arange(-plan.items[i].num_drafts, 1) for i in sampling])
+        sampled = self.sampler.sample(self.model.logits(hidden_TH[sources]), rows, positions)
         self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        return StepResult(pooled | dict(zip(rows, sampled.token_ids.tolist(), strict=True)), sampled.logprobs)
+        result = StepResult(pooled | accept(items, plan.drafts, sampled.token_ids.tolist()))
+        result.take_logprobs(rows, sampled.logprobs)
+        return result

@@ -31,7 +31,7 @@ from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, look_at_prompt
+from tidemill.runner.base import Report, StepResult, accept, draws, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, make_work, padded
@@ -63,8 +63,8 @@ class CudaStep:
 
 @dataclass(slots=True)
 class Launched:
-    rows: list[int]
-    tokens: torch.Tensor | None  # pinned, valid once `ready` has passed
+    plan: StepPlan
+    tokens: torch.Tensor | None  # drawn: pinned, valid once `ready` has passed
     reports: list[Report]
     ready: torch.cuda.Event
 
@@ -81,10 +81,10 @@ class CudaRunner:
                 f"The model has heads of {shape.head_dim}; the GPU kernels take 16, 32, 64, 128 and 256.", fix="Use --device cpu."
             )
         self._device = torch.device("cuda")
-        self._decode_sizes = sizes(config.max_requests, ((4, 1), (64, 8), (256, 16), (1024, 32)))
+        self._decode_sizes = sizes(config.max_draws, ((4, 1), (64, 8), (256, 16), (1024, 32)))
         self._mixed_sizes = sizes(config.token_budget, ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256)))
         self._padding_row = config.max_requests  # its page table stays empty: the null page
-        self._max_requests, self._max_context = config.max_requests, config.max_context
+        self._max_draws, self._max_context = config.max_draws, config.max_context
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
         self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
@@ -100,18 +100,18 @@ class CudaRunner:
         self._by_roles = by_roles(shape.attention_layers)
         group = shape.num_heads // shape.num_kv_heads
         self._members_per_tile, self._prompt_tile = shared_rows(group) // group, prompt_rows(group, self._by_roles) // group
-        num_slots = config.max_requests * -(-config.max_context // SPLIT)
+        num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
         self._done = torch.zeros(config.token_budget, shape.num_kv_heads, dtype=torch.int32, device=self._device)
         self._hidden = torch.empty(config.token_budget, shape.hidden_size, dtype=torch.bfloat16, device=self._device)
-        self._logits = torch.empty(config.max_requests, shape.vocab_size, device=self._device)  # of the last step
-        self._range = torch.arange(config.max_requests, dtype=torch.int32, device=self._device)
-        num_words = 16 * (num_slots + config.token_budget + 2 * config.max_requests + 1024)  # more than any step's lists
+        self._logits = torch.empty(config.max_draws, shape.vocab_size, device=self._device)  # of the last step
+        self._range = torch.arange(config.max_draws, dtype=torch.int32, device=self._device)
+        num_words = 16 * (num_slots + config.token_budget + 2 * config.max_draws + 1024)  # more than any step's lists
         self._words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self._copies = torch.cuda.Stream()
         self._turn = 0
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
-        self._tokens = [_pinned(config.max_requests, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
+        self._tokens = [_pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self.loras: CudaLoras | None = None
         if config.max_loras:
             places, most = model.lora_places(), config.token_budget
@@ -182,26 +182,31 @@ class CudaRunner:
         items, reports = plan.items, list[Report]()
         has_lora = self.loras is not None and any(self.state.adapters[item.row] >= 0 for item in items)
         work, by_flash = self._work(items, may_flash=not has_lora)
-        sampling = [item for item in items if item.samples]
-        if work.prompts.size or len(sampling) < len(items) or any(self._asks_prompt[item.row] for item in items):
+        if work.prompts.size or not all(item.samples for item in items) or any(self._asks_prompt[item.row] for item in items):
             tokens, logits = self._mixed(items, work, by_flash, has_lora, reports)
         else:
             tokens, logits = self._decode(work, has_lora)
-        rows = [item.row for item in sampling]
         if tokens is not None and logits is not None:
-            again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
-            if again:
-                positions = [sampling[i].start + sampling[i].count for i in again]
-                self.sampler.redraw(again, [rows[i] for i in again], positions, logits, tokens)
-            asked = [i for i, row in enumerate(rows) if self._asks[row]]
-            if asked:
-                reports.append(self.sampler.logprobs(asked, [rows[i] for i in asked], logits, tokens))
-        return self._send_back(rows, tokens, reports)
+            self._draw_again(plan, tokens, logits, reports)
+        return self._send_back(plan, tokens, reports)
+
+    def _draw_again(self, plan: StepPlan, tokens: torch.Tensor, logits: torch.Tensor, reports: list[Report]) -> None:
+        """For the rows that want more than a temperature; and what is asked about any token."""
+        rows, positions = draws(plan.items)
+        again = [i for i, row in enumerate(rows) if not self._is_plain[row]]
+        if again:
+            if plan.drafts:  # the first draw has written over them
+                self.state.stage_drafts(plan, {rows[i] for i in again})
+                self.state.apply()
+            self.sampler.redraw(again, [rows[i] for i in again], [positions[i] for i in again], logits, tokens)
+        asked = [i for i, row in enumerate(rows) if self._asks[row]]
+        if asked:
+            reports.append(self.sampler.logprobs(asked, [rows[i] for i in asked], logits, tokens))
 
     def collect(self, launched: Launched) -> StepResult:
         launched.ready.synchronize()
         tokens = [] if launched.tokens is None else launched.tokens.tolist()
-        result = StepResult(dict(zip(launched.rows, tokens, strict=True)))
+        result = StepResult(accept(launched.plan.items, launched.plan.drafts, tokens))
         for report in launched.reports:
             report.read(result)
         return result
@@ -225,23 +230,24 @@ class CudaRunner:
 
     def _work(self, items: list[StepItem], may_flash: bool) -> tuple[Work, bool]:
         """And whether its prompts are flash-attn-4's: few of them, and long."""
-        table = np.array([(item.row, item.start, item.count, item.samples) for item in items], np.int32)
+        table = np.array([part for item in items for part in _parts(item)], np.int32)
         counts = table[:, 2]
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         return make_work(table[:, :3], table[:, 3].astype(bool), self._tables, self._members_per_tile, tile), by_flash
 
-    def _send_back(self, rows: list[int], tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
+    def _send_back(self, plan: StepPlan, tokens: torch.Tensor | None, reports: list[Report]) -> Launched:
         ready, pinned = torch.cuda.Event(), None
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             if tokens is not None:
-                pinned = self._tokens[self._turn][: len(rows)]
-                pinned.copy_(tokens[: len(rows)], non_blocking=True)
+                num = sum(item.num_draws for item in plan.items)
+                pinned = self._tokens[self._turn][:num]
+                pinned.copy_(tokens[:num], non_blocking=True)
                 tokens.record_stream(self._copies)
             copies = [report.to_host() for report in reports]
             ready.record()
-        return Launched(rows, pinned, copies, ready)
+        return Launched(plan, pinned, copies, ready)
 
     def _replay(self, graph: Graph, work: Work, has_lora: bool = False) -> tuple[int, int]:
         """Returns where in the words the tokens stand that yield logits."""
@@ -294,7 +300,7 @@ class CudaRunner:
         return self._pick(self._hidden[last], last, *self._tokens_of(graph.size)), self._logits[: end - begin]
 
     def _mixed_step(self, size: int, has_singles: bool, by_flash: bool = False, lora: bool = False) -> Step:
-        singles = (_num_singles(min(size, self._max_requests)), _SHARED_PROGRAMS) if has_singles else (0, 0)
+        singles = (_num_singles(min(size, self._max_draws)), _SHARED_PROGRAMS) if has_singles else (0, 0)
         shape, num_tiles = self.model.config, -(-size // self._prompt_tile)
         num_prompts = flash.MOST_PROMPTS if by_flash else num_prompt_programs(num_tiles, shape.num_kv_heads, self._by_roles)
         programs = (*singles, num_prompts)
@@ -342,6 +348,16 @@ class CudaRunner:
         """Logits to where they stay until the next step, a token for each into its row."""
         logits = self.model.logits(hidden_SH, self._logits[: hidden_SH.shape[0]])
         return pick_tokens(logits, index_S, rows, positions, self.state.draws, self.state.tokens)
+
+
+def _parts(item: StepItem) -> list[tuple[int, int, int, bool]]:
+    """Row, start, count, samples. A token that is followed by a draft is like a request of its own: its bits are the same, and
+    keys and values that they have in common are read once."""
+    if not item.num_drafts:
+        return [(item.row, item.start, item.count, item.samples)]
+    first = item.count - item.num_draws
+    parts = [(item.row, item.start, first, False)] if first else []
+    return parts + [(item.row, item.start + i, 1, True) for i in range(first, item.count)]
 
 
 def _num_singles(num_requests: int) -> int:

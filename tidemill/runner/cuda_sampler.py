@@ -17,7 +17,7 @@ from tidemill.kernels.cuda import sampling as kernels
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host, to_host
-from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, stages_of, with_named
+from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams
 from tidemill.sched.plan import StepItem
@@ -41,13 +41,14 @@ class LogprobsReport:
         return LogprobsReport(self.rows, self.num_top, scores_to_host(self.scores), self.named, above)
 
     def read(self, result: StepResult) -> None:
-        entries = self.scores.entries([result.tokens[row] for row in self.rows], self.num_top)
+        left = {row: iter(result.tokens[row]) for row in self.rows}  # fewer than were drawn where a draft was wrong
+        entries = self.scores.entries([next(left[row], -1) for row in self.rows], self.num_top)
         above = [] if self.above is None else self.above.tolist()
         for k, ids in enumerate(self.named):
             if ids:
                 entries[k] = with_named(entries[k], ids, [entries[k].logprob + more for more in above[: len(ids)]])
                 del above[: len(ids)]
-        result.logprobs = dict(zip(self.rows, entries, strict=True))
+        result.take_logprobs(self.rows, dict(enumerate(entries)))
 
 
 def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
@@ -83,7 +84,7 @@ class CudaSampler:
 
     def _redraw(self, entries: np.ndarray, asked: Asked, logits_SV: torch.Tensor, tokens_S: torch.Tensor) -> None:
         state = self._state
-        stages = [stages_of(p, row in state.masks) for row, p in zip(asked.rows, asked.params, strict=True)]
+        stages = asked.stages(state)
         changed = [i for i, names in enumerate(stages) if not names.isdisjoint(ADJUSTMENTS)]
         source = entries.copy()
         source[changed] = [~number for number in range(len(changed))]
@@ -123,13 +124,14 @@ class CudaSampler:
         )  # fmt: skip
         before = state.masks, list(state.params), list(state.num_prompt)
         for num in sorted({min(num, logits_NV.shape[0]) for num in (1, 2, 8, 32, self._at_once, logits_NV.shape[0])}):
-            rows, logits, reports = list(range(num)), logits_NV[:num], list[Report]()
+            rows = [i % len(state.params) for i in range(num)]  # one with drafts draws several times
+            entries, logits, reports = list(range(num)), logits_NV[:num], list[Report]()
             tokens = torch.zeros(num, dtype=torch.int32, device=self._device)
             for params in (SamplingParams(temperature=0.0, logit_bias={0: 1.0}), SamplingParams(typical_p=0.9), everything):
-                state.masks = {row: np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
-                state.params[:num] = [params] * num
-                self.redraw(rows, rows, [1] * num, logits, tokens)
-            reports.append(self.logprobs(rows, rows, logits, tokens))
+                state.masks = {(row, 1): np.zeros(-(-num_tokens // 32), np.int32) for row in rows if params is everything}
+                state.params[:] = [params] * len(state.params)
+                self.redraw(entries, rows, [1] * num, logits, tokens)
+            reports.append(self.logprobs(entries, rows, logits, tokens))
             count = min(hidden_TH.shape[0], state.tokens.shape[1] - 1, num + 1)  # a token more: in two parts
             state.num_prompt[0] = count + 1
             item = StepItem(seq=0, row=0, start=0, count=count, samples=False, epoch=0)
@@ -170,7 +172,8 @@ class CudaSampler:
     # ---- adjustments: of the sequences `which`
 
     def _apply_grammar(self, logits: torch.Tensor, which: list[int], asked: Asked) -> None:
-        words = upload(np.stack([self._state.masks[asked.rows[i]] for i in which]), self._device)
+        masks = [self._state.masks[asked.rows[i], asked.positions[i]] for i in which]
+        words = upload(np.stack(masks), self._device)
         bits = (words.unsqueeze(-1) >> self._bits) & 1
         fits = bits.flatten(1)[:, : logits.shape[1]] == 1
         at = self._ints(which)

@@ -50,7 +50,7 @@ def stages_of(params: SamplingParams, has_mask: bool) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Asked:
-    """The sequences of a step that are sampled: row, parameters, and position of the token to be drawn."""
+    """The tokens of a step that are drawn: row, parameters, and position. A row with drafts draws several, side by side."""
 
     rows: list[int]
     params: list[SamplingParams]
@@ -58,6 +58,10 @@ class Asked:
 
     def only(self, which: list[int]) -> Asked:
         return Asked([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
+
+    def stages(self, state: RowState) -> list[frozenset[str]]:
+        places = zip(self.rows, self.positions, strict=True)
+        return [stages_of(p, place in state.masks) for place, p in zip(places, self.params, strict=True)]
 
     def held_back(self, i: int, state: RowState) -> list[int]:
         """Tokens that would end sequence i before it has min_tokens."""
@@ -70,7 +74,7 @@ class Asked:
 @dataclass(slots=True)
 class Sampled:
     token_ids: torch.Tensor  # [S]; -1: the maximum of the logits is not finite
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by number, of those that asked
 
 
 class Sampler:
@@ -96,7 +100,7 @@ class Sampler:
         wanted = [i for i, p in enumerate(asked.params) if p.logprobs is not None]
         raw = logits_SV[wanted] if wanted else None
         is_valid = logits_SV.amax(-1).isfinite()  # amax of a NaN is NaN
-        stages = [stages_of(p, row in self._state.masks) for row, p in zip(rows, asked.params, strict=True)]
+        stages = asked.stages(self._state)
         for name, apply in self._stages.items():
             which = [i for i, names in enumerate(stages) if name in names]
             if which:
@@ -112,7 +116,7 @@ class Sampler:
         for k, i in enumerate(wanted):
             if named := asked.params[i].logprob_token_ids:
                 entries[k] = with_named(entries[k], named, raw[k].log_softmax(-1)[list(named)].tolist())
-        return Sampled(tokens, {rows[i]: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
+        return Sampled(tokens, {i: entry for i, entry in zip(wanted, entries, strict=True) if entry.token_id >= 0})
 
     def _draw(self, logits_SV: torch.Tensor, asked: Asked) -> torch.Tensor:
         drawn = [i for i, p in enumerate(asked.params) if STAGES["draw"](p)]
@@ -132,7 +136,7 @@ class Sampler:
 
     def _apply_grammar(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
         for i in which:
-            mask = self._state.masks[asked.rows[i]]
+            mask = self._state.masks[asked.rows[i], asked.positions[i]]
             fits = np.unpackbits(mask.view(np.uint8), count=logits_SV.shape[1], bitorder="little")
             logits_SV[i, torch.from_numpy(fits == 0)] = _NEVER
 

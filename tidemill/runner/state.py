@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class RowState:
         self._writes = StagedWrites(flat)
         self.params: list[SamplingParams | None] = [None] * num_rows
         self.eos_token_ids: list[frozenset[int]] = [frozenset()] * num_rows
-        self.masks: dict[int, np.ndarray] = {}  # of rows with structured output in this step: a bit per token that may come
+        self.masks: dict[tuple[int, int], np.ndarray] = {}  # by row and position: a bit per token that may be drawn there
         self.num_prompt = [0] * num_rows
         self.adapters = np.full(num_rows, -1, np.int64)  # slots
         self.tables = [self.pages[:, start:end] for start, end in itertools.pairwise(self.columns)]  # each group's part
@@ -94,7 +94,14 @@ class RowState:
             self._add(1, update.row, self.columns[update.group] + update.first_index, update.page_ids)
             end, nums = update.first_index + len(update.page_ids), self._num_pages[update.row]
             nums[update.group] = max(nums[update.group], end)
-        self.masks = {row: np.frombuffer(words, np.int32) for row, words in plan.masks.items()}
+        self.stage_drafts(plan)
+        self.masks = {place: np.frombuffer(words, np.int32) for place, words in plan.masks.items()}
+
+    def stage_drafts(self, plan: StepPlan, only: Container[int] | None = None) -> None:
+        """Where the tokens that follow the known ones will stand. `only`: of these rows."""
+        for item in plan.items if plan.drafts else ():
+            if item.num_drafts and (only is None or item.row in only):
+                self._add(0, item.row, item.start + item.count - item.num_drafts, plan.drafts[item.row])
 
     def is_pooled(self, row: int) -> bool:
         """Its request asks for the pooled states of its prompt, not for tokens."""

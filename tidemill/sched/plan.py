@@ -34,14 +34,20 @@ class RowPages(msgspec.Struct, frozen=True):
 
 
 class StepItem(msgspec.Struct, frozen=True, gc=False):
-    """One request's part of the step: tokens start .. start + count - 1 of its row."""
+    """One request's part of the step: tokens start .. start + count - 1 of its row, the last `num_drafts` of them guesses."""
 
     seq: int
     row: int
     start: int
     count: int
-    samples: bool  # the last of these tokens yields logits for a new one
+    samples: bool  # the last of these tokens yields logits for a new one, and so does each before a draft
     epoch: int
+    num_drafts: int = 0
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that are drawn: one, and one in the place of each draft."""
+        return self.num_drafts + 1 if self.samples else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +58,8 @@ class StepPlan:
     page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
-    masks: dict[int, bytes] = field(default_factory=dict)  # by row, for structured output: a bit per token that may come next
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
+    masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +102,23 @@ class Unsent:
             )
             for row, new in self.rows.items()
         ]
-        plan.page_updates = [each for row, of_row in self.page_updates.items() if row not in self.rows for each in of_row]
+        plan.page_updates = [
+            each
+            for row, of_row in self.page_updates.items()
+            if row not in self.rows
+            for each in (of_row if len(of_row) == 1 else _merged(row, of_row))
+        ]
         plan.page_copies = [each for of_row in self.page_copies.values() for each in of_row]
         plan.page_zeroes = self.page_zeroes
+
+
+def _merged(row: int, updates: list[RowPages]) -> list[RowPages]:
+    """Each entry once, as it was changed last: a device writes them all at once, in no order."""
+    pages = {(one.group, one.first_index + i): page for one in updates for i, page in enumerate(one.page_ids)}
+    made: list[RowPages] = []
+    for (group, index), page in sorted(pages.items()):
+        if made and made[-1].group == group and made[-1].first_index + len(made[-1].page_ids) == index:
+            made[-1].page_ids.append(page)
+        else:
+            made.append(RowPages(row, group, index, [page]))
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ class Request:
     num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0  # sampled on the device, not yet known to the host
+    drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale

@@ -1,7 +1,8 @@
 """The phase-free scheduler: each step gives each chosen request n more tokens to compute until `num_computed` catches up.
 
-Chunked prefill, prefix hits, preemption and (later) speculative tokens are all this one rule. `plan()` decides a step,
-`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan.
+Chunked prefill, prefix hits, preemption and drafts of tokens to come are all this one rule. `plan()` decides a step,
+`commit()` takes its results; between the two another step may be planned, since `num_computed` is advanced by the plan. Only a
+request whose drafts are being verified waits for the result: how many tokens it will have is not known before.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from tidemill.sched.request import Request, Status
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a step changed for one request."""
+    """What a step changed for one request: tokens that it has now, at least one."""
 
     request: Request
-    token_id: int
+    token_ids: list[int]
     finish_reason: str | None
+    num_drafts: int = 0  # that the step verified
 
 
 class Scheduler:
@@ -48,15 +50,18 @@ class Scheduler:
         background_tokens: float = 1.0,
         background_budget: int | None = None,
         whole_prompts: bool = False,
+        max_draws: int | None = None,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
-        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest."""
+        `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
+        the runner can draw in a step, drafts included."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
         self.token_budget = token_budget
         self.max_context = max_context
+        self.max_draws = max_draws or token_budget
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # by rank
         self._clock = clock
@@ -164,6 +169,7 @@ class Scheduler:
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_background_left = self._allow_background(state)
+        state.num_drafts_left = min(self.token_budget, self.max_draws) - len(self.running)
         self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
@@ -177,7 +183,7 @@ class Scheduler:
         self._step += 1
         self._unsent.send_with(plan, self.kv.tables)
         self._unsent = Unsent()
-        num_prefilling = sum(1 for item in plan.items if item.count > 1 or not item.samples)
+        num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
         self._emit(
             events.StepPlanned(
                 self._clock.now(),
@@ -190,6 +196,7 @@ class Scheduler:
                 num_waiting=len(self.waiting),
                 num_free_pages=self.kv.num_free_pages,
                 tokens_of=tuple((self._requests[item.seq].request_id, item.count) for item in plan.items),
+                drafts_of=tuple((self._requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts),
             )
         )
         return plan
@@ -203,8 +210,9 @@ class Scheduler:
             self._plan_decode(plan, state)
             self._plan_prefill(plan, state)
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Progress]:
-        """Take a step's results: the sampled token of each row that samples. Requests that end leave at once."""
+    def commit(self, plan: StepPlan, sampled: Mapping[int, Sequence[int]]) -> list[Progress]:
+        """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
+        that end leave at once."""
         now = self._clock.now()
         progress: list[Progress] = []
         for item in plan.items:
@@ -216,18 +224,27 @@ class Scheduler:
             if not item.samples:
                 continue
             request.num_in_flight -= 1
-            token = sampled[item.row]
-            request.tokens.append(token)
+            kept, reason = _append(request, sampled[item.row])
             if request.first_token_s is None:
                 request.first_token_s = now
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
-            reason = _finish_reason(request, token)
             if reason:
                 self._finish(request, reason, now)
-            progress.append(Progress(request, token, reason))
+            elif item.num_drafts:
+                self._take_back_drafts(request)
+            progress.append(Progress(request, kept, reason, item.num_drafts))
         if any(done.finish_reason for done in progress):
             self._emit_what_is_left(now)
         return progress
+
+    def _take_back_drafts(self, request: Request) -> None:
+        """Some of the tokens computed last were wrong guesses: their place is written again."""
+        request.num_computed = len(request.tokens) - 1
+        given = self.kv.shrink(request.seq, len(request.tokens))
+        if given:
+            self._unsent.update_pages(request.row, given)
+            request.writable_end = 0
+        self.kv.record(request.seq, request.tokens, request.num_computed)
 
     def _allow_background(self, state: StepState) -> int:
         """Tokens of the next step that the background may have: all of them, or its small part while others are here."""
@@ -254,12 +271,26 @@ class Scheduler:
                 continue  # its last token is under way
             if request.num_in_flight and request.params.grammar is not None:
                 continue  # which tokens may come depends on the one under way
-            if request.num_computed >= request.writable_end:
+            drafts = self._drafts_of(request, state) if request.drafts else ()
+            end = request.num_computed + 1 + len(drafts)
+            if end > request.writable_end:
                 # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
-                if not self._make_writable(request, 1):
+                if not self._make_writable(request, 1 + len(drafts)):
                     continue
-                request.writable_end = (request.num_computed // page_size + 1) * page_size
-            self._schedule(request, 1, plan, state)
+                request.writable_end = -(-end // page_size) * page_size
+            self._schedule(request, 1, plan, state, drafts)
+
+    def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
+        """As many as fit: nobody else's token, page or output limit is touched for a guess."""
+        drafts, request.drafts = request.drafts, ()
+        if request.num_in_flight:
+            return ()  # they follow a token that is not known yet
+        drafts = drafts[: max(min(request.max_tokens - request.num_output - 1, state.num_drafts_left), 0)]
+        end = request.num_computed + 1 + len(drafts)
+        if end > request.writable_end and not self._try_to_make_writable(request, 1 + len(drafts)):
+            return ()
+        state.num_drafts_left -= len(drafts)
+        return drafts
 
     def _make_writable(self, request: Request, count: int, planned: Collection[int] = ()) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself, or
@@ -425,15 +456,18 @@ class Scheduler:
             request.deferred_because = reason
             self._emit(events.Deferred(self._clock.now(), request.request_id, reason))
 
-    def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState) -> None:
+    def _schedule(self, request: Request, count: int, plan: StepPlan, state: StepState, drafts: Sequence[int] = ()) -> None:
+        samples = count == request.num_needed
+        if request.num_needed > 1:
+            state.num_prefill_tokens += count
+        if drafts:
+            plan.drafts[request.row] = list(drafts)
+            count += len(drafts)
         request.account.num_served += count
         if request.in_background:
             state.num_background_left -= count
             self._background_saved -= count
-        samples = count == request.num_needed
-        plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch))
-        if request.num_needed > 1:
-            state.num_prefill_tokens += count
+        plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
         request.num_computed += count
         request.num_in_flight += samples
@@ -491,7 +525,9 @@ class Scheduler:
         most = max(num_running, key=lambda account: num_running[account], default=request.account)
         if num_running[request.account] >= part or num_running[most] <= part:
             return []
-        return [running for running in self.running if running.account is most][part:]
+        beyond = [running for running in self.running if running.account is most][part:]
+        # One that would come before the request in the queue would only start again.
+        return [running for running in beyond if running.priority >= request.priority and not running.is_aged]
 
     def _pages_to_start(self, request: Request) -> int:
         """Free pages that admission would take now."""
@@ -519,6 +555,7 @@ class Scheduler:
         self.kv.release(request.seq)
         request.num_computed = 0
         request.num_in_flight = 0
+        request.drafts = ()
         request.writable_end = 0
         request.page_keys = None
         request.epoch += 1
@@ -603,6 +640,17 @@ def _rank(request: Request) -> tuple[bool, bool, int, int]:
 
 def _place(request: Request) -> tuple[int, int]:
     return request.place
+
+
+def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | None]:
+    """The tokens up to the one that ends the request, and why it does."""
+    kept = []
+    for token in tokens:
+        request.tokens.append(token)
+        kept.append(token)
+        if reason := _finish_reason(request, token):
+            return kept, reason
+    return kept, None
 
 
 def _finish_reason(request: Request, token: int) -> str | None:

@@ -56,6 +56,8 @@ class Story:
     first_token_s: float | None = None
     ended: str = ""
     num_output: int = 0
+    num_drafts: int = 0
+    num_right: int = 0
 
     def change(self, now: float, state: str) -> _Span:
         """Time since the last change goes to the state it was in; returns that span."""
@@ -87,6 +89,8 @@ class Story:
             "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,
             "output_tokens": self.num_output,
+            "draft_tokens": self.num_drafts,
+            "accepted_tokens": self.num_right,
             "admission": self.admitted_because,
             "spans": spans,
         }
@@ -102,7 +106,8 @@ class Story:
         beside = span.num_beside / max(span.num, 1)
         steps, tokens = "step" if span.num == 1 else "steps", "token" if span.num_tokens == 1 else "tokens"
         shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
-        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {shared}"
+        drafts = f"; {self.num_right} of {self.num_drafts} drafts were right" if name == "decode" and self.num_drafts else ""
+        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {shared}{drafts}"
 
 
 def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:
@@ -190,6 +195,12 @@ class Explainer:
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
+            case events.DraftsVerified():
+                for request_id, num_drafts, num_right in event.of:
+                    story = self._live.get(request_id) or self._ended.get(request_id)
+                    if story is not None:
+                        story.num_drafts += num_drafts
+                        story.num_right += num_right
             case events.Finished() | events.Aborted():
                 story = self._alone(event.request_id)
                 if story is not None:
@@ -232,9 +243,11 @@ class Explainer:
                 story.first_token_s = now
 
     def _begin(self, event: events.StepPlanned, now: float) -> None:
-        self._steps[event.step] = event.tokens_of
+        drafts = dict(event.drafts_of)
+        tokens_of = tuple((name, count - drafts.get(name, 0)) for name, count in event.tokens_of) if drafts else event.tokens_of
+        self._steps[event.step] = tokens_of
         self._steps.pop(event.step - _MAX_AHEAD, None)
-        here, group = set(event.tokens_of), self._group
+        here, group = set(tokens_of), self._group
         for request_id, _ in group.members - here:
             self._alone(request_id)
         if group.members:

@@ -139,9 +139,9 @@ class Live:
     def _end_step(self, event: events.StepDone) -> None:
         plan = self._planned.pop(event.step, None)
         if plan is not None:
-            num_prefill = plan.num_tokens - plan.num_decoding
-            size = len(plan.tokens_of)
-            self._steps.append((event.step, event.time_s, event.duration_s, num_prefill, plan.num_decoding, size))
+            num_decode = plan.num_decoding + plan.num_drafts
+            size, num_prefill = len(plan.tokens_of), plan.num_tokens - num_decode
+            self._steps.append((event.step, event.time_s, event.duration_s, num_prefill, num_decode, size))
 
     def take_pages(self, pages: Pages) -> None:
         if not self._watchers:

@@ -18,6 +18,7 @@ _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # For the live view.
 _LIVE = (
     "requests_submitted_total", "output_tokens_total", "cached_tokens_total", "computed_tokens_total", "preemptions_total",
+    "draft_tokens_total", "accepted_tokens_total",
     "evicted_pages_total", "engine_restarts_total", "requests_running", "requests_waiting", "kv_pages_free",
 )  # fmt: skip
 
@@ -33,6 +34,8 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
+        self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
         self.expert_imbalance = self._gauge(
             "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
@@ -95,6 +98,9 @@ class Metrics:
                 self.output_tokens.inc(event.num_sampled)
             case events.MasksMade():
                 self.mask_s.observe(event.duration_s / event.num_masks)
+            case events.DraftsVerified():
+                self.draft_tokens.labels(event.drafter).inc(sum(num for _, num, _ in event.of))
+                self.accepted_tokens.labels(event.drafter).inc(sum(num for _, _, num in event.of))
             case events.ExpertsUsed():
                 for layer, counts in event.tokens_of:
                     self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))
@@ -123,8 +129,11 @@ class Metrics:
     def totals(self) -> dict[str, float]:
         """Some counters and gauges, by their names without prefix and suffix."""
         families = self.registry.restricted_registry([f"tidemill_{name}" for name in _LIVE]).collect()
-        samples = [sample for family in families for sample in family.samples]
-        return {sample.name.removeprefix("tidemill_").removesuffix("_total"): sample.value for sample in samples}
+        totals: dict[str, float] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name.removeprefix("tidemill_").removesuffix("_total")
+            totals[name] = totals.get(name, 0.0) + sample.value  # over all labels
+        return totals
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -109,7 +109,7 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
         clock.advance(cost.step_s(plan))
         tokens_of = {names[item.seq]: item.count for item in plan.items}
         result.steps.append(SimStep(plan.step, start_s, clock.now(), tokens_of))
-        for progress in scheduler.commit(plan, {item.row: 0 for item in plan.items if item.samples}):
+        for progress in scheduler.commit(plan, {item.row: [0] for item in plan.items if item.samples}):
             result.token_times_s[progress.request.request_id].append(clock.now())
     scheduler.check_integrity()
     result.events = buffer.take()

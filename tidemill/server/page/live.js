@@ -146,9 +146,11 @@ function drawFigures() {
   const used = engine.num_pages - totals.kv_pages_free;
   const needed = totals.cached_tokens + totals.computed_tokens;
   const prefill = Math.max(rate("computed") - rate("output"), 0);
+  const accepted = (100 * totals.accepted_tokens) / totals.draft_tokens;
+  const drafts = totals.draft_tokens ? `; ${fixed(accepted)} % of ${count(totals.draft_tokens, "draft")} right` : "";
   const evicted = totals.evicted_pages ? `; ${totals.evicted_pages.toLocaleString("en")} evicted` : "";
   const figures = [
-    ["output tokens/s", fixed(rate("output")), `${totals.output_tokens.toLocaleString("en")} so far`],
+    ["output tokens/s", fixed(rate("output")), `${totals.output_tokens.toLocaleString("en")} so far${drafts}`],
     ["prefill tokens/s", fixed(prefill), `budget ${engine.token_budget} a step`],
     ["running", totals.requests_running, `of ${engine.max_requests} slots`],
     ["queued", totals.requests_waiting, totals.preemptions ? count(totals.preemptions, "preemption") : "none preempted"],

@@ -1,0 +1,127 @@
+"""Speculative decoding never changes a token or a logprob, whoever guesses and however well."""
+
+import pytest
+
+from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, structured_core, take
+from tidemill import events
+from tidemill.engine.drafting import Drafting
+from tidemill.frontend.tokenizer import Tokenizer
+from tidemill.sampling import Grammar, SamplingParams
+from tidemill.wire import Finish, Submit
+
+PARAMS = {
+    "greedy": greedy(24, logprobs=3),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, top_k=50, max_tokens=24, seed=1234, logprobs=3),
+    "adjusted": SamplingParams(
+        temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=24, seed=-7, logprobs=2, min_tokens=9,
+        stop_token_ids=tuple(range(0, 250, 3)), logit_bias={5: 2.0}, bad_word_ids=((7, 9), (11,)),
+    ),
+}  # fmt: skip
+PROMPT = [(i * i) % 97 + 3 for i in range(40)] * 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("spec")
+    make_llama(path, seed=5, vocab_size=250, initializer_range=0.15)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> dict[str, Answer]:
+    return {name: run(make_core(model, speculate="off"), {"x": (PROMPT, params)})["x"] for name, params in PARAMS.items()}
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_tokens_and_logprobs_are_those_without_drafts(model, plain, kind, chance):
+    drafter = Guesser({tuple(PROMPT): plain[kind].tokens}, chance)
+    core = guess_with(make_core(model), drafter)
+    assert run(core, {"x": (PROMPT, PARAMS[kind])})["x"] == plain[kind]
+    assert drafter.num_asked > 0
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_right_drafts_save_steps(model, plain, kind):
+    core = guess_with(make_core(model), Guesser({tuple(PROMPT): plain[kind].tokens}, 1.0))
+    core.submit(Submit("x", PROMPT, PARAMS[kind]))
+    answers, num_steps, verified = {"x": Answer()}, 0, []
+    while core.has_work:
+        output, _ = core.step()
+        num_steps += 1
+        for delta in output.deltas:
+            answers["x"].tokens += delta.token_ids
+        verified += [event for event in output.events if isinstance(event, events.DraftsVerified)]
+    assert answers["x"].tokens == plain[kind].tokens
+    assert num_steps <= 1 + -(-len(plain[kind].tokens) // 6)
+    assert all(num_right == num for event in verified[:-1] for _, num, num_right in event.of)
+
+
+@pytest.mark.parametrize("options", [{"token_budget": 7, "max_requests": 3}, {"page_size": 1}, {"kv_memory_bytes": 2**17}])
+def test_among_others_in_chunks_and_small_memory(model, plain, options):
+    drafter = Guesser({tuple(PROMPT): plain["seeded"].tokens}, 0.7)
+    requests = {"x": (PROMPT, PARAMS["seeded"]), "n": (PROMPT[:30], SamplingParams(n=4, seed=3, max_tokens=12))}
+    requests |= {f"o{i}": (PROMPT[i : i + 9], list(PARAMS.values())[i % 3]) for i in range(5)}
+    expected = run(make_core(model, speculate="off", **options), requests)
+    assert run(guess_with(make_core(model, **options), drafter), requests) == expected
+
+
+def test_preempted_while_drafts_are_verified(model, plain):
+    core = guess_with(make_core(model, token_budget=64), Guesser({tuple(PROMPT): plain["seeded"].tokens}, 0.7))
+    core.submit(Submit("x", PROMPT, PARAMS["seeded"]))
+    answers, num_steps = {"x": Answer()}, 0
+    while core.has_work:
+        take(core, answers)
+        num_steps += 1
+        if num_steps in (3, 5) and core.scheduler.running:
+            core.scheduler._preempt(core.scheduler.running[0], "test")
+        core.scheduler.check_integrity()
+    assert answers["x"] == plain["seeded"]
+
+
+def test_a_stop_string_found_by_the_frontend_ends_it(model, plain):
+    core = guess_with(make_core(model), Guesser({tuple(PROMPT): plain["greedy"].tokens}, 1.0))
+    core.submit(Submit("x", PROMPT, PARAMS["greedy"]))
+    core.step()
+    core.step()
+    assert core.finish(Finish("x", 0)) is not None
+    assert not core.has_work
+    core.scheduler.check_integrity()
+
+
+def test_what_repeats_is_guessed_from_the_prompt(model):
+    """Greedy decoding of a small model falls into a loop, which prompt lookup sees."""
+    requests = {"x": (PROMPT, greedy(60))}
+    core = make_core(model, speculate="ngram", adaptive_drafts=False)
+    assert run(core, requests) == run(make_core(model, speculate="off"), requests)
+
+
+def test_drafts_that_are_never_right_are_given_up(model):
+    """A drafter that is always wrong is compared, not verified."""
+    core = make_core(model, speculate="ngram")
+    drafter = Guesser({}, 0.0)
+    core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events)
+    core.submit(Submit("x", PROMPT, greedy(170)))
+    drafted = []
+    while core.has_work:
+        drafted += [event.num_drafts for event in core.step()[0].events if isinstance(event, events.StepPlanned)]
+    assert drafter.num_asked > 100
+    assert sum(drafted[20:]) == 0
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+@pytest.mark.parametrize("chance", [0.3, 1.0])
+def test_grammars_follow_the_drafts(tiny_folder, backend, chance):
+    """Also where a draft goes on after the end of the document."""
+    model, eos = load_model(tiny_folder), Tokenizer.load(tiny_folder).eos_token_ids
+    grammar = Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"boolean"},"b":{"enum":["left","right"]}}}')
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=60, grammar=grammar, logprobs=1)
+    expected = run(structured_core(model, tiny_folder, backend, speculate="off"), {"x": (PROMPT, params)}, eos)["x"]
+    core = guess_with(structured_core(model, tiny_folder, backend), Guesser({tuple(PROMPT): expected.tokens}, chance))
+    assert run(core, {"x": (PROMPT, params)}, eos)["x"] == expected
+    assert expected.finish_reason == "stop"

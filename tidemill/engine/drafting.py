@@ -1,0 +1,127 @@
+"""Speculative decoding in the step loop: who is asked for drafts, how many are verified, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill import events
+from tidemill.events import EventSink
+from tidemill.runner.spec import Ask, Drafter
+from tidemill.sched.clock import Clock
+from tidemill.sched.drafts import Acceptance, StepTimes, allot
+from tidemill.sched.plan import StepPlan
+from tidemill.sched.request import Request, Status
+from tidemill.sched.scheduler import Progress, Scheduler
+
+_PRIOR = 0.5  # how often a draft is right, before any was tried
+
+
+class Drafting:
+    """`drafters`: the first that has a guess for a request makes it. `slope`: see StepTimes.
+
+    Free drafters guess for every request, and a guess that is not verified is compared with the token drawn all the same, so it
+    is known how good they are. Another is asked only for drafts that will be verified."""
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        max_drafts: int,
+        slope: float,
+        clock: Clock,
+        emit: EventSink,
+        adaptive: bool = True,
+    ) -> None:
+        """`adaptive`: else every draft that fits is verified, whatever it costs."""
+        self._drafters, self._max_drafts, self._adaptive = drafters, max_drafts, adaptive
+        self._clock, self._emit = clock, emit
+        self._times = StepTimes(slope)
+        self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
+        self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
+        self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
+
+    def propose(self, scheduler: Scheduler) -> None:
+        """Give running requests the drafts that their next step is to verify."""
+        ready = [request for request in scheduler.running if _can_have_drafts(request) and not request.num_in_flight]
+        given = self._allot(scheduler, ready, 0)
+        for drafter in self._drafters:
+            if not drafter.is_free:
+                self._ask(drafter, [request for request in ready if request.seq not in self._guesses], given)
+        for request in ready:
+            num = given.get(request.seq, 0)
+            request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
+
+    def waits(self, scheduler: Scheduler) -> bool:
+        """Steps are in flight. Should the next be planned only when their tokens are known? Yes, if drafts are being verified, or
+        if those that could follow are worth more than the time in which the device has nothing to do."""
+        running = [request for request in scheduler.running if _can_have_drafts(request)]
+        if any(request.num_needed < 1 for request in running):
+            return True
+        return bool(self._allot(scheduler, [request for request in running if request.num_in_flight == 1], 1))
+
+    def _ask(self, drafter: Drafter, requests: Sequence[Request], most: dict[int, int] | None = None) -> list[Request]:
+        """Those that it has no guess for. `most`: how many drafts of whom; else as many as can be, of all."""
+        asked = requests if most is None else [request for request in requests if most.get(request.seq)]
+        nums = [self._max_drafts if most is None else most[request.seq] for request in asked]
+        asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
+        left = []
+        for request, guess in zip(asked, drafter.propose(asks) if asks else (), strict=True):
+            if guess:
+                self._guesses[request.seq] = drafter.name, guess
+            else:
+                left.append(request)
+        return left
+
+    def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> dict[int, int]:
+        """How many drafts each is to have. `num_unknown`: tokens of a guess that stand for those in flight."""
+        left = [request for request in requests if request.max_tokens - request.num_output > 1]
+        for request in left:
+            self._guesses.pop(request.seq, None)
+        rates: dict[int, float] = {}
+        most: dict[int, int] = {}
+        for drafter in self._drafters:
+            acceptance, asked = self._acceptance[drafter.name], left
+            left = self._ask(drafter, asked) if drafter.is_free else []
+            for request in asked:
+                guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
+                num = len(guess) - num_unknown if drafter.is_free else self._max_drafts
+                if num > 0:
+                    rates[request.seq], most[request.seq] = acceptance.rate(request.seq), num
+        if not rates:
+            return {}
+        num_running = len(scheduler.running)
+        room = min(scheduler.token_budget, scheduler.max_draws) - num_running
+        if not self._adaptive:
+            return most  # the scheduler takes what fits
+        return allot(rates, most, num_running, room, self._times)
+
+    def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, goes_on: bool) -> None:
+        """A step was collected. `goes_on`: the next follows at once."""
+        now = self._clock.now()
+        if all(item.count == item.num_draws for item in plan.items):
+            self._times.add(plan.num_tokens, bool(plan.drafts), now - (started_s if self._last_s is None else self._last_s))
+        self._last_s = now if goes_on else None
+        verified, names = [], set()
+        for done in progress:
+            name, guess = self._guesses.pop(done.request.seq, ("", ()))
+            if not guess:
+                self._acceptance[self._drafters[-1].name].fade(done.request.seq)
+                continue
+            num_drafts = done.num_drafts or 1
+            num_right = next((i for i in range(num_drafts) if done.token_ids[i : i + 1] != [guess[i]]), num_drafts)
+            self._acceptance[name].add(done.request.seq, num_drafts, num_right)
+            if done.num_drafts:
+                verified.append((done.request.request_id, done.num_drafts, num_right))
+                names.add(name)
+        if verified:
+            self._emit(events.DraftsVerified(now, plan.step, "+".join(sorted(names)), tuple(verified)))
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._guesses.pop(request.seq, None)
+        for drafter in self._drafters:
+            drafter.forget(request.seq, request.tokens, request.salt)
+            self._acceptance[drafter.name].forget(request.seq)
+
+
+def _can_have_drafts(request: Request) -> bool:
+    return request.status is Status.RUNNING and request.num_needed <= 1 and request.params.pooling is None

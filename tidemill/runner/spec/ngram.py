@@ -1,0 +1,58 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before in the same request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.runner.spec import Ask
+
+_LONGEST, _SHORTEST = 4, 2
+_AT_ONCE = 8192  # tokens of a request that enter its index in one step: a long prompt must not hold up the others
+
+
+class NgramDrafter:
+    name = "ngram"
+    is_free = True
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, _Index] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
+        return [self._indexes.setdefault(ask.seq, _Index()).propose(ask.tokens, ask.most) for ask in asks]
+
+    def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
+        self._indexes.pop(seq, None)
+
+
+class _Index:
+    """Where each n-gram of a request last ended, for a few n."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_seen = 0  # tokens whose n-grams are in the index
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        self._add(tokens)
+        if self._num_seen < len(tokens) - 1:
+            return ()
+        for n in range(_LONGEST, _SHORTEST - 1, -1):
+            end = self._ends.get(tuple(tokens[-n:])) if len(tokens) > n else None
+            if end is not None:
+                return _follow(tokens, end, most)
+        return ()
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        """All n-grams that end before the last token: the one that ends with it is what is looked up."""
+        until = min(len(tokens) - 1, self._num_seen + _AT_ONCE)
+        for end in range(max(self._num_seen, _SHORTEST - 1) + 1, until + 1):
+            for n in range(_SHORTEST, min(_LONGEST, end) + 1):
+                self._ends[tuple(tokens[end - n : end])] = end
+        self._num_seen = max(self._num_seen, until)
+
+
+def _follow(tokens: Sequence[int], end: int, most: int) -> Sequence[int]:
+    """The tokens from `end` on; past the last, as if the stretch between were repeated."""
+    found = list(tokens[end : end + most])
+    while len(found) < most:
+        found += found[-(len(tokens) - end) :][: most - len(found)]
+    return found

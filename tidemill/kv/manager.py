@@ -254,6 +254,8 @@ class KVManager:
             first = table.num_trimmed
             given = table.trim(group.first_needed(position))
             sequence.given_back += [(page, self._pool.times_taken(page)) for page in given]
+            if len(sequence.given_back) > 2 * self._pool.num_pages:
+                sequence.given_back = self._unchanged(sequence)
             for page in given:
                 self._pool.drop(page)
             if given:
@@ -343,7 +345,7 @@ class KVManager:
         sequence = self._sequences[seq]
         keys = [group_key(g, key) for key in sequence.keys[: sequence.num_recorded] for g in range(len(self.groups))]
         worthless = {*sequence.held(), *(page for key in keys if (page := self._index.find(key)) is not None)}
-        worthless |= {page for page, times in sequence.given_back if self._pool.times_taken(page) == times}
+        worthless |= {page for page, _ in self._unchanged(sequence)}
         self.release(seq)
         own = sorted(page for page in worthless if self._pool.references(page) == 0)
         for page in own:
@@ -359,6 +361,10 @@ class KVManager:
         return self._index.clear()
 
     # ---- inside
+
+    def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
+        """What it gave back and no other has taken since."""
+        return [(page, times) for page, times in sequence.given_back if self._pool.times_taken(page) == times]
 
     def _shared(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Entries (group, index) of tokens start..end-1 whose pages are shared or in the prefix index."""

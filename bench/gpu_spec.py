@@ -27,6 +27,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
 from tidemill.runner.spec import Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
+from tidemill.runner.spec.registry import SLOPES
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -98,7 +99,7 @@ def compare(
         seconds, expected, _, _, _ = run(core, prompts, num_out, temperature=0.0)
         times[False].append(seconds)
         chosen: Drafter = drafter(expected)
-        core.drafting = Drafting([chosen], most, 0.01, core._clock, core._events, adaptive)
+        core.drafting = Drafting([chosen], most, SLOPES["cuda"], core._clock, core._events, adaptive)
         seconds, made, num_steps, num_drafts, num_right = run(core, prompts, num_out, temperature=0.0)
         assert made == expected, "drafts changed a token"
         times[True].append(seconds)
@@ -119,7 +120,7 @@ def check_sampled(core: EngineCore) -> None:
         core.drafting = None
         _, expected, *_ = run(core, prompts, 64, **params)
         for chance in (0.0, 0.7):
-            core.drafting = Drafting([Oracle(expected, chance)], 5, 0.01, core._clock, core._events, adaptive=False)
+            core.drafting = Drafting([Oracle(expected, chance)], 5, SLOPES["cuda"], core._clock, core._events, adaptive=False)
             _, made, _, num_drafts, num_right = run(core, prompts, 64, **params)
             assert made == expected, params
             assert num_drafts
@@ -143,7 +144,7 @@ def main() -> None:
     prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
     for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
         for chance in chances:
-            line = compare(core, prompts[:num], 192, lambda answers, a=chance: Oracle(answers, a), 4, True, given.turns)
+            line = compare(core, prompts[:num], 512, lambda answers, a=chance: Oracle(answers, a), 4, True, given.turns)
             lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})
             print(json.dumps(lines[-1]), flush=True)
     prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]

@@ -17,6 +17,7 @@ MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 20.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 4, 256
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 32
@@ -37,6 +38,7 @@ INTEGERS = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs_start": (1, 2**31 - 1),
+    "penalty_window": (-1, 2**31 - 1),
     "pair_start": (0, 2**31 - 1),
     "seed": (-(2**63), 2**63 - 1),
 }
@@ -50,6 +52,9 @@ REALS = {
     "frequency_penalty": (-2.0, 2.0),
 }
 ABOVE = frozenset({"top_p", "typical_p"})  # the lower limit itself is not allowed
+_LISTS = (
+    "stop", "stop_regex", "stop_token_ids", "allowed_token_ids", "bad_word_ids", "logprob_token_ids", "prompt_logprob_token_ids",
+)  # fmt: skip
 _MAY_BE_NONE = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
 # Names of vLLM's SamplingParams: those that cannot change the tokens, and those that would and are not supported.
 _WITHOUT_EFFECT = frozenset({"detokenize", "spaces_between_special_tokens", "output_kind"})
@@ -148,7 +153,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     Logits are changed in this order: grammar, allowed tokens, logit bias, bad words, min_tokens, repetition / presence /
     frequency penalties, temperature, top-k, top-p (the token that crosses p is kept), min-p, typical-p. Reported logprobs are the
-    model's own, before any of it.
+    model's own, before any of it, unless post_sampling_logprobs is set.
 
     Parameters of an `Unset...` type were not given. They are neutral here, and take the model's defaults in the server and in LLM
     (frontend/sampling_defaults.py).
@@ -163,20 +168,24 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     repetition_penalty: float = UnsetReal(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    penalty_window: int = -1  # of how many of the latest tokens the penalties take notice; -1: all
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()  # nothing else may be generated; empty: everything may
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # no output contains one of these sequences
     max_tokens: int | None = UnsetInteger(256)  # None: up to the end of the context
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()  # the output ends with the first match of one, which it keeps
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; 0 reports the chosen one alone
     logprob_token_ids: tuple[int, ...] = ()  # report these tokens instead of the likeliest
+    post_sampling_logprobs: bool = False  # of what the token is drawn from, instead of the model's own
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1  # the position of the first token they are reported of; what is before it may be cached
+    prompt_logprob_token_ids: tuple[int, ...] = ()  # with prompt_logprobs: report these instead of the likeliest
     seed: int | None = None  # None: drawn when the request is submitted
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None  # before what the grammar applies to
@@ -186,7 +195,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         # Structs do not check types on construction from Python, so a script's mistake is caught here as well as a client's.
-        for field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_word_ids", "logprob_token_ids"):
+        for field in _LISTS:
             value: Any = getattr(self, field)
             if value is None or isinstance(value, str | list):
                 value = (value,) if isinstance(value, str) else tuple(value or ())
@@ -197,7 +206,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             msgspec.structs.force_setattr(self, "logit_bias", {})
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest(f"logit_bias must map token ids to numbers; got {self.logit_bias!r}.", param="logit_bias")
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "post_sampling_logprobs"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequest(f"{field} must be true or false; got {getattr(self, field)!r}.", param=field)
         for field in INTEGERS:
@@ -215,10 +224,15 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             raise InvalidRequest("stop must be a non-empty string or a list of them.", param="stop")
         if len(self.stop) > MAX_STOPS or any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise InvalidRequest(f"stop may hold at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters.", param="stop")
+        if len(self.stop_regex) > MAX_STOP_REGEXES or not all(
+            isinstance(one, str) and 0 < len(one) <= MAX_STOP_REGEX_CHARS for one in self.stop_regex
+        ):
+            what = f"stop_regex may hold at most {MAX_STOP_REGEXES} patterns of 1 to {MAX_STOP_REGEX_CHARS} characters."
+            raise InvalidRequest(what, param="stop_regex")
         if len(self.stop_token_ids) > 256 or not all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids):
             raise InvalidRequest("stop_token_ids must be at most 256 non-negative token ids.", param="stop_token_ids")
-        for field, most in (("allowed_token_ids", MAX_ALLOWED_TOKENS), ("logprob_token_ids", MAX_LOGPROB_IDS)):
-            ids = getattr(self, field)
+        for field in ("allowed_token_ids", "logprob_token_ids", "prompt_logprob_token_ids"):
+            ids, most = getattr(self, field), MAX_ALLOWED_TOKENS if field == "allowed_token_ids" else MAX_LOGPROB_IDS
             if len(ids) > most or not all(_is_int(t) and 0 <= t < 2**31 for t in ids):
                 raise InvalidRequest(f"{field} must be at most {most} non-negative token ids.", param=field)
         _check_bad_words(self)
@@ -260,7 +274,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        some = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return some and self.penalty_window != 0
 
     def seeded(self) -> SamplingParams:
         """The same parameters with a seed: the given one, or a fresh one."""
@@ -278,6 +293,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             "logit_bias": tuple(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids,
             "logprob_token_ids": self.logprob_token_ids,
+            "prompt_logprob_token_ids": self.prompt_logprob_token_ids,
             "bad_word_ids": tuple(token for word in self.bad_word_ids for token in word),
         }
         for field, ids in named.items():

@@ -30,6 +30,14 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float
 
 
+class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How many of a prompt's tokens were found in the cache, and how many are computed or found by now."""
+
+    num_prompt: int
+    num_cached: int
+    num_done: int
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one sample of a request. The last one carries the finish reason and the timings."""
 
@@ -43,6 +51,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: Timings | None = None
     embedding: list[float] | None = None  # of the prompt, of length 1
     score: float | None = None  # of an output of beam search, which comes as a whole
+    progress: PromptProgress | None = None  # without tokens, for a reader that asked for it
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -99,21 +108,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         if self.params.pooling is not None:  # nothing is generated
             if num > context:
                 raise ContextTooLong(
-                    f"This model takes inputs of {context} tokens; this one has {num}.",
+                    f"The input is too large: it has {num} tokens, and this model takes {context}.",
                     fix="Shorten it, or let it be truncated (truncate_prompt_tokens: -1).",
                     param="input",
                 )
             return
         if num >= context:
             raise ContextTooLong(
-                f"This model's maximum context length is {context} tokens, one of them for the output; the prompt has {num}.",
+                f"The prompt ({num} tokens) is longer than the model's context length. This model's maximum context length is "
+                f"{context} tokens, one of them for the output.",
                 fix=f"Shorten the prompt to {context - 1} tokens, or serve with a larger --max-context.",
                 param="prompt",
             )
         if max_tokens is not None and num + max_tokens > context:
             raise ContextTooLong(
-                f"This model's maximum context length is {context} tokens; {num} prompt tokens and max_tokens {max_tokens} make "
-                f"{num + max_tokens}.",
+                f"max_tokens or max_completion_tokens is too large: {max_tokens}. This model's maximum context length is "
+                f"{context} tokens, and the prompt has {num}.",
                 fix=f"Lower max_tokens to {context - num} or leave it out.",
                 param="max_tokens",
             )

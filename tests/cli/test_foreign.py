@@ -20,6 +20,7 @@ def read(command: str, *args: str) -> list[str]:
         ("--max-num-batched-tokens 512 --served-model-name x", "--token-budget 512 --served-name x"),
         ("--enable-prefix-caching --dtype bfloat16", "--prefix-caching --dtype bfloat16"),
         ("--no-enable-prefix-caching", "--no-prefix-caching"),
+        ("--enable-force-include-usage --no-slots", "--force-include-usage --no-slots"),
         (
             "-m model.gguf -c 2048 -np 4 -t 2 --host 0.0.0.0",
             "-m model.gguf --max-context 2048 --max-requests 4 --threads 2 --host 0.0.0.0",

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from tidemill.kernels import masks
 from tidemill.kernels.attention import attention_reference
 from tidemill.kernels.cuda import attention, elementwise, flash, gemm, records, sampling, tuning
-from tidemill.kernels.glu import activate_reference, glu_reference
+from tidemill.kernels.glu import ACTIVATIONS, activate_reference, glu_reference
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 from tidemill.kernels.noise import exponential_noise, noise_keys
 from tidemill.kernels.norm import add_layer_norm_reference, add_rms_norm_reference, post_norm_reference, qk_norm_reference
@@ -69,6 +69,12 @@ def test_glu(act):
     assert_close(out, glu_reference(gate_up, act), atol=1e-5, rtol=1e-5)
     if act != "swiglu_clamped":
         assert_close(elementwise.activate(gate_up, act), activate_reference(gate_up, act), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("act", sorted(ACTIVATIONS.keys() - {"swiglu_clamped"}))
+def test_every_activation(act):
+    x = torch.randn(3, 1100) * 4
+    assert_close(elementwise.activate(x, act), activate_reference(x, act), atol=1e-5, rtol=1e-5)
 
 
 def test_look_up():
@@ -414,7 +420,8 @@ build(elementwise._add_rms_norm, types, HAS_X=True, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
-build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT="gelu_tanh", BLOCK=1024)
+for act in ("silu", "gelu", "relu", "gelu_tanh"):
+    build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT=act, BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)

@@ -146,7 +146,7 @@ COMPILE = cuda_runner.CudaRunner._compile
 COMMON = ids(40, 1)
 REQUESTS = {
     "short": ([5, 6, 7], greedy(4, logprobs=2, prompt_logprobs=1)),
-    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30))),
+    "names": ([5, 6], greedy(2, logprobs=0, logprob_token_ids=(9, 30), prompt_logprobs=0, prompt_logprob_token_ids=(30, 4))),
     "long": (ids(75, 2), SamplingParams(temperature=0.9, seed=4, max_tokens=3)),
     "asks": (
         ids(33, 3),  # in two steps

@@ -43,6 +43,23 @@ def test_a_prompt_that_is_not_a_number_fails_alone(model, params):
     assert [delta.prompt_logprobs for delta in seen if delta.prompt_logprobs] == [expected.prompt_logprobs]
 
 
+def test_named_tokens_in_each_place_of_the_prompt(model):
+    """In steps of 16 tokens as at once, with the same bits."""
+    prompt, named = [*range(20, 60)], (22, 300, 5)
+    params = greedy(1, prompt_logprobs=0, prompt_logprob_token_ids=named)
+    made = [
+        run(make_core(model, token_budget=budget, max_requests=4), {"a": (prompt, params)})["a"].prompt_logprobs
+        for budget in (16, 512)
+    ]
+    assert made[0] == made[1]
+    assert [{token for token, _ in entry.top} for entry in made[0]] == [{entry.token_id, *named} for entry in made[0]]
+    best = run(make_core(model), {"a": (prompt, greedy(1, prompt_logprobs=20))})["a"].prompt_logprobs
+    for entry, other in zip(made[0], best, strict=True):
+        assert entry.logprob == other.logprob
+        known = dict(other.top)
+        assert all(value == pytest.approx(known[token], abs=1e-5) for token, value in entry.top if token in known)
+
+
 def test_a_prompt_report_fails_its_row():
     result = StepResult({3: [5], 4: [6]})
     good, bad = torch.tensor([-1.0, float("-inf")]), torch.tensor([-1.0, float("nan")])

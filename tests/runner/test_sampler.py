@@ -145,6 +145,28 @@ def make_sampler(params: SamplingParams, num_prompt: int = 2, eos=frozenset({3})
     return Sampler(state)
 
 
+@pytest.mark.parametrize(("window", "expected"), [(-1, 4), (3, 4), (2, 1), (0, 0)])
+def test_penalties_of_the_latest_tokens(window, expected):
+    """Tokens 0 and 1 are the prompt, 2 and 0 the output: those in the window are out of question."""
+    sampler = make_sampler(SamplingParams(temperature=0.0, repetition_penalty=100.0, penalty_window=window))
+    sampler._state.tokens[1, :4] = torch.tensor([0, 1, 2, 0])
+    logits = torch.tensor([[5.0, 4.0, 3.0, 1.0, 2.0, 0.1]])
+    assert sampler.sample(logits, [1], [4]).token_ids.tolist() == [expected]
+
+
+def test_logprobs_of_what_a_token_is_drawn_from():
+    params = SamplingParams(temperature=0.5, top_k=3, seed=1, logprobs=5, post_sampling_logprobs=True)
+    sampled = make_sampler(params).sample(LOGITS.clone()[None], [1], [2])
+    expected = (LOGITS / 0.5).topk(3).values.log_softmax(-1)
+    entry = sampled.logprobs[0]
+    assert [value for _, value in entry.top[:3]] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [value for _, value in entry.top[3:]] == [-math.inf] * 2
+    assert entry.logprob == dict(entry.top)[entry.token_id]
+    certain = SamplingParams(temperature=0.0, logprobs=1, post_sampling_logprobs=True)
+    entry = make_sampler(certain).sample(LOGITS.clone()[None], [1], [2]).logprobs[0]
+    assert (entry.logprob, entry.top) == (0.0, [(entry.token_id, 0.0)])
+
+
 def test_logit_bias_and_untouched_logprobs():
     params = SamplingParams(temperature=0.0, logit_bias={7: 100.0}, logprobs=2)
     sampled = make_sampler(params).sample(LOGITS.clone()[None], [1], [2])

@@ -27,7 +27,11 @@ SETTINGS = {  # what asks for a stage, besides a temperature
     "logit_bias": [{"logit_bias": {7: 4.0, 11: -100.0}}],
     "bad_words": [{"bad_word_ids": tuple((token,) for token in range(100)) + ((5, 150), (150, 5, 151))}],
     "min_tokens": [{"min_tokens": 50, "stop_token_ids": (0, 5)}],
-    "penalties": [{"repetition_penalty": 1.7}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}],
+    "penalties": [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+        {"repetition_penalty": 9.0, "frequency_penalty": 2.0, "penalty_window": 7},  # a token of the prompt, and the output
+    ],
     "temperature": [{"temperature": 0.3}, {"temperature": 1.8}],
     "top_k": [{"top_k": 1}, {"top_k": 20}, {"top_k": 5000}],
     "top_p": [{"top_p": 1e-9}, {"top_p": 0.5}, {"top_p": 0.95}],

@@ -66,3 +66,14 @@ def test_nested_models(roomy, api, name):
     called, arguments = api(roomy, name)
     assert called == name or (name is None and called in SCHEMAS)
     jsonschema.validate(arguments, SCHEMAS[called])
+
+
+def test_a_tool_whose_parameters_are_no_schema_is_named(roomy):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
+    body = {"model": "tiny", "messages": USER, "tools": [tool], "tool_choice": "required"}
+    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=body, timeout=30).json()["error"]
+    assert "invalid 'parameters' schema" in error["message"]
+    assert error["param"] == "tools"
+    other = body | {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    error = httpx.post(f"{roomy.url}/v1/chat/completions", json=other, timeout=30).json()["error"]
+    assert "Tool 'g' not found in tools list" in error["message"]

@@ -1,6 +1,7 @@
 """llama.cpp's own API against `tidemill serve`, as its clients send it."""
 
 import json
+import math
 import re
 import threading
 
@@ -8,9 +9,6 @@ import httpx
 import pytest
 
 from tests.server.conftest import Server
-from tidemill.errors import InvalidRequest
-from tidemill.frontend.sampling_defaults import NEUTRAL, SamplingDefaults
-from tidemill.server.ggml import Options
 
 HI = [{"role": "user", "content": "Hi"}]
 GREEDY = {"temperature": 0, "n_predict": 12}
@@ -125,15 +123,12 @@ def test_openai_routes_without_v1(roomy):
         assert ask(roomy, path, **chat)["input_tokens"] == same["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(("path", "more"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})])
-def test_the_finish_reason_has_a_chunk_of_its_own(roomy, path, more):
-    parts = events(roomy, path, max_tokens=5, temperature=0, logprobs=1 if "prompt" in more else True, **more)
+def test_the_finish_reason_of_a_chat_has_a_chunk_of_its_own(roomy):
+    parts = events(roomy, "/v1/chat/completions", max_tokens=5, temperature=0, logprobs=True, messages=HI)
     *texts, last = [part["choices"][0] for part in parts]
-    assert last["finish_reason"] == "length"
-    assert last.get("text", last.get("delta")) in ("", {"reasoning_content": None})
+    assert (last["finish_reason"], last["delta"]) == ("length", {"reasoning_content": None})
     assert [one["finish_reason"] for one in texts] == [None] * len(texts)
-    logprobs = [one["logprobs"] for one in (*texts, last) if one["logprobs"]]  # the last token may have no text
-    assert sum(len(one.get("content", one.get("tokens", ()))) for one in logprobs) == 5
+    assert sum(len(one["logprobs"]["content"]) for one in (*texts, last) if one["logprobs"]) == 5
 
 
 @pytest.mark.parametrize(("path", "more"), [("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": HI})])
@@ -184,8 +179,7 @@ BAD = [
     ({"dry_multiplier": 0.8}, "dry_multiplier"),
     ({"xtc_probability": 0.5}, "xtc_probability"),
     ({"samplers": ["top_k"]}, "samplers"),
-    ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
-    ({"post_sampling_probs": True}, "post_sampling_probs"),
+    ({"repeat_last_n": 2**40}, "penalty_window"),
     ({"n_probs": 500}, "n_probs"),
     ({"logit_bias": [["x" * 1000, 1]]}, "logit_bias"),
     ({"logit_bias": {"x" * 250 + "y": 1e9}}, "logit_bias"),
@@ -304,9 +298,72 @@ def test_slots_show_requests_without_their_texts_to_the_admin(tiny_folder):
         assert running.stop() == 0
 
 
-def test_a_window_does_not_fit_a_penalty_that_is_the_models_default():
-    defaults = SamplingDefaults(values=NEUTRAL | {"repetition_penalty": 1.1})
-    with pytest.raises(InvalidRequest, match="repeat_last_n 64"):
-        Options(repeat_last_n=64).sampling(defaults)
-    assert Options(repeat_last_n=64, repeat_penalty=1.0).sampling(defaults) == {"repetition_penalty": 1.0}
-    assert Options(repeat_last_n=64).sampling(SamplingDefaults()) == {}
+def test_penalties_of_a_window(roomy):
+    """A window of everything is no window; one of nothing, no penalty."""
+    asked = {"prompt": "The tide, the tide", "n_predict": 12, "temperature": 0, "repeat_penalty": 3.0}
+    texts = {last: ask(roomy, "/completion", **asked, repeat_last_n=last)["content"] for last in (-1, 0, 1, 500)}
+    plain = ask(roomy, "/completion", **asked | {"repeat_penalty": 1.0})["content"]
+    assert texts[-1] == texts[500] == openai_text(roomy, asked["prompt"], repetition_penalty=3.0)
+    assert texts[0] == plain
+    assert texts[1] == openai_text(roomy, asked["prompt"], repetition_penalty=3.0, repeat_last_n=1)
+    assert len({texts[-1], texts[0], texts[1]}) == 3
+    assert ask(roomy, "/completion", **asked, repeat_last_n=64)["generation_settings"]["repeat_last_n"] == 64
+
+
+def test_probabilities_that_tokens_are_drawn_with(roomy):
+    asked = {"prompt": "The tide", "n_predict": 4, "n_probs": 5, "seed": 3, "temperature": 0.5, "top_k": 3}
+    own = ask(roomy, "/completion", **asked)["completion_probabilities"]
+    drawn = ask(roomy, "/completion", **asked, post_sampling_probs=True)["completion_probabilities"]
+    for before, after in zip(own, drawn, strict=True):
+        kept = before["top_logprobs"][:3]
+        weights = [math.exp(one["logprob"] / 0.5) for one in kept]
+        assert [one["id"] for one in after["top_probs"]] == [one["id"] for one in kept]
+        assert [one["prob"] for one in after["top_probs"]] == pytest.approx([one / sum(weights) for one in weights], rel=1e-4)
+        assert after["id"] == before["id"]
+    greedy = ask(roomy, "/completion", **asked | {"temperature": 0}, post_sampling_probs=True)["completion_probabilities"]
+    assert [[one["prob"] for one in entry["top_probs"]] for entry in greedy] == [[1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/completion", {"prompt": "tide " * 60}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "mill " * 60}]}),
+        ("/v1/responses", {"input": "wave " * 60}),
+    ],
+)
+def test_progress_of_the_prompt(server, path, more):
+    """The second time, most of it is cached."""
+    asked = more | {"return_progress": True}
+    limit = {"max_output_tokens" if "responses" in path else "max_tokens": 2}
+    for is_cached in (False, True):
+        parts = events(server, path, **asked, **limit)
+        told = [part["prompt_progress"] for part in parts if "prompt_progress" in part]
+        assert told[0]["processed"] == told[0]["cache"]
+        assert (told[0]["cache"] > 0) is is_cached
+        done = [one["processed"] for one in told]
+        assert done == sorted(set(done))
+        assert done[-1] == told[-1]["total"] >= 300
+        last = max(i for i, part in enumerate(parts) if "prompt_progress" in part)
+        assert not any(_says(part) for part in parts[:last])
+    assert not any("prompt_progress" in part for part in events(server, path, **more, **limit))
+
+
+def _says(part):
+    choices = part.get("choices", ())
+    return part.get("content") or "delta" in part or any(choice["delta"].get("content") for choice in choices)
+
+
+def test_verbose_returns_the_prompt(roomy):
+    made = ask(roomy, "/v1/chat/completions", messages=HI, max_tokens=1, verbose=True)
+    assert made["__verbose"]["prompt"] == ask(roomy, "/apply-template", messages=HI)["prompt"]
+    first, *others = events(roomy, "/v1/chat/completions", messages=HI, max_tokens=2, verbose=True)
+    assert first["__verbose"] == made["__verbose"]
+    assert not any("__verbose" in part for part in others)
+    assert "__verbose" not in ask(roomy, "/v1/chat/completions", messages=HI, max_tokens=1, verbose=False)
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_its_words(roomy):
+    error = ask(roomy, "/completion", 400, prompt="x" * 5000)["error"]
+    assert "exceeds the available context size" in error["message"]
+    assert (error["n_prompt_tokens"], error["n_ctx"], error["code"]) == (5000, 4096, "context_length_exceeded")

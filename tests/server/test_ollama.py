@@ -102,7 +102,6 @@ def test_what_has_no_effect_is_named(roomy):
 
 BAD = [
     ({"options": {"mirostat": 2}}, "mirostat"),
-    ({"options": {"repeat_penalty": 1.3, "repeat_last_n": 64}}, "repeat_last_n"),
     ({"options": {"tempature": 1}}, "tempature"),
     ({"options": {"top_p": 7}}, "top_p"),
     ({"options": {"seed": 2**70}}, "seed"),

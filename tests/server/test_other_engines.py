@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+from tests.server.conftest import Server
+
 MESSAGES = [{"role": "user", "content": "tide"}]
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 ROUTES = {"/v1/completions": {"prompt": "The tide"}, "/v1/chat/completions": {"messages": MESSAGES}}
@@ -225,7 +227,7 @@ def test_every_chunk_after_the_first_has_its_token_ids(roomy, path, prompt):
     ids = [choice["token_ids"] for chunk in chunks(roomy, path, body)[1:] for choice in chunk["choices"]]
     whole = post(roomy, path, body)["choices"][0]["token_ids"]
     assert [token for some in ids for token in some] == whole[len(whole) - sum(map(len, ids)) :]
-    assert ids[-1] == []
+    assert "chat" not in path or ids[-1] == []  # a chat's last chunk has the finish reason alone
 
 
 def test_a_message_is_begun_or_continued(roomy):
@@ -240,3 +242,17 @@ def test_every_delta_has_content_or_names_the_reasoning(roomy):
         parts = chunks(roomy, "/v1/chat/completions", GREEDY | {"messages": MESSAGES} | more)
         assert all(part["choices"][0]["delta"].keys() & {"content", "reasoning_content"} for part in parts)
         assert parts[-1]["choices"][0]["delta"] == {"reasoning_content": None}
+
+
+@pytest.mark.slow
+def test_options_that_change_every_response(tiny_folder):
+    running = Server(tiny_folder, "--enable-force-include-usage", "--return-tokens-as-token-ids", "--no-slots").wait()
+    try:
+        parts = chunks(running, "/v1/chat/completions", GREEDY | {"messages": MESSAGES, "logprobs": True})
+        assert [part["usage"]["completion_tokens"] for part in parts][-1] == 8
+        assert all("usage" in part for part in parts)
+        choice = post(running, "/v1/completions", GREEDY | {"prompt": "The tide", "logprobs": 1})["choices"][0]
+        assert all(token.startswith("token_id:") for token in choice["logprobs"]["tokens"])
+        assert httpx.get(f"{running.url}/slots").status_code == 501
+    finally:
+        assert running.stop() == 0

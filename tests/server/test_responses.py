@@ -101,6 +101,8 @@ def test_responses_are_stored_and_continued(client):
     second = client.responses.create(**ASK | {"input": "And now?"}, previous_response_id=first.id)
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.previous_response_id == first.id
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.responses.cancel(first.id)
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
@@ -109,6 +111,15 @@ def test_responses_are_stored_and_continued(client):
     not_stored = client.responses.create(**ASK, store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(not_stored.id)
+
+
+def test_prompt_and_output_as_text_and_tokens(client):
+    made = client.responses.create(**ASK, extra_body={"enable_response_messages": True}).model_dump()
+    (prompt,), (output,) = made["input_messages"], made["output_messages"]
+    assert prompt["type"] == output["type"] == "raw_message_tokens"
+    assert (len(prompt["tokens"]), len(output["tokens"])) == (made["usage"]["input_tokens"], made["usage"]["output_tokens"])
+    assert ASK["input"] in prompt["message"]
+    assert "input_messages" not in client.responses.create(**ASK).model_dump()
 
 
 def test_cancel_in_the_middle(client):

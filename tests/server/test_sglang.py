@@ -1,6 +1,8 @@
 """SGLang's own API against `tidemill serve`, as its clients send it."""
 
 import itertools
+import math
+import re
 
 import httpx
 import pytest
@@ -68,6 +70,44 @@ def test_logprobs_of_named_tokens(roomy):
         assert words in post(roomy, "/generate", asked | {"token_ids_logprob": wrong}, 400)["error"]["message"]
 
 
+def test_logprobs_of_named_tokens_of_the_prompt(roomy):
+    """In each place of the prompt, its own token among them has the logprob that it has without a list."""
+    asked = {"input_ids": [5, 6, 7, 8], "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0}
+    meta = post(roomy, "/generate", asked | {"token_ids_logprob": [6, 8, 9]})["meta_info"]
+    assert meta["input_token_logprobs"] == post(roomy, "/generate", asked)["meta_info"]["input_token_logprobs"]
+    first, *places = meta["input_token_ids_logprobs"]
+    assert first is None
+    assert [sorted(token for _, token, _ in place) for place in places] == [[6, 8, 9]] * 3
+    own = {token: value for value, token, _ in meta["input_token_logprobs"]}
+    assert {token: value for value, token, _ in places[0]}[6] == pytest.approx(own[6], abs=1e-5)
+    assert {token: value for value, token, _ in places[2]}[8] == pytest.approx(own[8], abs=1e-5)
+    assert sum(math.exp(value) for value, _, _ in places[1]) < 1
+
+
+def test_a_flushed_cache_is_not_used(roomy):
+    def num_cached() -> int:
+        return post(roomy, "/generate", {"text": "flushed " * 20, "sampling_params": GREEDY})["meta_info"]["cached_tokens"]
+
+    assert num_cached() == 0
+    assert num_cached() > 100
+    assert httpx.post(f"{roomy.url}/flush_cache").status_code == 200
+    assert num_cached() == 0
+    assert num_cached() > 100
+
+
+def test_an_output_ends_with_what_a_pattern_matches(roomy):
+    whole = post(roomy, "/generate", TIDE | {"sampling_params": GREEDY | {"max_new_tokens": 60}})["text"]
+    pattern = f"[{re.escape(whole[3])}{re.escape(whole[7])}].."
+    expected = whole[: re.search(pattern, whole, re.DOTALL).end()]
+    ended = {"stop_regex": f"(?s){pattern}", "max_new_tokens": 60}
+    made = post(roomy, "/generate", TIDE | {"sampling_params": GREEDY | ended})
+    assert made["text"] == expected
+    assert made["meta_info"]["finish_reason"] == {"type": "stop", "matched": ended["stop_regex"]}
+    asked = {"prompt": "The tide", "temperature": 0, "max_tokens": 60, "ignore_eos": True, "stop_regex": [ended["stop_regex"]]}
+    assert post(roomy, "/v1/completions", asked)["choices"][0]["text"] == expected
+    assert "".join(part["choices"][0]["text"] for part in chunks(roomy, "/v1/completions", asked)) == expected
+
+
 def test_only_the_prompt_is_computed(roomy):
     asked = {"text": "The tide", "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
     made = post(roomy, "/generate", asked)
@@ -81,7 +121,7 @@ def test_only_the_prompt_is_computed(roomy):
         ({"text": None}, "text"),
         ({"input_ids": [1]}, "text"),
         ({"text": []}, "text"),
-        ({"sampling_params": {"stop_regex": "a"}}, "sampling_params"),
+        ({"sampling_params": {"stop_regex": "(a)\\1"}}, "stop_regex"),
         ({"custom_logit_processor": "x"}, "custom_logit_processor"),
         ({"return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
         ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num"),

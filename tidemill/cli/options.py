@@ -224,6 +224,10 @@ OPTIONS = (
            "auto", choices=("auto", "none", *TOOL_PARSERS)),
     Option("reasoning-parser", "text", SERVING, "How the model writes its reasoning: likewise.", "auto",
            choices=("auto", "none", *REASONING_PARSERS)),
+    Option("force-include-usage", "switch", SERVING, "Every chunk of a stream has the usage so far, also if it is not asked for.",
+           False),
+    Option("return-tokens-as-token-ids", "switch", SERVING, "In logprobs, tokens are written as token_id:N, for every request.",
+           False),
     Option("max-queued", "integer", SERVING, field="max_waiting", low=1,
            help="Most queued requests; further ones are refused with status 429."),
     Option("drain-seconds", "number", SERVING,
@@ -245,6 +249,7 @@ OPTIONS = (
            help="A name under which clients reach the server, besides localhost and IP addresses, like llm.example.org."),
     Option("allowed-origin", "text", ACCESS, is_list=True,
            help="The origin of a web page that may call the server from a browser, like https://app.example.org."),
+    Option("slots", "switch", ACCESS, "/slots shows the requests that are computed; off, it answers with status 501.", True),
     Option("trust-request-chat-template", "switch", ACCESS, "A request may bring a chat template of its own.", False),
 
     Option("data-dir", "text", STORAGE, "Folder for uploaded files and batches.", automatic="~/.local/share/tidemill"),

@@ -42,6 +42,7 @@ def serve(
     from tidemill.server.guard import Access
     from tidemill.server.run import Sharing, data_folder
     from tidemill.server.run import serve as run_server
+    from tidemill.server.service import Manner
     from tidemill.server.storage import Storage
     from tidemill.server.tracing import make_tracing
 
@@ -89,6 +90,7 @@ def serve(
                     start_seconds=settings["start-seconds"],
                     tool_parser=settings["tool-parser"],
                     reasoning_parser=settings["reasoning-parser"],
+                    manner=Manner(settings["force-include-usage"], settings["return-tokens-as-token-ids"], settings["slots"]),
                     access=access,
                     data=data,
                     log=log,

@@ -41,6 +41,7 @@ from tidemill.wire import (
     Gone,
     Loading,
     Pages,
+    PromptProgress,
     Ready,
     Refused,
     Resumed,
@@ -76,6 +77,8 @@ class _Pending:
     num_deaths: int = 0  # of engines that may have died of it
     is_known: bool = False  # an engine has reported it as submitted
     tells_accepted: bool = False  # its reader wants to know
+    num_prefilled: int = 0  # tokens of its prompt
+    progress: PromptProgress | None = None  # told last
 
     @property
     def is_over(self) -> bool:
@@ -122,6 +125,8 @@ class EngineClient:
         self._last_step_s = 0.0  # when it was reported
         self._longest_step_s = 0.0  # of late
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
+        self._telling: dict[str, _Pending] = {}  # whose progress is told, until they have a token
+        self._planned: dict[int, tuple[tuple[str, int], ...]] = {}  # by step, while there are such
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
         self.adapters = AdapterNames(self._send, self._uses_adapter)
@@ -233,16 +238,19 @@ class EngineClient:
                 self._end(pending, why)
 
     async def submit(
-        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False
+        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of all samples, until each has finished. `timeout_s`: from now until the last. `tells_accepted`: the first delta
-        is empty if it takes longer to compute a token than to accept the request."""
+        is empty if it takes longer to compute a token than to accept the request. `tells_progress`: so are those that come after
+        each step of its prompt."""
         if request.request_id in self._pending:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
+        if tells_progress:
+            self._telling[request.request_id] = pending
         if self._is_held:
             self._queue(pending)
         self._pending[request.request_id] = pending
@@ -318,6 +326,7 @@ class EngineClient:
         if self._pending.get(request_id) is not pending:
             return
         del self._pending[request_id]
+        self._telling.pop(request_id, None)
         self._note_use(pending.request)
         if pending.request.adapter:
             self.adapters.requests_ended()
@@ -489,6 +498,7 @@ class EngineClient:
         if isinstance(message, StepOutput):
             if any(isinstance(event, events.StepDone) for event in message.events):
                 self._last_step_s, self._stalled_s = time.monotonic(), 0.0
+            self._tell_progress(message.events)
             for delta in message.deltas:
                 self._take_delta(delta)
             if message.events:
@@ -516,6 +526,7 @@ class EngineClient:
             return
         pending.outputs[delta.index] += delta.token_ids
         pending.has_token = True
+        self._telling.pop(delta.request_id, None)
         if self._on_trial == delta.request_id:
             self._try_next()
         if delta.finish_reason:
@@ -525,6 +536,27 @@ class EngineClient:
         if pending.inbox.num_cells > inbox.MAX_CELLS:
             what = "The client does not read: too much of the response waits for it."
             self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
+
+    def _tell_progress(self, batch: list[Event]) -> None:
+        """Of prompts, before their first token, to readers that asked for it."""
+        for event in batch if self._telling else ():
+            if isinstance(event, events.Admitted) and event.request_id in self._telling:
+                self._tell(self._telling[event.request_id], event.num_cached, event.num_cached)
+            elif isinstance(event, events.StepPlanned):
+                self._planned[event.step] = event.tokens_of
+            elif isinstance(event, events.StepDone):
+                for name, num in self._planned.pop(event.step, ()):
+                    if (pending := self._telling.get(name)) is not None and pending.progress is not None:
+                        self._tell(pending, pending.progress.num_cached, pending.num_prefilled + num)
+        if not self._telling:
+            self._planned.clear()
+
+    def _tell(self, pending: _Pending, num_cached: int, num_done: int) -> None:
+        num_prompt = len(pending.request.prompt_ids)
+        pending.num_prefilled = min(num_done, num_prompt)
+        if pending.progress is None or pending.num_prefilled > pending.progress.num_done:
+            pending.progress = progress = PromptProgress(num_prompt, num_cached, pending.num_prefilled)
+            pending.inbox.put(Delta(pending.request.request_id, 0, [], num_cached=num_cached, progress=progress))
 
     def _report(self, batch: list[Event]) -> None:
         for event in batch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from tidemill.frontend.parsers import Reading
+from tidemill.frontend.stop_regex import RegexFinder
 from tidemill.frontend.tokenizer import StreamDecoder, Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Delta
@@ -93,6 +94,7 @@ class TextStream:
         self._counter = reading.counter() if reading is not None else None
         self._token_bytes = tokenizer.token_bytes
         self._finder = StopFinder(params.stop, params.include_stop_str_in_output)
+        self._regexes = RegexFinder(params.stop_regex)
         self._min_tokens = params.min_tokens
         self._enders = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(tokenizer.eos_token_ids)
@@ -121,14 +123,19 @@ class TextStream:
             if self._num_tokens <= self._min_tokens:
                 pieces.append(text)
                 continue
-            safe, stop = self._finder.push(text)
+            safe, stop = self._searched(*self._finder.push(text))
             pieces.append(safe)
             if stop is not None:
                 return TextDelta("".join(pieces), i + 1, "stop", stop)
         if finish_reason is not None:
             safe, stop = self._finder.push(self._decoder.finish())
+            safe, stop = self._searched(safe if stop is not None else safe + self._finder.finish(), stop)
             pieces.append(safe)
             if stop is not None:
                 return TextDelta("".join(pieces), len(token_ids), "stop", stop)
-            pieces.append(self._finder.finish())
         return TextDelta("".join(pieces), len(token_ids), finish_reason)
+
+    def _searched(self, text: str, stop: str | None) -> tuple[str, str | None]:
+        """A pattern that matches before the stop string ends the text there."""
+        made, pattern = self._regexes.push(text)
+        return made, stop if pattern is None else pattern

@@ -11,8 +11,8 @@ import torch
 
 from tidemill.layers.lora import Loras
 from tidemill.models.base import CausalLM, Model
-from tidemill.runner.sampler import Scores
-from tidemill.runner.state import RowState
+from tidemill.runner.sampler import Scores, with_named
+from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.wire import TokenLogprobs
 
@@ -100,6 +100,8 @@ class PromptReport:
     tokens: torch.Tensor | None = None
     scores: Scores | None = None
     pooled: torch.Tensor | None = None
+    named: tuple[int, ...] = ()  # tokens that are reported instead of the likeliest
+    above: torch.Tensor | None = None  # their logits less those of the prompt's tokens
 
     def to_host(self) -> PromptReport:
         return PromptReport(
@@ -108,13 +110,18 @@ class PromptReport:
             None if self.tokens is None else to_host(self.tokens),
             None if self.scores is None else scores_to_host(self.scores),
             None if self.pooled is None else to_host(self.pooled),
+            self.named,
+            None if self.above is None else to_host(self.above),
         )
 
     def read(self, result: StepResult) -> None:
         """A sequence of which something is not a number fails: its token is -1."""
         if self.scores is not None and self.tokens is not None:
             tokens = self.tokens.tolist()
-            result.prompt_logprobs[self.row] = self.scores.entries(tokens, [self.num_top] * len(tokens))
+            entries = self.scores.entries(tokens, [self.num_top] * len(tokens))
+            for i, row in enumerate([] if self.above is None else self.above.tolist()):
+                entries[i] = with_named(entries[i], self.named, [entries[i].logprob + more for more in row])
+            result.prompt_logprobs[self.row] = entries
             if self.scores.chosen.isnan().any():
                 result.tokens[self.row] = [-1]
         if self.pooled is not None:
@@ -135,7 +142,7 @@ def look_at_prompt(
     params = state.params[item.row]
     if params is None or (params.prompt_logprobs is None and params.pooling is None):
         return None
-    report = PromptReport(item.row, params.prompt_logprobs or 0)
+    report = PromptReport(item.row, params.prompt_logprobs or 0, named=params.prompt_logprob_token_ids)
     if params.prompt_logprobs is not None:
         first = max(params.prompt_logprobs_start, item.start + 1)
         _score_prompt(cast(CausalLM, model), state, item, hidden_TH, score, logits, report, first)
@@ -162,12 +169,16 @@ def _score_prompt(
     hidden_TH = hidden_TH[first - item.start - 1 :]
     at_once = _AT_ONCE if logits is None else min(_MOST_AT_ONCE, logits.shape[0])
     report.tokens = state.tokens[item.row, first : first + num].clone()
-    parts = []
+    named = upload(np.array(report.named, np.int64), hidden_TH.device)
+    parts, above = [], []
     for begin in range(0, num, at_once):
         end = min(num, begin + at_once)
         made = model.logits(hidden_TH[begin:end], None if logits is None else logits[: end - begin])
         parts.append(score(made, report.tokens[begin:end], report.num_top))
-    report.scores = parts[0]
+        if report.named:
+            own = made.gather(1, report.tokens[begin:end].long().unsqueeze(1))
+            above.append(made.index_select(1, named).float() - own.float())
+    report.scores, report.above = parts[0], torch.cat(above) if above else None
     if len(parts) > 1:
         columns = zip(*((part.chosen, part.values, part.ids) for part in parts), strict=True)
         report.scores = Scores(*(torch.cat(column) for column in columns))

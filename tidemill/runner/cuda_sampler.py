@@ -221,7 +221,8 @@ class CudaSampler:
         at = self._ints(which)
         ids = state.tokens[self._ints(rows), : max(positions)].long()
         column = self._columns[: ids.shape[1]]
-        known = column < self._ints(positions).unsqueeze(1)
+        begins = self._ints([asked.window_start(i) for i in which]).unsqueeze(1)
+        known = (column < self._ints(positions).unsqueeze(1)) & (column >= begins)
         output = known & (column >= self._ints([state.num_prompt[row] for row in rows]).unsqueeze(1))
         values = logits[at]
         seen = torch.zeros_like(values).scatter_add_(1, ids, known.float()) > 0  # sums of ones: exact in any order

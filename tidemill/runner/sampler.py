@@ -59,6 +59,11 @@ class Asked:
     def only(self, which: list[int]) -> Asked:
         return Asked([self.rows[i] for i in which], [self.params[i] for i in which], [self.positions[i] for i in which])
 
+    def window_start(self, i: int) -> int:
+        """Of the tokens of sequence i that penalties take notice of, the first."""
+        window = self.params[i].penalty_window
+        return 0 if window < 0 else max(self.positions[i] - window, 0)
+
     def stages(self, state: RowState) -> list[frozenset[str]]:
         places = zip(self.rows, self.positions, strict=True)
         return [stages_of(p, place in state.masks) for place, p in zip(places, self.params, strict=True)]
@@ -110,6 +115,9 @@ class Sampler:
         tokens = torch.where(is_valid, self._draw(logits_SV, asked), -1)
         if raw is None:
             return Sampled(tokens)
+        for k, i in enumerate(wanted):
+            if asked.params[i].post_sampling_logprobs:
+                raw[k] = drawn_from(logits_SV[i], int(tokens[i]), asked.params[i])
         num_top, chosen = [asked.params[i].logprobs or 0 for i in wanted], tokens[wanted]
         # Of as many for every sequence: which of equal values are among the best may depend on how many are asked for.
         entries = score(raw, chosen, MAX_LOGPROBS if any(num_top) else 0).entries(chosen.tolist(), num_top)
@@ -159,8 +167,9 @@ class Sampler:
     def _penalize(self, logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
         for i in which:
             row = asked.rows[i]
-            tokens, num_prompt = self._state.tokens[row], self._state.num_prompt[row]
-            penalize(logits_SV[i], tokens[:num_prompt], tokens[num_prompt : asked.positions[i]], asked.params[i])
+            tokens, num_prompt, begin = self._state.tokens[row], self._state.num_prompt[row], asked.window_start(i)
+            output = tokens[max(begin, num_prompt) : asked.positions[i]]
+            penalize(logits_SV[i], tokens[begin:num_prompt], output, asked.params[i])
 
 
 def _keep_allowed(logits_SV: torch.Tensor, which: list[int], asked: Asked) -> None:
@@ -193,6 +202,15 @@ def penalize(logits_V: torch.Tensor, prompt_ids: torch.Tensor, output_ids: torch
     if p.frequency_penalty or p.presence_penalty:
         ids, counts = output_ids.unique(return_counts=True)
         logits_V[ids] -= counts.to(torch.float32) * p.frequency_penalty + p.presence_penalty
+
+
+def drawn_from(logits_V: torch.Tensor, token: int, p: SamplingParams) -> torch.Tensor:
+    """The logits after all stages. The choice of the likeliest leaves no other."""
+    if not p.greedy or token < 0:
+        return logits_V
+    made = torch.full_like(logits_V, _NEVER)
+    made[token] = 0.0
+    return made
 
 
 def _floats(values: list[float], like: torch.Tensor) -> torch.Tensor:

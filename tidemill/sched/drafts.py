@@ -16,6 +16,7 @@ _FADE = 0.95  # weight of older guesses with each new one
 _PRIOR = 3.0  # guesses that what is known of all requests counts for, where little is known of one
 _SHAPE, _SCALE = 0.2, 0.03  # how fast measured times follow: of one number of tokens, and of all (contexts grow)
 _FIRST = 3  # measurements of a number of tokens, of which the least counts
+_TRIAL = 8  # drafts of a step, before it is known what they cost
 _FORGET_AFTER = 512  # steps without drafts, after which times of steps with them are measured anew
 _LEAST = 0.02  # a draft less likely than this is not considered
 _MARGIN = 1.02  # what a gain must be at least: the estimate is not exact
@@ -102,13 +103,18 @@ class StepTimes:
         """A step of about so many tokens without drafts was measured."""
         return (False, _bucket(num_tokens)) in self._shape
 
+    @property
+    def is_believed(self) -> bool:
+        """More than a few steps with drafts were measured."""
+        return sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
+
     def of(self, num_tokens: int, drafted: bool) -> float:
         """In any unit: only ratios mean something before the first is measured."""
         return self._relative(num_tokens, drafted) * (self._scale or 1.0)
 
     def _relative(self, num_tokens: int, drafted: bool) -> float:
         """With drafts, the first few measurements are not believed: something may have been done for the first time."""
-        is_believed = not drafted or sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
+        is_believed = not drafted or self.is_believed
         found = self._shape.get((drafted, _bucket(num_tokens)))
         if found is not None and is_believed:
             return found
@@ -156,6 +162,8 @@ def allot(
     heapify(heap)
     order, best, num_right, best_right = list[int](), 0, 0.0, 0.0
     best_rate = _MARGIN * num_tokens / times.of(num_tokens, False)
+    if not times.is_believed:
+        room = min(room, max(_TRIAL, num_tokens // 4))  # what steps with drafts take is found out with few
     while heap and len(order) < room and heap[0][0] < -_LEAST:
         chance, seq, number = heappop(heap)
         order.append(seq)

@@ -44,7 +44,7 @@ def make_router(models: Models) -> APIRouter:
     async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
         service = models.of(body.model)
         params = body.params()
-        await service.check_grammar(params)
+        await service.check_grammar(params, of_tools=body.must_call)
         caller: Caller = request.state.caller
         prompt = await prompt_of(service, body, caller.call)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,17 +14,15 @@ from pydantic import Field
 
 from tidemill.errors import InvalidRequest
 from tidemill.frontend.output import TextDelta
-from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import MAX_STOPS, SamplingParams
 from tidemill.server.body import Body, parse
 from tidemill.server.openai_types import NEUTRAL, CompletionRequest
 from tidemill.server.openai_writers import CompletionWriter
 from tidemill.server.service import Service
-from tidemill.wire import Delta, Timings, TokenLogprobs
+from tidemill.wire import Delta, PromptProgress, Timings, TokenLogprobs
 
 _NO_SEEDS = (-1, 2**32 - 1)  # both mean: any
-_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and without
 # Refused unless they are off.
 _OFF = (
     "mirostat", "tfs_z", "dynatemp_range", "dry_multiplier", "xtc_probability", "top_n_sigma", "min_keep", "n_indent",
@@ -65,8 +64,8 @@ class Options(Body):
     penalize_newline: bool | None = None
     penalize_nl: bool | None = None
 
-    def sampling(self, defaults: SamplingDefaults) -> dict[str, Any]:
-        """As parameters of the OpenAI API. `defaults`: of the model."""
+    def sampling(self) -> dict[str, Any]:
+        """As parameters of the OpenAI API."""
         for name in _OFF:
             given = getattr(self, name)
             if given is not None and given not in NEUTRAL[name]:
@@ -84,21 +83,7 @@ class Options(Body):
             made["seed"] = self.seed
         if self.stop:
             made["stop"] = self.stop
-        return made | self._penalties_off(defaults.values | made)
-
-    def _penalties_off(self, made: dict[str, Any]) -> dict[str, Any]:
-        """repeat_last_n 0 turns penalties off. They have no window, so that another one only fits if there is no penalty, given
-        or by default."""
-        if self.repeat_last_n == 0:
-            return _PENALTIES
-        is_penalized = any(made.get(name, off) != off for name, off in _PENALTIES.items())
-        if self.repeat_last_n is not None and self.repeat_last_n > 0 and is_penalized:
-            raise InvalidRequest(
-                f"repeat_last_n {self.repeat_last_n} is not supported: penalties count all tokens.",
-                fix="Leave it out or give -1 (all tokens) or 0 (no penalties), or a repeat_penalty of 1.",
-                param="repeat_last_n",
-            )
-        return {}
+        return made if self.repeat_last_n is None else made | {"repeat_last_n": max(self.repeat_last_n, -1)}
 
 
 def completion_params(
@@ -165,13 +150,24 @@ def timings(progress: Progress) -> dict[str, float]:
     }
 
 
-def logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+def prompt_progress(progress: PromptProgress, begun_s: float) -> dict[str, int]:
+    """Under llama.cpp's names."""
+    took_ms = int(1000 * (time.monotonic() - begun_s))
+    return {"total": progress.num_prompt, "cache": progress.num_cached, "processed": progress.num_done, "time_ms": took_ms}
+
+
+def logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprobs], as_probs: bool = False) -> list[dict[str, Any]]:
+    """`as_probs`: probabilities, without tokens that have none."""
+    name = "prob" if as_probs else "logprob"
+
     def cell(token: int, value: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         text = data.decode("utf-8", errors="replace")
-        return {"id": token, "token": text, "bytes": list(data), "logprob": max(value, -9999.0)}  # JSON has no infinity
+        shown = math.exp(value) if as_probs else max(value, -9999.0)  # JSON has no infinity
+        return {"id": token, "token": text, "bytes": list(data), name: shown}
 
     return [
-        cell(entry.token_id, entry.logprob) | {"top_logprobs": [cell(token, value) for token, value in entry.top]}
+        cell(entry.token_id, entry.logprob)
+        | {f"top_{name}s": [cell(token, value) for token, value in entry.top if not as_probs or math.exp(value) > 0]}
         for entry in entries
     ]

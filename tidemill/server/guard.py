@@ -28,7 +28,7 @@ from tidemill.server.errors import error_body, headers_of, shaped
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"}) | page.PATHS  # for supervisors; the page holds no data
 # They show the requests of all tenants, or change the models of all.
 ADMIN_PATHS = frozenset({
-    "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/flush_cache", "/load", "/metrics", "/slots", "/v1/engine/live", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 })  # fmt: skip
 MOST_URGENT, LEAST_URGENT = -100, 100  # priorities of requests and keys; a lower number is more urgent
 _MIN_KEY_CHARS = 16

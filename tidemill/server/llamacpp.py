@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field, Strict, WithJsonSchema, field_validator
 from starlette.responses import Response
 
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import ContextTooLong, InvalidRequest, TidemillError
 from tidemill.frontend.infill import MAX_FILES, infill_prompt, infill_tokens
 from tidemill.frontend.output import TextDelta
 from tidemill.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
@@ -32,7 +32,7 @@ from tidemill.server.openai_types import MAX_CHOICES, Mixed, few_texts, is_mixed
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
-from tidemill.wire import Delta
+from tidemill.wire import Delta, PromptProgress
 
 _MOST_BIASED = 100.0  # a bias that forbids a token, or forces it
 _MAX_BIASED_CHARS = 256  # of a text whose tokens get a bias
@@ -79,7 +79,7 @@ class CompletionOptions(ggml.Options):
 
     without_effect: ClassVar[frozenset[str]] = ggml.Options.without_effect | {
         "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_cache_reuse", "speculative.n_max", "speculative.n_min",
-        "speculative.p_min",
+        "speculative.p_min", "backend_sampling",
     }  # fmt: skip
 
     model: str | None = None
@@ -94,8 +94,8 @@ class CompletionOptions(ggml.Options):
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[str] | None = Field(default=None, max_length=_MAX_FIELDS)
-    post_sampling_probs: Literal[False] = False
-    return_progress: Literal[False] = False
+    post_sampling_probs: bool = False  # of what tokens are drawn from
+    return_progress: bool = False
     samplers: Annotated[list[str], Field(max_length=0)] | None = None
     lora: Annotated[list[Any], Field(max_length=0)] | None = None
 
@@ -112,7 +112,7 @@ class CompletionOptions(ggml.Options):
 
     def values(self, service: Service) -> dict[str, Any]:
         """As parameters of the OpenAI API."""
-        made = self.sampling(service.defaults) | {"ignore_eos": self.ignore_eos}
+        made = self.sampling() | {"ignore_eos": self.ignore_eos}
         if self.n_probs:
             made["logprobs"] = self.n_probs
         if self.grammar and self.json_schema is not None:
@@ -193,6 +193,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     probs: list[bytes] = field(default_factory=list)  # JSON, without brackets
     has_new_line: bool = False
+    prefilled: PromptProgress | None = None  # told with the latest output
 
     def __post_init__(self) -> None:
         self.progress = Progress(len(self.prompt))
@@ -208,6 +209,11 @@ class _Job:
         self.sequences = [_Sequence(prompt) for prompt in prompts]
         self._says_nothing = body.limit == 0  # only the prompt is computed, and cached
         params = ggml.completion_params(service, prompts, values, 1 if self._says_nothing else body.limit, body.stream)
+        if body.post_sampling_probs and body.n_probs:
+            if service.ready.config.device != "cpu":
+                what = "post_sampling_probs is not supported on a GPU."
+                raise InvalidRequest(what, fix="Leave it out: probabilities are the model's own.", param="post_sampling_probs")
+            params = msgspec.structs.replace(params, post_sampling_logprobs=True)
         for sequence in self.sequences:
             sequence.params = self._filled(params, service.max_context - len(sequence.prompt))
 
@@ -219,11 +225,11 @@ class _Job:
 
     async def outputs(self, caller: Caller) -> AsyncGenerator[_Output, None]:
         is_single = self.body.stream and self.body.n_probs > 0  # clients read one token's of each event
-        streams = [
-            self.service.stream(caller, one.prompt, one.params, i, one_by_one=is_single) for i, one in enumerate(self.sequences)
-        ]
+        how: Any = {"one_by_one": is_single, "tells_progress": self.body.stream and self.body.return_progress}
+        streams = [self.service.stream(caller, one.prompt, one.params, i, **how) for i, one in enumerate(self.sequences)]
         async with aclosing(merge(streams)) as merged:
             async for i, (delta, text) in merged:
+                self.sequences[i].prefilled = delta.progress
                 yield i, self._take(self.sequences[i], delta, text), text.finish_reason is not None
 
     def _take(self, sequence: _Sequence, delta: Delta, text: TextDelta) -> _New:
@@ -234,7 +240,8 @@ class _Job:
             return "", [], []
         sequence.has_new_line = sequence.has_new_line or "\n" in text.text
         entries = (delta.logprobs or [])[: text.num_tokens]
-        probs = [_json(ggml.logprobs(self.service.tokenizer, entries))[1:-1]] if entries else []
+        made = ggml.logprobs(self.service.tokenizer, entries, sequence.params.post_sampling_logprobs)
+        probs = [_json(made)[1:-1]] if entries else []
         return text.text, delta.token_ids[: text.num_tokens], probs
 
     def chunk(self, index: int, new: _New) -> dict[str, Any]:
@@ -253,6 +260,8 @@ class _Job:
             made["completion_probabilities"] = msgspec.Raw(b"[" + b",".join(probs) + b"]")
         if self.body.timings_per_token:
             made["timings"] = ggml.timings(progress)
+        if (prefilled := self.sequences[index].prefilled) is not None:
+            made["prompt_progress"] = ggml.prompt_progress(prefilled, progress.begun_s)
         return made
 
     async def last(self, index: int, new: _New) -> dict[str, Any]:
@@ -290,7 +299,7 @@ def _only(body: dict[str, Any], names: list[str]) -> dict[str, Any]:
 _OFF = {
     "dynatemp_range": 0.0, "dynatemp_exponent": 1.0, "top_n_sigma": -1.0, "xtc_probability": 0.0, "xtc_threshold": 0.1,
     "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0, "n_keep": 0,
-    "n_discard": 0, "post_sampling_probs": False, "lora": [],
+    "n_discard": 0, "lora": [],
 }  # fmt: skip
 
 
@@ -310,13 +319,14 @@ def settings(service: Service, params: SamplingParams, body: CompletionOptions |
         "top_p": params.top_p,
         "min_p": params.min_p,
         "typical_p": params.typical_p,
-        "repeat_last_n": -1,
+        "repeat_last_n": params.penalty_window,
         "repeat_penalty": params.repetition_penalty,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
         "n_probs": params.logprobs or 0,
+        "post_sampling_probs": params.post_sampling_logprobs,
         "logit_bias": biases,
         "grammar": grammar.text if grammar is not None and grammar.kind == "grammar" else "",
         "stream": body.stream if body else False,
@@ -376,12 +386,20 @@ def make_router(models: Models) -> APIRouter:
     @router.get("/slots")
     async def slots(fail_on_no_slot: str = "", model: str | None = None) -> list[dict[str, Any]]:
         """Requests that are being computed, without their texts, then the free slots."""
-        made = _slots(models.of(model))
+        service = models.of(model)
+        if not service.manner.shows_slots:
+            raise SlotsHidden("This server does not show its slots.", fix="Start it without --no-slots.")
+        made = _slots(service)
         if fail_on_no_slot == "1" and all(slot["is_processing"] for slot in made):
             raise NoSlot("No slot is free.")
         return made
 
     return router
+
+
+class SlotsHidden(TidemillError):
+    kind = "not_supported_error"
+    status = 501
 
 
 class NoSlot(TidemillError):
@@ -392,11 +410,25 @@ class NoSlot(TidemillError):
 async def _respond(request: Request, job: _Job, is_list: bool) -> Response:
     await job.service.check_grammar(job.sequences[0].params)
     outputs = job.outputs(request.state.caller)
-    if not job.body.stream:
-        made = await until_disconnect(request, _whole(job, outputs))
-        return Response(_json(made if is_list else made[0]), media_type="application/json")
-    first = await until_disconnect(request, anext(outputs))
+    try:
+        if not job.body.stream:
+            made = await until_disconnect(request, _whole(job, outputs))
+            return Response(_json(made if is_list else made[0]), media_type="application/json")
+        first = await until_disconnect(request, anext(outputs))
+    except ContextTooLong as error:
+        if error.figures is None:
+            raise
+        raise _exceeds(error) from None
     return EventStream(_stream(job, first, outputs), also_close=outputs, is_framed=True)
+
+
+def _exceeds(error: ContextTooLong) -> ContextTooLong:
+    """In llama.cpp's words, which its clients look for."""
+    figures = error.figures or {}
+    what = f"request ({figures['n_prompt_tokens']} tokens) exceeds the available context size ({figures['n_ctx']} tokens)."
+    made = ContextTooLong(what, fix="Shorten the prompt, or serve with a larger --max-context.", param=error.param)
+    made.figures = figures
+    return made
 
 
 async def _whole(job: _Job, outputs: AsyncGenerator[_Output, None]) -> list[dict[str, Any]]:
@@ -425,7 +457,7 @@ async def _stream(job: _Job, first: _Output, rest: AsyncGenerator[_Output, None]
 
 async def _events(job: _Job, output: _Output) -> list[bytes]:
     i, new, is_last = output
-    made = [_event(job.chunk(i, new))] if new[0] or new[1] else []
+    made = [_event(job.chunk(i, new))] if new[0] or new[1] or job.sequences[i].prefilled else []
     return [*made, _event(await job.last(i, ("", [], [])))] if is_last else made
 
 

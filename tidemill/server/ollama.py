@@ -148,7 +148,7 @@ async def _prepare_generate(service: Service, body: Generate, begun_s: float) ->
         return job
     if body.system:
         raise InvalidRequest("This model has no chat template, so that there can be no system message.", param="system")
-    values = body.values(service.defaults)
+    values = body.values()
     if body.logprobs:
         values["logprobs"] = body.top_logprobs
     if body.suffix:
@@ -170,7 +170,7 @@ def _after(service: Service, context: list[int], prompt: list[int]) -> list[int]
 async def _job_of(
     service: Service, body: Asked, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begun_s: float
 ) -> _Job:
-    values = body.values(service.defaults) | {"messages": messages, "stream": body.stream}
+    values = body.values() | {"messages": messages, "stream": body.stream}
     if body.options.max_tokens is not None:
         values["max_tokens"] = body.options.max_tokens
     if tools:

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from tidemill.errors import InvalidRequest
-from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.sampling import MAX_LOGPROBS
 from tidemill.server import ggml
 from tidemill.server.body import Body
@@ -54,9 +53,9 @@ class Asked(ModelBody):
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
 
-    def values(self, defaults: SamplingDefaults) -> dict[str, Any]:
-        """As parameters of the OpenAI API. `defaults`: of the model."""
-        made = self.options.sampling(defaults)
+    def values(self) -> dict[str, Any]:
+        """As parameters of the OpenAI API."""
+        made = self.options.sampling()
         if self.format == "json":
             made["response_format"] = {"type": "json_object"}
         elif self.format:

@@ -32,6 +32,7 @@ from tidemill.server.openai_types import (
     CompletionRequest,
     Mixed,
     SamplingRequest,
+    StreamOptions,
     is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
@@ -287,12 +288,18 @@ async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, 
     service = models.of(body.model)
     if body.request_id is not None and body.request_id not in caller.call.labels:
         caller.call.labels.append(body.request_id)
+    if service.manner.usage_always:
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    body.return_tokens_as_token_ids |= service.manner.ids_in_logprobs
     job = await prepare(service, body, caller)
     if body.n_predict is not None:  # llama.cpp's name, so as there: the output ends with the context, at the latest
         room = max(service.max_context - max(map(len, job.prompts)), 1)
         job.writer.limit(min(job.params.max_tokens or room, room))
+    if body.verbose:
+        texts = [await service.decode(prompt) for prompt in job.prompts]
+        job.writer.verbose = {"__verbose": {"prompt": texts[0] if len(texts) == 1 else texts}}
     job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit, num_jobs)
-    await service.check_grammar(job.params)
+    await service.check_grammar(job.params, of_tools=isinstance(body, ChatRequest) and body.must_call)
     return job
 
 
@@ -376,7 +383,15 @@ async def _outputs(job: Job) -> AsyncGenerator[_Output, None]:
     asked = job.asked
     streams = [
         job.service.stream(
-            job.caller, prompt, job.params, job.part + i, asked.priority, asked.cache_salt or "", asked.timeout, job.reading
+            job.caller,
+            prompt,
+            job.params,
+            job.part + i,
+            asked.priority,
+            asked.cache_salt or "",
+            asked.timeout,
+            job.reading,
+            tells_progress=bool(asked.stream and asked.return_progress),
         )
         for i, prompt in enumerate(job.prompts)
     ]
@@ -420,6 +435,9 @@ def _chunks(job: Job, output: _Output) -> list[bytes]:
     job.writer.take_ids(number, delta.token_ids[: text.num_tokens])
     job.writer.take_stop(number, text.stop)
     logprobs = (delta.logprobs or [])[: text.num_tokens]
+    if delta.progress is not None:
+        told = {"prompt_progress": ggml.prompt_progress(delta.progress, job.clock.begun_s)}
+        return [_json(job.body(job.writer.chunk_name, [job.writer.without_text(number)], False) | told)]
     if not text.text and not logprobs and not text.finish_reason:
         return []
     choices = job.writer.chunks(number, text.text, logprobs, text.finish_reason)

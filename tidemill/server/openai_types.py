@@ -17,6 +17,7 @@ from tidemill.sampling import (
     MAX_LOGPROB_IDS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_STOP_REGEXES,
     MAX_STOPS,
     Beams,
     Grammar,
@@ -114,10 +115,9 @@ _OFF = 0, -1
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # llama.cpp
     "min_keep": (0, 1), "mirostat": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
-    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "repeat_last_n": (-1,), "lora": ([],),
+    "top_n_sigma": _OFF, "t_max_predict_ms": _OFF, "n_indent": (0,), "lora": ([],),
     "reasoning_format": ("auto", "deepseek"), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
-    "return_progress": (False,), "response_fields": ([],), "penalize_newline": (True,),
-    "penalize_nl": (True,),
+    "response_fields": ([],), "penalize_newline": (True,), "penalize_nl": (True,),
     # vLLM
     "spaces_between_special_tokens": (True,), "include_reasoning": (True,),
     "logits_processors": ([],), "kv_transfer_params": ({},), "mm_processor_kwargs": ({},),
@@ -135,7 +135,7 @@ class SamplingRequest(Body):
         "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
         "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
-        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "verbose",
+        "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
     })  # fmt: skip
 
     model: str | None = None
@@ -155,8 +155,10 @@ class SamplingRequest(Body):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # the same
+    repeat_last_n: int | None = Field(default=None, ge=-1)  # how many of the latest tokens penalties count; -1: all
     min_tokens: int | None = None
     n_predict: int | None = Field(default=None, ge=-1)  # llama.cpp's max_tokens; -1: up to the end of the context
+    stop_regex: str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
     bad_words: list[BadWord] | None = Field(default=None, max_length=MAX_BAD_WORDS // 2)
@@ -188,6 +190,8 @@ class SamplingRequest(Body):
     early_stopping: bool | Literal["never"] | None = None  # of beam search
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
+    return_progress: bool = False  # of the prompt, in chunks before the first token
+    verbose: bool = False  # return the prompt as __verbose
     request_id: str | None = Field(default=None, pattern=ID_PATTERN)  # a label, as X-Request-Id
     priority: int | None = Field(default=None, ge=MOST_URGENT, le=LEAST_URGENT)  # None: the key's
     timeout: float | None = Field(default=None, gt=0, le=86400, allow_inf_nan=False)  # seconds until the request must be complete
@@ -228,9 +232,11 @@ class SamplingRequest(Body):
             raise InvalidRequest("repetition_penalty and repeat_penalty differ.", fix="Give one.", param="repeat_penalty")
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            if getattr(self, name) is not None:
-                given[name] = tuple(getattr(self, name))
+        for name in ("stop_regex", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = (value,) if isinstance(value, str) else tuple(value)
+        if self.repeat_last_n is not None:
+            given["penalty_window"] = self.repeat_last_n
         if self.logprob_token_ids is not None and more.get("logprobs") is None:
             what = "logprob_token_ids is only allowed with logprobs, and where tokens are generated."
             raise InvalidRequest(what, param="logprob_token_ids")

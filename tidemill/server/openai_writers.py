@@ -47,6 +47,7 @@ class Writer(ABC):
         self._new_ids: list[list[int]] | None = None  # by choice: tokens that no chunk has reported yet
         if body.return_token_ids:
             self._new_ids = [[] for _ in range(len(prompts) * params.n)]
+        self.verbose: dict[str, Any] = {}  # what else is said of the prompt
         self._stops: dict[int, str | int] = {}  # by choice
         self._prompt_lists: dict[int, msgspec.Raw] = {}
 
@@ -94,7 +95,7 @@ class Writer(ABC):
 
     def prompt_ids(self) -> dict[str, Any]:
         """For the whole response or its first chunk."""
-        return {}
+        return self.verbose
 
     def of_prompt(self) -> dict[str, Any]:
         """Of the prompt, for the whole response."""
@@ -103,6 +104,10 @@ class Writer(ABC):
     def first_chunk(self, number: int) -> dict[str, Any] | None:
         """Before any text."""
         return None
+
+    @abstractmethod
+    def without_text(self, number: int) -> dict[str, Any]:
+        """A choice that says nothing."""
 
     @abstractmethod
     def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
@@ -151,14 +156,6 @@ class Writer(ABC):
                 cells * num_sharing, "Stream the response, or lower max_tokens, n or the number of logprobs.", "logprobs"
             )
         return params
-
-
-def _ended(choices: list[dict[str, Any]], reason: str, last: dict[str, Any]) -> list[dict[str, Any]]:
-    """The finish reason comes in a chunk without text, as in OpenAI's API: a client may stop reading at it."""
-    if choices[-1].get("delta") or choices[-1].get("text"):
-        choices.append(last)
-    choices[-1]["finish_reason"] = reason
-    return choices
 
 
 def _id_name(token_id: int) -> str:
@@ -304,12 +301,11 @@ class CompletionWriter(Writer):
             lists = self._new_lists(prompt, is_first, offset)
             lists.add(logprobs)
         first = self._prompt_logprobs(prompt) | self._prompt_ids(prompt) if is_first else {}
-        made = [self._choice(number, text, lists, None) | first | self._reported_ids(number)]
-        if reason is not None:
-            empty = _Lists(self._tokenizer, self._token_name) if self.writes_logprobs else None
-            made = _ended(made, reason, self._choice(number, "", empty, None))
-            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
-        return made
+        made = self._choice(number, text, lists, reason) | first | self._reported_ids(number)
+        return [made if reason is None else made | self._ending(number)]  # with the last text, as vLLM and SGLang
+
+    def without_text(self, number: int) -> dict[str, Any]:
+        return self._choice(number, "", None, None)
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[prompt]}
@@ -413,6 +409,9 @@ class ChatWriter(Writer):
     def first_chunk(self, number: int) -> dict[str, Any]:
         return _delta(number, {"role": "assistant", "content": self._echoed})
 
+    def without_text(self, number: int) -> dict[str, Any]:
+        return _delta(number, {})
+
     def chunks(self, number: int, text: str, logprobs: list[TokenLogprobs], reason: str | None) -> list[dict[str, Any]]:
         deltas = self._readers[number].read(text, reason is not None)
         if not deltas and (logprobs or reason):
@@ -422,16 +421,17 @@ class ChatWriter(Writer):
             if self.writes_logprobs:
                 made[0]["logprobs"] = {"content": [self._entry(entry) for entry in logprobs]}
             made[0] |= self._reported_ids(number)
-        if reason is not None:
-            made = _ended(made, self._readers[number].reason(reason) or reason, _delta(number, {}))
-            made[-1] = self._without_new_ids() | made[-1] | self._ending(number)
+        if reason is not None:  # in a chunk without text, as in OpenAI's API: a client may stop reading at it
+            if made[-1]["delta"]:
+                made.append(_delta(number, {}) | self._without_new_ids())
+            made[-1] |= {"finish_reason": self._readers[number].reason(reason) or reason} | self._ending(number)
         for one in made:
             if "content" not in one["delta"]:  # SGLang's clients read one or the other
                 one["delta"] = {"reasoning_content": None} | one["delta"]
         return made
 
     def prompt_ids(self) -> dict[str, Any]:
-        return {} if self._new_ids is None else {"prompt_token_ids": self._prompts[0]}
+        return self.verbose | ({} if self._new_ids is None else {"prompt_token_ids": self._prompts[0]})
 
     def of_prompt(self) -> dict[str, Any]:
         return {"prompt_token_ids": None} | self.prompt_ids() | self._prompt_logprobs(0)

@@ -78,12 +78,12 @@ class Responses:
         service = self._models.of(body.model)
         if body.background and (body.stream or body.store is False):
             raise InvalidRequest(
-                "A response in the background is stored and not streamed.",
+                "background can only be used when `store` is true, and without stream.",
                 fix="Leave out stream and store, and retrieve it until its status is completed.",
                 param="background",
             )
         params = _bounded(body.params(), service.max_context)
-        await service.check_grammar(params)
+        await service.check_grammar(params, of_tools=body.must_call)
         before, new = self._items(body, caller.tenant)
         prompt = await self._prompt(service, body, [*before, *new], caller.call)
         params = service.with_defaults(params, prompt)  # the response shows them
@@ -94,8 +94,9 @@ class Responses:
             caller = replace(caller, call=again)
         reading = service.reading(prompt, [one.function() for one in body.callees()], body.must_call)
         params = reading.gated(params)
-        writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, len(prompt), reading)
-        outputs = service.stream(caller, prompt, params, reading=reading, one_by_one=body.wants_logprobs)
+        writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, prompt, reading)
+        how: Any = {"one_by_one": body.wants_logprobs, "tells_progress": bool(body.stream and body.return_progress)}
+        outputs = service.stream(caller, prompt, params, reading=reading, **how)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
             self._running[job.key] = job
@@ -250,7 +251,10 @@ class Responses:
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
         job = self._running.get((tenant, response_id))
         if job is None:
-            return self.store.get(tenant, response_id)[1]
+            body = self.store.get(tenant, response_id)[1]
+            if not body.get("background"):
+                raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")  # OpenAI's words
+            return body
         if job.task is None:
             self._models.cancel(job.caller.call.request_id, tenant)
             return job.writer.body() | {"status": "cancelled"}

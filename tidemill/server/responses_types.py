@@ -256,6 +256,8 @@ class ResponseRequest(ResponsePrompt):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     timings_per_token: bool = False  # llama.cpp's times, in each delta and at the end
+    return_progress: bool = False  # llama.cpp's: events that tell how much of the prompt is computed
+    enable_response_messages: bool = False  # vLLM's: return prompt and output as texts and tokens
 
     @property
     def wants_logprobs(self) -> bool:

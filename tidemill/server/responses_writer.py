@@ -32,9 +32,10 @@ class ResponseWriter:
         tokenizer: Tokenizer,
         asked: ResponseRequest,
         params: SamplingParams,
-        num_prompt: int,
+        prompt: list[int],
         reading: Reading,
     ) -> None:
+        num_prompt = len(prompt)
         self.response_id = response_id
         self._model, self._tokenizer, self._asked, self._params = model, tokenizer, asked, params
         self._created_s, self._completed_s = int(time.time()), 0
@@ -48,6 +49,7 @@ class ResponseWriter:
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text is held back
         self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
         self._num_reasoning = 0
+        self._prompt, self._output_ids = (prompt if asked.enable_response_messages else []), list[int]()
         self._progress = ggml.Progress(num_prompt)
         self.status = "queued" if asked.background else "in_progress"
         self._why: str | None = None
@@ -91,7 +93,16 @@ class ResponseWriter:
             "usage": self._usage() if self.is_over else None,
             "metadata": asked.metadata or {},
             "prompt_cache_diagnostics": None,  # which pydantic-ai reads whatever the client's version
+            **(self._messages() if asked.enable_response_messages and self.is_over else {}),
         }
+
+    def _messages(self) -> dict[str, Any]:
+        """Prompt and output under vLLM's names."""
+
+        def raw(ids: list[int]) -> list[dict[str, Any]]:
+            return [{"type": "raw_message_tokens", "message": self._tokenizer.decode(ids, skip_special=False), "tokens": ids}]
+
+        return {"input_messages": raw(self._prompt), "output_messages": raw(self._output_ids)}
 
     def _usage(self) -> dict[str, Any]:
         return {
@@ -110,6 +121,11 @@ class ResponseWriter:
     def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
         """New output, as events."""
         self._progress.take(delta, text)
+        if delta.progress is not None:
+            told = ggml.prompt_progress(delta.progress, self._progress.begun_s)
+            return [self.event("response.in_progress", response=self.body(), prompt_progress=told)]
+        if self._asked.enable_response_messages:
+            self._output_ids += delta.token_ids[: text.num_tokens]
         self._num_output += text.num_tokens
         self._num_cached = delta.num_cached
         pieces = self._parser.push(text.text)

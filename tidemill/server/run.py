@@ -38,7 +38,7 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.server.models import Models, Served
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
-from tidemill.server.service import Service
+from tidemill.server.service import Manner, Service
 from tidemill.server.storage import Storage
 from tidemill.server.tracing import Tracing
 from tidemill.weights.locate import locate
@@ -132,6 +132,7 @@ async def serve(
     sharing: Sharing = Sharing(),
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
+    manner: Manner = Manner(),
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
@@ -176,6 +177,8 @@ async def serve(
         finally:
             starting.cancel()  # has an effect only if a tokenizer failed or the wait was interrupted
             await asyncio.wait([starting])
+        for service in models:
+            service.manner = manner
         batches = Batches(models, data, access.caller_of, log)
         server = _http_server(create_app(models, access, data, batches, log, listen.root_path), tls)
         serving = asyncio.create_task(server.serve(sockets=[listening]))

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -34,6 +35,15 @@ _NUM_GRAMMARS = 32  # known to be valid
 _NUM_LABELS, _IDS_PER_LABEL = 2000, 16
 _PROMPT_END = 64  # tokens that say whether the prompt opens or ends the reasoning
 _LONG_TEXT, _LONG_IDS = 1024, 4096  # characters or tokens from which the tokenizer runs in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How the server answers, whatever a request asks for."""
+
+    usage_always: bool = False  # in every chunk
+    ids_in_logprobs: bool = False  # instead of the texts of tokens
+    shows_slots: bool = True
 
 
 class Service:
@@ -69,6 +79,8 @@ class Service:
         self.created_s = int(time.time())
         self.is_draining = False
         self.allows_templates = False  # of requests
+        self.manner = Manner()
+        self.cache_generation = 0  # of what is cached from now on
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
         self._checking, self._rendering = ThreadPoolExecutor(1), ThreadPoolExecutor(Renderer.num_workers)
@@ -192,10 +204,16 @@ class Service:
             if workers is not None:
                 workers.close()
 
-    async def check_grammar(self, params: SamplingParams) -> None:
-        """Raises what is wrong with the grammar, before the request is submitted."""
-        if params.grammar is not None and params.grammar not in self._known_grammars:
+    async def check_grammar(self, params: SamplingParams, of_tools: bool = False) -> None:
+        """Raises what is wrong with the grammar, before the request is submitted. `of_tools`: it was made of their parameters."""
+        if params.grammar is None or params.grammar in self._known_grammars:
+            return
+        try:
             await asyncio.get_running_loop().run_in_executor(self._checking, self._check_grammar, params.grammar)
+        except InvalidRequest as error:
+            if not of_tools:
+                raise
+            raise InvalidRequest(f"A tool has an invalid 'parameters' schema. {error.message}", param="tools") from None
 
     def _check_grammar(self, grammar: Grammar) -> None:
         if self._grammars is None:
@@ -269,10 +287,11 @@ class Service:
         timeout_s: float | None = None,
         reading: Reading | None = None,
         one_by_one: bool = False,
+        tells_progress: bool = False,
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces, or token by token. The first is empty if the request is
-        accepted before there is a token. Leaving early ends the request in the engine. `part`: which of the call's prompts this
-        is."""
+        accepted before there is a token, and so are those that tell the progress of the prompt. Leaving early ends the request
+        in the engine. `part`: which of the call's prompts this is."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         self.ready.model.check_pooling(params.pooling)
@@ -284,6 +303,7 @@ class Service:
         num_done = 0  # cells since the event loop last had a turn
         # Each tenant has a prefix cache of its own: how long a request takes must not reveal the prompts of others.
         salt = f"{tenant}\0{salt}" if tenant else salt
+        salt = f"{self.cache_generation}\0\0{salt}" if self.cache_generation else salt
         request_id = engine_id(tenant, call.request_id, part)
         ends = list(self.tokenizer.eos_token_ids)
         request = Submit(request_id, prompt_ids, params, ends, priority, salt, tenant, adapter=self.adapter)
@@ -296,7 +316,7 @@ class Service:
         if self.tracing is not None:
             self.tracing.begin(request_id, call)
         try:
-            async with aclosing(self.client.submit(request, timeout_s, tells_accepted=True)) as deltas:
+            async with aclosing(self.client.submit(request, timeout_s, True, tells_progress)) as deltas:
                 async for joined in deltas:
                     for delta in in_pieces(joined, one_by_one):
                         if delta.index in ended:

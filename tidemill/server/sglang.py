@@ -12,12 +12,20 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.frontend.output import TextDelta
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROB_IDS, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from tidemill.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_IDS,
+    MAX_LOGPROBS,
+    MAX_STOP_REGEXES,
+    MAX_STOPS,
+    SamplingParams,
+)
 from tidemill.server import ggml
 from tidemill.server.body import Body, body_of, schema_of
 from tidemill.server.call import ID_PATTERN
@@ -26,6 +34,7 @@ from tidemill.server.guard import Caller
 from tidemill.server.models import Models
 from tidemill.server.openai import ids_of, merge
 from tidemill.server.openai_types import MAX_CHOICES
+from tidemill.server.openai_writers import MAX_LOGPROB_CELLS
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
@@ -54,6 +63,7 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_regex: str | Annotated[list[str], Field(max_length=MAX_STOP_REGEXES)] | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=256)
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIASES)
@@ -71,7 +81,7 @@ class Sampling(Body):
         """As parameters of the OpenAI API."""
         same = (
             "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n", "stop",
-            "stop_token_ids", "allowed_token_ids", "logit_bias", "json_schema", "regex", "ebnf", "ignore_eos",
+            "stop_regex", "stop_token_ids", "allowed_token_ids", "logit_bias", "json_schema", "regex", "ebnf", "ignore_eos",
             "skip_special_tokens",
         )  # fmt: skip
         other: dict[str, Any] = {
@@ -182,7 +192,10 @@ class _Sequence:
         cells: list[Any] = [_cell(tokenizer, with_text, self.prompt[0], None)] if self._start == 0 else []
         cells += [_cell(tokenizer, with_text, entry.token_id, entry.logprob) for entry in entries]
         tops: list[Any] = [None] if self._start == 0 else []
-        tops += [[_cell(tokenizer, with_text, *pair) for pair in entry.top] for entry in entries]
+        tops += [
+            [_cell(tokenizer, with_text, *pair) for pair in entry.top if not self._named or pair[0] in self._named]
+            for entry in entries
+        ]
         self._prompt_logprobs, self._prompt_top = _json(cells)[1:-1], _json(tops)[1:-1]
 
     def body(self, index: int, meta: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +213,7 @@ class _Sequence:
                 meta |= {"input_top_logprobs": _list([self._prompt_top]), "output_top_logprobs": _list(sample.top)}
             elif self.params.logprob_token_ids:
                 meta["output_token_ids_logprobs"] = _list(sample.top)
+                meta["input_token_ids_logprobs"] = _list([self._prompt_top])
         return {"text": "".join(sample.texts), "output_ids": sample.ids, "meta_info": meta}
 
 
@@ -315,6 +329,11 @@ async def _sequence(
     work = (service, shared, values, max_tokens, body.stream)
     params = await asyncio.to_thread(ggml.completion_params, *work)
     params = msgspec.structs.replace(params, prompt_logprobs_start=max(start, 1))
+    if params.prompt_logprobs is not None and named:
+        if len(ids) * num_prompts * len(named) > MAX_LOGPROB_CELLS:
+            what = f"The log-probabilities of {len(named)} tokens in each place of the prompt do not fit one response."
+            raise InvalidRequest(what, fix="Raise logprob_start_len to -1, or name fewer.", param="token_ids_logprob")
+        params = msgspec.structs.replace(params, prompt_logprob_token_ids=tuple(named))
     if body.stream and params.logprobs is not None and max_tokens**2 * (num_top + len(named) + 1) // 2 > _MAX_STREAMED_CELLS:
         what = "Each event repeats all logprobs so far, which would be too much for this many tokens."
         raise InvalidRequest(what, fix="Lower max_new_tokens, do not stream, or use /v1/completions.", param="return_logprob")
@@ -337,9 +356,9 @@ def _logprobs(service: Service, num_prompt: int, start: int, num_top: int, named
     if wrong := [token for token in named if not 0 <= token < vocab_size]:
         what = f"token_ids_logprob has the out-of-vocabulary token {wrong[0]}; tokens are 0 to {vocab_size - 1}."
         raise InvalidRequest(what, param="token_ids_logprob")
-    if num_top or start >= 0:
-        what = "token_ids_logprob is only supported for the output, and without top_logprobs_num."
-        raise InvalidRequest(what, fix="Leave out logprob_start_len and top_logprobs_num.", param="token_ids_logprob")
+    if num_top:
+        what = "token_ids_logprob is only supported without top_logprobs_num."
+        raise InvalidRequest(what, fix="Give one of them.", param="token_ids_logprob")
     if len(named) > MAX_LOGPROB_IDS:
         raise InvalidRequest(f"token_ids_logprob may have {MAX_LOGPROB_IDS} tokens.", param="token_ids_logprob")
     return made | {"logprob_token_ids": named}
@@ -371,6 +390,13 @@ def make_router(models: Models) -> APIRouter:
         caller = request.state.caller
         models.cancel(body.rid, None if caller.is_admin else caller.tenant)
         return Response(b"{}", media_type="application/json")
+
+    @router.post("/flush_cache")
+    async def flush_cache() -> Response:
+        """No later request finds what was cached before; its pages are free for others."""
+        for service in models:
+            service.cache_generation += 1
+        return PlainTextResponse("Cache flushed.\n")
 
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:

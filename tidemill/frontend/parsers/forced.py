@@ -23,11 +23,11 @@ def call_grammar(tools: list[dict[str, Any]], name: str | None, several: bool) -
     chosen = [tool for tool in tools if name is None or tool["name"] == name]
     if not chosen:
         what = (
-            "requires a tool call, but there are no tools"
+            "tool_choice requires a tool call, but there are no tools."
             if name is None
-            else f"names {name[:100]!r}, which is not among the tools"
+            else f"Tool {name[:100]!r} not found in tools list, but tool_choice names it."
         )
-        raise InvalidRequest(f"tool_choice {what}.", fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
+        raise InvalidRequest(what, fix="Send the tool in tools, or another tool_choice.", param="tool_choice")
     definitions, calls = {}, []
     for i, tool in enumerate(chosen):
         definitions[str(i)] = _relocated(tool.get("parameters") or {"type": "object"}, f"#/$defs/{i}")

@@ -170,10 +170,18 @@ def add_layer_norm(
 @triton.jit
 def activated(x, ACT: tl.constexpr):
     """As kernels/glu.py."""
-    z = x
-    if ACT == "gelu_tanh":
-        z = x * tl.fma(x * x, x * 0.0 + 0.0713548162726, x * 0.0 + 1.5957691216)
-    return x / (1.0 + tl.exp(-z))
+    if ACT == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    elif ACT == "gelu":
+        size = tl.abs(x) * 0.70710678118654752
+        t = 1.0 / (1.0 + 0.3275911 * size)
+        tail = (((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592
+        return tl.where(x < 0.0, 0.0, x) - tail * t * tl.exp(-size * size) * size * 0.70710678118654752
+    else:
+        z = x
+        if ACT == "gelu_tanh":
+            z = x * tl.fma(x * x, x * 0.0 + 0.0713548162726, x * 0.0 + 1.5957691216)
+        return x / (1.0 + tl.exp(-z))
 
 
 @triton.jit

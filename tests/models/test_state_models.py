@@ -18,6 +18,7 @@ from tidemill.kernels.machine import detect
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, TorchStates
+from tidemill.kv.manager import INDEXES
 from tidemill.model_config import AttentionSpec, StateSpec
 from tidemill.models.registry import model_class
 from tidemill.sampling import SamplingParams
@@ -262,11 +263,11 @@ def is_as_without_the_cache(core, model, name, request):
     return answer.last.num_cached
 
 
-@pytest.mark.parametrize("budget", [64, 7])
-def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, budget):
+@pytest.mark.parametrize(("budget", "index"), [(64, "hash"), (7, "hash"), (64, "radix")])
+def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, budget, index):
     _, path = saved
     model = load_model(path)
-    core, first = make_core(model, token_budget=budget, max_requests=7), [3 + i % 150 for i in range(75)]
+    core, first = make_core(model, token_budget=budget, max_requests=7, prefix_index=index), [3 + i % 150 for i in range(75)]
     answer = run(core, {"1": (first, greedy(10))})["1"]
     second = [*first, *answer.tokens, 9, 8, 7]
     assert is_as_without_the_cache(core, model, "2", (second, greedy(10, logprobs=1))) == 64
@@ -276,11 +277,12 @@ def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, bu
     assert is_as_without_the_cache(core, model, "1 again", (first, greedy(10, logprobs=1))) == 64
 
 
-def test_a_prefix_that_prompts_share_is_found_from_the_third_on(saved, sparse):
+@pytest.mark.parametrize("index", INDEXES)
+def test_a_prefix_that_prompts_share_is_found_from_the_third_on(saved, sparse, index):
     """The first does not know it; the second keeps the state where the two part."""
     _, path = saved
     model = load_model(path)
-    core, shared = make_core(model), [3 + i % 150 for i in range(50)]
+    core, shared = make_core(model, prefix_index=index), [3 + i % 150 for i in range(50)]
     found = [
         is_as_without_the_cache(core, model, str(i), (shared + [160 + i] * (30 + 9 * i), greedy(6, logprobs=1))) for i in range(5)
     ]

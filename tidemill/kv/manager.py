@@ -294,7 +294,7 @@ class KVManager:
             first = max(start // group.page_size, table.num_trimmed)
             if group.is_state:
                 ends = range((first + 1) * group.page_size, end + 1, group.page_size)
-                for at in sorted({*ends, *stops}):  # where the step ends, the sequence goes on in a copy
+                for at in (*ends, *stops):  # where the step ends, the sequence goes on in a copy
                     self._put(sequence, token_ids, g, at // self.page_size - 1, [table.pages[(at - 1) // group.page_size]])
             elif pages := table.pages[first : end // group.page_size]:
                 self._put(sequence, token_ids, g, first, pages)

@@ -152,7 +152,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine) -> Eng
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
-    page_size = settle("page_size", _page_size(options, device))
+    page_size = settle("page_size", _page_size(options, device, model, kv_dtype))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device, model))
     context = settle("max_context", _wanted_context(options, model))
@@ -262,7 +262,9 @@ def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
 
 
-def _page_size(options: EngineOptions, device: str) -> Decision[int]:
+def _page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:
+    if options.page_size is None and device == "cpu" and model.state_bytes > 64 * 16 * model.kv_bytes_per_token(kv_dtype) > 0:
+        return 64, "tokens per KV page; with fewer, a state would take more than 64 pages, each with a page table"
     page_size = options.page_size or (GPU_PAGE if device == "cuda" else 16)
     if page_size not in (1, 2, 4, 8, 16, 32, 64):
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.", param="page_size")
@@ -496,6 +498,18 @@ def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
     return StateLayout.pack(sizes, page_bytes)
 
 
+def sequence_bytes(options: EngineOptions, model: ModelConfig, device: str, kv_dtype: str, num_tokens: int) -> Decision[int]:
+    """KV memory that a sequence of so many tokens holds at most, and how it is laid out."""
+    page_size, _ = _page_size(options, device, model, kv_dtype)
+    layout, why = _layout(model, kv_dtype, page_size, num_tokens)
+    token_budget, _ = _token_budget(options, device, _max_requests(options, device, model)[0], num_tokens, model)
+    return layout.num_pages_for(num_tokens, token_budget) * _page_bytes(model, kv_dtype, page_size, layout), why
+
+
+def _page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    return layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout)
+
+
 def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
     num = model.num_kv_layers
     return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
@@ -559,7 +573,7 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
+        page_bytes=_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
         layout=layout,
         token_budget=token_budget,

@@ -162,7 +162,7 @@ OPTIONS = (
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
-    Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU",
+    Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
            help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "

@@ -12,8 +12,8 @@ SOURCES = [f"{FOLDER}/{name}.c" for name in ("pool", "linear", "rows", "attentio
 FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
 VARIANTS = {
-    "aarch64": {"_neon": ["-march=armv8.2-a+dotprod"]},
-    "arm64": {"_neon": ["-march=armv8.2-a+dotprod"]},
+    "aarch64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},
+    "arm64": {"_neon": ["-march=armv8.2-a+dotprod", "-mtune=neoverse-n1"]},
     "x86_64": {
         "_avx2": ["-mavx2", "-mfma", "-mf16c"],
         "_avx512": ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512vnni"],

@@ -23,7 +23,7 @@ class Group:
 
     def most_pages(self, num_tokens: int, most_at_once: int) -> int:
         """What a sequence of so many tokens holds at most while it is computed, `most_at_once` tokens in a step."""
-        num_pages = self.num_pages_for(num_tokens)
+        num_pages = self.num_pages_for(num_tokens) + self.is_state  # a state that is kept is copied before the next token
         if not self.window:
             return num_pages
         return min(num_pages, self.num_pages_for(self.window - 1 + most_at_once) + 1)

@@ -28,9 +28,7 @@ _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft mode
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "suffix"),
     "off": (),
-    "forced": ("forced",),
-    "ngram": ("ngram",),
-    "suffix": ("suffix",),
+    **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit")},
     "draft-model": ("forced", "draft-model"),
 }
 ACCEPTANCE = ("exact", "rejection")
@@ -62,6 +60,7 @@ class EngineOptions:
     speculate: str = "auto"  # a drafter
     draft_model: str | None = None
     max_drafts: int | None = None  # tokens guessed for a request in a step
+    draft_heads: str | None = None  # a folder that train-draft has written
     adaptive_drafts: bool = True
     acceptance: str = "exact"  # or rejection
     sampling_defaults: str = "model"  # or neutral
@@ -114,6 +113,7 @@ class EngineConfig:
     adaptive_drafts: bool = True
     draft: EngineConfig | None = None  # of the draft model
     acceptance: str = "exact"
+    draft_heads: str | None = None
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -161,7 +161,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
-    page_size = settle("page_size", _page_size(options, device))
+    page_size = settle("page_size", _page_size(options, device, model, kv_dtype))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device, model))
     context = settle("max_context", _wanted_context(options, model))
@@ -218,6 +218,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         adaptive_drafts=options.adaptive_drafts,
         draft=draft,
         acceptance=acceptance,
+        draft_heads=options.draft_heads,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -272,7 +273,9 @@ def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
 
 
-def _page_size(options: EngineOptions, device: str) -> Decision[int]:
+def _page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:
+    if options.page_size is None and device == "cpu" and model.state_bytes > 64 * 16 * model.kv_bytes_per_token(kv_dtype) > 0:
+        return 64, "tokens per KV page; with fewer, a state would take more than 64 pages, each with a page table"
     page_size = options.page_size or (GPU_PAGE if device == "cuda" else 16)
     if page_size not in (1, 2, 4, 8, 16, 32, 64):
         raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.", param="page_size")
@@ -374,7 +377,7 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact",
+        queue_order="arrival", acceptance="exact", draft_heads=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
@@ -542,6 +545,18 @@ def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
     return StateLayout.pack(sizes, page_bytes)
 
 
+def sequence_bytes(options: EngineOptions, model: ModelConfig, device: str, kv_dtype: str, num_tokens: int) -> Decision[int]:
+    """KV memory that a sequence of so many tokens holds at most, and how it is laid out."""
+    page_size, _ = _page_size(options, device, model, kv_dtype)
+    layout, why = _layout(model, kv_dtype, page_size, num_tokens)
+    token_budget, _ = _token_budget(options, device, _max_requests(options, device, model)[0], num_tokens, model)
+    return layout.num_pages_for(num_tokens, token_budget) * _page_bytes(model, kv_dtype, page_size, layout), why
+
+
+def _page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    return layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout)
+
+
 def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
     num = model.num_kv_layers
     return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0
@@ -607,7 +622,7 @@ def _memory(
         is_limited=limit < free,
         weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
-        page_bytes=layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout),
+        page_bytes=_page_bytes(model, kv_dtype, page_size, layout),
         page_size=page_size,
         layout=layout,
         token_budget=token_budget,

@@ -112,6 +112,13 @@ class AdapterError(CheckpointError):
     status = 400
 
 
+class DraftError(CheckpointError):
+    """Draft heads that cannot be read or do not fit the model."""
+
+    kind = "config_error"
+    status = 400
+
+
 class EngineDead(TidemillError):
     """The engine process has ended; no request can be served."""
 
@@ -136,6 +143,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         ModelNotFound,
         CheckpointError,
         AdapterError,
+        DraftError,
         EngineDead,
     )
 }

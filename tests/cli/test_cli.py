@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.helpers import byte_tokenizer, make_llama
 from tidemill.cli.main import app
+from tidemill.config import fmt_bytes
 from tidemill.engine.client import EngineClient
 from tidemill.errors import ConfigError, EngineDead, TidemillError
 from tidemill.kernels import native
@@ -50,6 +51,23 @@ def test_memory(tiny_folder, invoke):
     assert "2 · 2 heads · 16 · 3 layers · 4 bytes = 768 a" in done.output
     assert "requests of 100 tokens fit" in done.output
     assert invoke("memory", str(tiny_folder), "--available", "1M").exit_code == 1
+
+
+def test_memory_of_a_model_with_windows_does_not_grow_with_the_context(tmp_path, invoke):
+    shape = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 256, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 65536, "sliding_window": 512, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    def kv_row(context: int) -> str:
+        output = invoke("memory", str(tmp_path), "--dtype", "float32", "--available", "1G", "--context", str(context)).output
+        return next(line for line in output.splitlines() if "KV cache" in line).split("│")[2].strip()
+
+    # (511 + 256 tokens of a step) / 16 + 1 pages of 4 layers · 2 · 2 heads · 16 · 4 bytes
+    assert kv_row(4096) == kv_row(65536) == fmt_bytes(49 * 16 * 4 * 2 * 2 * 16 * 4)
 
 
 def test_models(tiny_folder, invoke):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import native
+from tidemill.kernels import native, quantized_linear
 from tidemill.kernels.quantized_linear import (
     GROUP,
     MX4_CODES,
@@ -19,18 +19,31 @@ from tidemill.model_config import QUANTIZED_TYPES
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
-KINDS = ["Q4", "Q8", "Q8M", "MX4"]
+KINDS = ["Q4", "S4", "Q8", "Q8M", "MX4"]
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
 
 def random_codes(kind: str, num_out: int, num_in: int) -> Codes:
-    low, high = (0, 16) if kind == "Q4" else (-128, 128)
-    scales = (torch.rand(num_out, num_in // GROUP) * 0.01).to(torch.float16)
+    low, high = (0, 16) if kind in ("Q4", "S4") else (-128, 128)
+    scales = (torch.rand(num_out, num_in // GROUP) * 0.02 - 0.01).to(torch.float16)
     offsets = None if kind in ("Q8", "MX4") else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
+    if kind == "S4":
+        offsets = scales * -8
     codes = torch.randint(low, high, (num_out, num_in), dtype=torch.int8)
     if kind == "MX4":
         codes = torch.from_numpy(MX4_CODES)[codes.to(torch.int64) & 15]
     return Codes(4 if "4" in kind else 8, codes, scales, offsets)
+
+
+@pytest.fixture(autouse=True)
+def on_every_machine(monkeypatch):
+    monkeypatch.setattr(quantized_linear, "_HAS_S4", True)
+
+
+def test_codes_whose_offsets_are_those_of_signed_ones_are_held_signed():
+    centred, other = random_codes("S4", 16, 64), random_codes("Q4", 16, 64)
+    assert quantized_linear.kind_of([centred, centred]) == "S4"
+    assert quantized_linear.kind_of([centred, other]) == quantized_linear.kind_of([concat([centred, other])]) == "Q4"
 
 
 @needs_library

@@ -164,6 +164,7 @@ def compute(kv, seq, tokens, start, end):
     """A step of this sequence's tokens start .. end - 1."""
     kv.trim(seq, start)
     assert kv.extend(seq, end) is not None
+    assert kv.copies_to_write(seq, start, end) is not None
     kv.record(seq, tokens, end)
     kv.begin_step()
     kv.check_integrity()
@@ -262,4 +263,81 @@ def test_a_state_whose_page_was_taken_again_is_not_found(manager):
     assert cached(kv, tokens) == 0
     for page in taken:
         kv._pool.drop(page)
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "kinds", [(Group(4), state_group(64)), (state_group(64), state_group(64)), (Group(4, 9), state_group(64))]
+)
+def test_a_state_is_kept_where_a_prompt_ends_and_where_the_common_part_of_two_does(manager, kinds):
+    kv = manager(99, 4, groups=kinds, most_at_once=40)
+    first, second, third = ([*range(22), *[number] * 15] for number in (90, 91, 92))
+
+    def compute_to_stops(seq: int, tokens: list[int]) -> list[int]:
+        start, ends = admit(kv, seq, tokens), []
+        while start < len(tokens):
+            kv.begin_step()
+            count = kv.until_stop(seq, start, len(tokens) - start)
+            compute(kv, seq, tokens, start, start + count)
+            start += count
+            ends.append(start)
+        kv.begin_step()
+        kv.check_integrity()
+        kv.release(seq)
+        return ends
+
+    assert compute_to_stops(1, first) == [36, 37]
+    assert cached(kv, second) == 0
+    assert compute_to_stops(2, second) == [20, 36, 37]
+    assert cached(kv, third) == 20
+    assert cached(kv, [*first, 1, 2, 3]) == 36
+    assert compute_to_stops(3, third) == [36, 37]
+    assert kv.num_free_pages == kv.num_pages
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_pages_that_a_window_gave_back_are_cleared_with_a_request_of_nan(manager, prefix_caching):
+    kv = manager(31, 4, prefix_caching, groups=(Group(4), Group(4, window=8)), most_at_once=8)
+    tokens, written = list(range(40)), set[int]()
+    admit(kv, 1, tokens)
+    for start in range(0, 40, 8):
+        compute(kv, 1, tokens, start, start + 8)
+        written.update(page for table in kv.tables(1) for page in table if page)
+    given_back = written - {page for table in kv.tables(1) for page in table}
+    assert len(given_back) > 4
+    taken = {kv._take() for _ in range(kv.num_free_pages - 3)}  # some are another's by now
+    assert taken & given_back
+    assert given_back - taken
+    assert set(kv.discard(1)) == written - taken
+    assert cached(kv, tokens[:12]) == 0
+    for page in taken:
+        kv._pool.drop(page)
+    kv.check_integrity()
+
+
+def test_a_kept_state_gives_way_where_no_page_is_left_for_a_copy(manager):
+    """A step from the middle of a page into the next one, with all pages that such a sequence is said to hold at most."""
+    group, first, second = state_group(16), [*range(12), 90, 91], [*range(12), *range(92, 98)]
+    kv = manager(1 + group.most_pages(len(second), 6), 4, groups=(group,), most_at_once=6)
+    admit(kv, 1, first)
+    compute(kv, 1, first, 0, 6)
+    compute(kv, 1, first, 6, 12)
+    kv.release(1)
+    assert admit(kv, 2, second) == 12
+    (state,) = kv.tables(2)[0]
+    compute(kv, 2, second, 12, 18)
+    assert kv.tables(2)[0][0] == state
+    assert cached(kv, first) == 0
+    kv.release(2)
+    kv.check_integrity()
+
+
+def test_a_state_that_its_sequence_went_on_from_is_cleared_with_a_request_of_nan(manager):
+    kv, tokens = manager(20, 4, groups=(state_group(64),), most_at_once=40), list(range(9))
+    admit(kv, 1, tokens)
+    compute(kv, 1, tokens, 0, 8)
+    kept = kv.tables(1)[0][0]
+    compute(kv, 1, tokens, 8, 9)
+    assert sorted([kept, *kv.tables(1)[0]]) == kv.discard(1)
+    assert cached(kv, tokens) == 0
     kv.check_integrity()

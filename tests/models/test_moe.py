@@ -372,7 +372,11 @@ def test_memory_counts_experts(qwen3):
 
 @pytest.mark.parametrize(
     "kind",
-    ["Qwen2Moe float32", "GptOss float32", "Qwen2Moe quantized", pytest.param("Qwen2Moe torch", marks=pytest.mark.slow)],
+    ["Qwen2Moe float32", "GptOss float32", "Qwen2Moe Q4_1", "Qwen3Moe Q4_0", "Mixtral float32", "Olmoe float32"]
+    + [
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("Qwen2Moe torch", "Mixtral Q4_0", "Qwen3Moe float32", "Olmoe Q8_0")
+    ],
 )
 def test_tokens_do_not_depend_on_the_batch(kind, tmp_path, monkeypatch):
     """Alone, among others, in chunks, cached, preempted: the same bits."""
@@ -387,8 +391,8 @@ def test_tokens_do_not_depend_on_the_batch(kind, tmp_path, monkeypatch):
         **({"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {})
         | IN_GGUF.get(family, {}),
     )
-    if how == "quantized":
-        model = load_model(write_gguf(tmp_path / "q.gguf", reference, family, gguf.GGMLQuantizationType.Q4_1), "quantized")
+    if how.startswith("Q"):
+        model = load_model(write_gguf(tmp_path / "q.gguf", reference, family, gguf.GGMLQuantizationType[how]), "quantized")
     else:
         reference.save_pretrained(tmp_path)
         model = load_model(tmp_path)

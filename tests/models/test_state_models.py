@@ -1,5 +1,7 @@
 """Mamba, Mamba-2 and Qwen3-Next, small and random: against Transformers in float32, and against themselves cut in other ways."""
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +14,15 @@ from tidemill.cache_layout import Place, StateLayout
 from tidemill.kernels import native
 from tidemill.kernels.attention import TorchAttention
 from tidemill.kernels.kv_cache import PagedKV, new_cache
+from tidemill.kernels.machine import detect
 from tidemill.kernels.native_attention import NativeAttention
 from tidemill.kernels.native_state import NativeStates
 from tidemill.kernels.state import PagedStates, TorchStates
+from tidemill.kv.manager import INDEXES
 from tidemill.model_config import AttentionSpec, StateSpec
+from tidemill.models.registry import model_class
+from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
 SIZES = {
@@ -240,6 +247,75 @@ def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
     again = run(core, asked)["second"]
     assert again.last.num_cached == (len(shared) - 11) // INTERVAL * INTERVAL > 0
     assert again == run(make_core(model, prefix_caching=False), asked)["second"]
+
+
+@pytest.fixture
+def sparse(monkeypatch):
+    """An interval that no prompt here reaches: states that are found were kept where a prompt or a prefix ended."""
+    monkeypatch.setattr(config, "STATE_INTERVAL", 1024)
+
+
+def is_as_without_the_cache(core, model, name, request):
+    """Tokens that were found, of an answer that is the same, bit for bit, as without the prefix cache."""
+    answer = run(core, {name: request})[name]
+    assert answer == run(make_core(model, prefix_caching=False), {name: request})[name]
+    core.scheduler.check_integrity()
+    return answer.last.num_cached
+
+
+@pytest.mark.parametrize(("budget", "index"), [(64, "hash"), (7, "hash"), (64, "radix")])
+def test_the_next_turn_starts_where_the_prompt_before_it_ended(saved, sparse, budget, index):
+    _, path = saved
+    model = load_model(path)
+    core, first = make_core(model, token_budget=budget, max_requests=7, prefix_index=index), [3 + i % 150 for i in range(75)]
+    answer = run(core, {"1": (first, greedy(10))})["1"]
+    second = [*first, *answer.tokens, 9, 8, 7]
+    assert is_as_without_the_cache(core, model, "2", (second, greedy(10, logprobs=1))) == 64
+    third = [*second, 5, 5, 5, 5, 5, 5, 5, 5]
+    assert is_as_without_the_cache(core, model, "3", (third, greedy(10, logprobs=1))) == (len(second) - 1) // 16 * 16
+    assert is_as_without_the_cache(core, model, "other", ([*first[:70], 1, 2, 3], greedy(10, logprobs=1))) == 64
+    assert is_as_without_the_cache(core, model, "1 again", (first, greedy(10, logprobs=1))) == 64
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_a_prefix_that_prompts_share_is_found_from_the_third_on(saved, sparse, index):
+    """The first does not know it; the second keeps the state where the two part."""
+    _, path = saved
+    model = load_model(path)
+    core, shared = make_core(model, prefix_index=index), [3 + i % 150 for i in range(50)]
+    found = [
+        is_as_without_the_cache(core, model, str(i), (shared + [160 + i] * (30 + 9 * i), greedy(6, logprobs=1))) for i in range(5)
+    ]
+    assert found == [0, 0, 48, 48, 48]
+
+
+def test_samples_start_from_the_state_at_the_end_of_their_prompt(saved, sparse):
+    _, path = saved
+    core = make_core(load_model(path))
+    params = SamplingParams(max_tokens=5, seed=1, temperature=1.0, n=3)
+    answers = run(core, {"x": ([3 + i % 150 for i in range(40)], params)})
+    assert [answers[name].last.num_cached for name in sorted(answers)] == [0, 32, 32]
+
+
+def test_large_states_have_large_pages(tmp_path):
+    """Qwen3-Next-80B: a state of 75 MiB would take 101 page tables with pages of 16 tokens."""
+    shape = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "intermediate_size": 5120, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    checkpoint = open_checkpoint(tmp_path)
+    model = model_class(checkpoint).read_config(checkpoint)
+    machine = replace(detect(), available_bytes=2**40, memory_bytes=2**40)
+    resolved = config.resolve(config.EngineOptions(model=str(tmp_path), device="cpu", dtype="float32"), model, machine)
+    assert model.state_bytes > 75 * 2**20
+    assert (resolved.page_size, len(resolved.layout.groups)) == (64, 27)
+    asked = config.EngineOptions(model=str(tmp_path), device="cpu", dtype="float32", page_size=16)
+    assert len(config.resolve(asked, model, machine).layout.groups) == 102
 
 
 def write_gguf(name: str, reference, path) -> None:

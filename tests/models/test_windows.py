@@ -87,14 +87,34 @@ def test_samples_of_one_prompt_share_what_they_see(model):
 
 def test_pages_are_constant_in_the_length(model):
     """A long answer holds no more pages of a windowed group than a short one."""
-    core = make_core(model, prefix_caching=False, token_budget=64)
-    core.submit(Submit("x", PROMPTS["p150"][0], greedy(100), []))
+    assert_pages_are_constant(make_core(model, prefix_caching=False, token_budget=64), PROMPTS["p150"][0], 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_32k_tokens_hold_as_many_pages_as_250(tmp_path, prefix_caching):
+    """Half prompt, half answer, in memory that holds no more than that many pages."""
+    import transformers
+
+    sizes = SIZES | {"max_position_embeddings": 32768, "num_hidden_layers": 2}
+    transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=WINDOW)).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    options = {"max_context": 32768, "token_budget": 64, "prefix_caching": prefix_caching}
+    config = engine_config(model, **options, max_requests=1)
+    layout, page_bytes = config.layout, config.kv_bytes // config.num_pages
+    assert layout.num_pages_for(32768, 64) == layout.num_pages_for(250, 64)
+    core = make_core(model, **options, max_requests=1, kv_memory_bytes=(layout.num_pages_for(250, 64) + 1) * page_bytes)
+    assert_pages_are_constant(core, [i % 250 + 2 for i in range(16384)], 16384)
+
+
+def assert_pages_are_constant(core, prompt, num_tokens):
+    core.submit(Submit("x", prompt, greedy(num_tokens), []))
     most = {g: group.most_pages(256, 64) for g, group in enumerate(core.scheduler.kv.groups) if group.window}
-    steps = 0
+    longest = 0
     while core.has_work:
         core.step()
         for request in core.scheduler.holders():
             tables = core.scheduler.kv.tables(request.seq)
             assert all(sum(page > 0 for page in tables[g]) <= most[g] for g in most)
-            steps += 1
-    assert steps > 100
+            longest = max(longest, request.num_computed)
+    assert longest > len(prompt) + num_tokens // 2  # the last step's length is not seen here

@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         index=st.sampled_from(sorted(INDEXES)),
         order=st.sampled_from(ORDERS),
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
-        kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(2, 2), (2, 2)]]),
+        kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(4, 2), (4, 2)]]),
     )
     def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds):
         groups = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds]
@@ -214,13 +214,26 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def compute(self, plan):
         """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
-        those that it sees."""
+        those that it sees. States are read before any is written."""
         for item in plan.items:
+            for group, table in self.state_tables(item) if item.start else ():
+                assert self.contents[table[(item.start - 1) // group.page_size]] == {
+                    0: tuple(self.tokens[item.row][: item.start])
+                }
+        for item in plan.items:
+            for group, table in self.state_tables(item):
+                end = item.start + item.count
+                for i in range(item.start // group.page_size, group.num_pages_for(end)):
+                    self.contents[table[i]] = {0: tuple(self.tokens[item.row][: min(end, (i + 1) * group.page_size)])}
             for page, place, expected in self.places(item, plan.drafts, False):
                 self.contents.setdefault(page, {})[place] = expected
         for item in plan.items:
             for page, place, expected in self.places(item, plan.drafts, True):
                 assert self.contents[page][place] == expected
+
+    def state_tables(self, item):
+        kv = self.scheduler.kv
+        return [(group, table) for group, table in zip(kv.groups, kv.tables(item.seq), strict=True) if group.is_state]
 
     def places(self, item, drafts, with_seen):
         tokens = [*self.tokens[item.row][: item.start + item.count - item.num_drafts], *drafts.get(item.row, ())]

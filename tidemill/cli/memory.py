@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes
+from tidemill.config import decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes, sequence_bytes
 from tidemill.errors import ConfigError
 from tidemill.model_config import KV_BYTES, ModelConfig
 from tidemill.weights.locate import locate
@@ -43,7 +43,7 @@ def memory(
         raise ConfigError("context and requests must be at least 1.")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
     per_token = config.kv_bytes_per_token(kv_dtype)
-    per_request = per_token * tokens + 2 * config.state_bytes  # the running state, and the one before it
+    per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
     have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
@@ -58,7 +58,7 @@ def memory(
         "KV cache",
         fmt_bytes(kv),
         f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_kv_layers} layers · {KV_BYTES[kv_dtype]}"
-        f" bytes = {per_token:,} a token" + (f"; 2 states of {fmt_bytes(config.state_bytes)}" if config.state_bytes else ""),
+        f" bytes = {per_token:,} a token; {why_layout}",
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")

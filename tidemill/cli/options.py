@@ -162,14 +162,16 @@ OPTIONS = (
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
-    Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU",
+    Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
            help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "
            "auto: what a grammar forces (forced), else what followed the last tokens before, in the request or in other outputs "
            "(suffix), where that saves time. ngram: in the request only. draft-model: by the model that `--draft-model` names."),
-    Option("draft-model", "text", ENGINE, field="draft_model",
+    Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
+    Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
+           help="For --speculate medusa, eagle or exit: a folder that train-draft has written."),
     Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",

@@ -22,7 +22,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.glu import ACTIVATIONS, glu, glu_reference
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
-from tidemill.kernels.quantized_linear import Codes, code_panels
+from tidemill.kernels.quantized_linear import Codes, code_panels, kind_of
 from tidemill.model_config import MoESpec
 
 
@@ -156,12 +156,12 @@ def stack_dense(weights: list[torch.Tensor], bias_EN: torch.Tensor | None = None
 def stack_codes(weights: list[Codes], bias_EN: torch.Tensor | None = None) -> Stack:
     """Of quantized matrices of one kind."""
     num_out, num_in = weights[0].codes_NK.shape
-    kind, panels, scales = code_panels(weights[0])
+    kind = kind_of(weights)
+    panels, scales = code_panels(weights[0], kind)
     all_codes, all_scales = panels.new_empty(len(weights), *panels.shape), scales.new_empty(len(weights), *scales.shape)
     for expert, weight in enumerate(weights):
-        this, all_codes[expert], all_scales[expert] = code_panels(weight)
-        assert this == kind
-    return Stack(kind, num_in, num_out, all_codes, all_scales, bias_EN)
+        all_codes[expert], all_scales[expert] = code_panels(weight, kind)
+    return Stack(native.KINDS[kind], num_in, num_out, all_codes, all_scales, bias_EN)
 
 
 class NativeExperts(ExpertWeights):

@@ -6,6 +6,7 @@ to signed bytes, 32 to a scale, so that products and their sums over 32 are exac
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,10 @@ GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
 _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
+_HAS_S4 = platform.machine() in (
+    "aarch64",
+    "arm64",
+)  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
 
 @dataclass(slots=True)
@@ -75,28 +80,40 @@ def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.
     return (out if bias_N is None else out + bias_N).float()
 
 
-def _kind(weight: Codes) -> str:
-    if weight.bits == 4:
-        return "MX4" if weight.offsets_NG is None else "Q4"
-    return "Q8" if weight.offsets_NG is None else "Q8M"
+def kind_of(weights: list[Codes]) -> str:
+    """How the compiled kernel holds matrices that have the same bits, and all offsets or none."""
+    first = weights[0]
+    if first.bits == 8:
+        return "Q8" if first.offsets_NG is None else "Q8M"
+    if first.offsets_NG is None:
+        return "MX4"
+    return "S4" if _HAS_S4 and all(_is_centred(weight) for weight in weights) else "Q4"
 
 
-def code_panels(weight: Codes) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """The kind of a weight, its codes and scales, in the compiled kernel's layout (linear.c): eight rows side by side, four codes
-    of each at a time."""
-    kind = _kind(weight)
+def _is_centred(weight: Codes) -> bool:
+    """Whether offsets are what codes of -8 to 7 make needless, as those of Q4_0."""
+    return weight.offsets_NG is not None and torch.equal(weight.offsets_NG, weight.scales_NG * -8)
+
+
+def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight's codes and scales in the compiled kernel's layout (linear.c): eight rows side by side, four codes of each at a
+    time."""
     codes_NK = np.ascontiguousarray(weight.codes_NK.numpy())
     if kind == "MX4":
         codes_NK = _MX4_NUMBERS[codes_NK.astype(np.int64) + 12]
+    if kind == "S4":
+        codes_NK = codes_NK ^ np.int8(8)  # the low half of code - 8
     # Four neighbouring codes travel as one 32-bit value.
     fours = torch.from_numpy(codes_NK.view(np.int32))
     panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
     if weight.bits == 4:
         panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
     scales = to_panels(weight.scales_NG)
-    if weight.offsets_NG is not None:
+    if kind == "S4":
+        scales = (scales.float() / 16).view(torch.float16)
+    elif weight.offsets_NG is not None:
         scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
-    return native.KINDS[kind], panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8]
+    return panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8], S4's [panel, group, 16]
 
 
 class QuantizedPanels(Weight):
@@ -106,7 +123,9 @@ class QuantizedPanels(Weight):
         assert native.lib is not None
         self._lib = native.lib
         self._num_out, self._bits, self._bias = weight.codes_NK.shape[0], weight.bits, bias_N
-        self._kind, self._panels, self._scales = code_panels(weight)
+        kind = kind_of([weight])
+        self._kind = native.KINDS[kind]
+        self._panels, self._scales = code_panels(weight, kind)
         bias = None if bias_N is None else bias_N.data_ptr()
         self._addresses = (self._panels.data_ptr(), self._scales.data_ptr(), bias)
 
@@ -124,6 +143,9 @@ class QuantizedPanels(Weight):
             codes = torch.cat([codes & 15, codes >> 4], dim=2)
         if self._kind == native.KINDS["MX4"]:
             codes = torch.from_numpy(MX4_CODES)[codes.to(torch.int64)].view(torch.uint8)
+        if self._kind == native.KINDS["S4"]:
+            scales = self._scales.view(torch.float32)[panel, ..., lane] * 16
+            return (((codes ^ 8).flatten(2).float() - 8) * scales.unsqueeze(-1)).flatten(1)
         scales = self._scales[panel, ..., lane].float()
         values = codes.view(torch.int8).flatten(2).float()
         if scales.dim() == 3:

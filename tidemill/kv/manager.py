@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
 from tidemill.kv.groups import GroupTable, PageChange
@@ -32,6 +32,8 @@ class _Sequence:
     tables: list[GroupTable]  # of each group
     path: Path
     num_recorded: int = 0  # leading full pages that are in the prefix index
+    stops: Sequence[int] = ()  # where in its prompt states are kept beside those at every interval
+    given_back: list[tuple[int, int]] = field(default_factory=list)  # pages, and how often they had been taken
 
     def held(self) -> Iterator[int]:
         """Its pages in all groups."""
@@ -77,7 +79,8 @@ class KVManager:
         self.groups = tuple(groups) or (Group(page_size),)
         assert all(group.page_size % page_size == 0 for group in self.groups)
         self.has_windows = any(group.window for group in self.groups)
-        self.can_fork = not any(group.is_state for group in self.groups)  # anywhere: a state has gone past where others start
+        self.has_states = any(group.is_state for group in self.groups)
+        self.can_fork = not self.has_states  # anywhere: a state has gone past where others start
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
@@ -123,9 +126,6 @@ class KVManager:
 
     def _match(self, path: Path) -> _Match:
         found, tables = self._index.find(path), []
-        for group, pages in zip(self.groups, found.pages, strict=True):
-            if group.is_state and self._fresh:
-                pages[:] = [NULL_PAGE if page in self._fresh else page for page in pages]
         num_tokens, partly = self._num_usable(found.pages, found.num_tokens // self.page_size) * self.page_size, []
         if self.can_fork and num_tokens < found.num_tokens < num_tokens + self.page_size:
             # What this step writes can be shared, but not copied, which is done before it.
@@ -133,20 +133,24 @@ class KVManager:
             num_tokens = found.num_tokens if partly else num_tokens
         for group, pages in zip(self.groups, found.pages, strict=True):
             first = group.first_needed(num_tokens) if num_tokens else 0
-            tables.append(GroupTable([NULL_PAGE] * first + pages[first : num_tokens // group.page_size], first))
+            end = num_tokens // self.page_size
+            needed = pages[max(end - 1, 0) : end] if group.is_state else pages[first : num_tokens // group.page_size]
+            tables.append(GroupTable([*[NULL_PAGE] * first, *needed], first))
         return _Match(num_tokens, found.num_tokens, tables, partly)
 
-    def _num_usable(self, pages: list[list[int]], num: int) -> int:
+    def _num_usable(self, pages: Sequence[Sequence[int]], num: int) -> int:
         """Of a prefix of so many pages' tokens, how many of which every group has what it needs."""
-        while num:
-            fewer = min(self._num_held(group, held, num) for group, held in zip(self.groups, pages, strict=True))
-            if fewer == num:
-                break
-            num = fewer
+        before = -1
+        while num != before:
+            before = num
+            for group, held in zip(self.groups, pages, strict=True):
+                num = self._num_held(group, held, num) if num else 0
         return num
 
-    def _num_held(self, group: Group, pages: list[int], num: int) -> int:
+    def _num_held(self, group: Group, pages: Sequence[int], num: int) -> int:
         """`num`, if these pages of the group hold what a prefix of so many needs, or a smaller number for which they may."""
+        if group.is_state:
+            return next((n for n in range(num, 0, -1) if pages[n - 1] and pages[n - 1] not in self._fresh), 0)
         per_page = group.page_size // self.page_size
         num -= num % per_page
         first, end = group.first_needed(num * self.page_size), num // per_page
@@ -199,7 +203,8 @@ class KVManager:
         for table in match.tables:
             for page in table.held:
                 self._pool.share(page)
-        self._sequences[seq] = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size)
+        stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
+        self._sequences[seq] = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops)
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_tokens) - at
@@ -207,6 +212,16 @@ class KVManager:
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
         return Start(match.num_tokens, match.num_matching, copies)
+
+    def _stops(self, num_tokens: int, match: _Match) -> tuple[int, int]:
+        """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
+        its end, as the next turn of a conversation does."""
+        size = self.page_size
+        return match.num_matching // size * size, (num_tokens - 1) // size * size
+
+    def until_stop(self, seq: int, start: int, count: int) -> int:
+        """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
+        return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
@@ -226,42 +241,45 @@ class KVManager:
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
         any more."""
-        changes = []
-        for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True)):
+        changes, sequence = [], self._sequences[seq]
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             num_kept = max(group.num_pages_for(num_tokens), table.num_trimmed)
             given = table.pages[num_kept:]
             if given:
                 del table.pages[num_kept:]
                 changes.append(PageChange(g, num_kept, [NULL_PAGE] * len(given)))
-                for page in given:
-                    self._pool.drop(page)
+                self._give_back(sequence, given)
         return changes
 
     def trim(self, seq: int, position: int) -> list[PageChange]:
         """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
-        changes = []
-        for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True)):
+        changes, sequence = [], self._sequences[seq]
+        for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = table.num_trimmed
             given = table.trim(group.first_needed(position))
-            for page in given:
-                self._pool.drop(page)
             if given:
+                self._give_back(sequence, given)
                 changes.append(PageChange(g, first, [NULL_PAGE] * len(given)))
         return changes
 
     def copies_to_write(self, seq: int, start: int, end: int) -> list[tuple[int, int, int]] | None:
         """Make the pages of tokens start..end-1 private before they are written. Returns (group, index in table, old page) for
         each page replaced, whose content must be copied into the new one; None if there are not enough free pages (nothing is
-        changed)."""
-        tables, shared = self._sequences[seq].tables, self._shared(seq, start, end)
+        changed). A cached page that no other sequence holds is overwritten before another request has to give way."""
+        sequence, shared = self._sequences[seq], self._shared(seq, start, end)
+        tables = sequence.tables
         if len(shared) > self._pool.num_free:
-            return None
+            cached = [(g, i) for g, i in shared if self._pool.references(tables[g].pages[i]) == 1]
+            if len(shared) - len(cached) > self._pool.num_free:
+                return None
+            for g, i in cached:
+                self._forget(tables[g].pages[i])
+            shared = [entry for entry in shared if entry not in cached]
         copies = []
         for g, i in shared:
             copies.append((g, i, tables[g].pages[i]))
             tables[g].pages[i] = self._take()
-        for _, _, old in copies:  # only now: the source must not be handed out as another copy's target
-            self._pool.drop(old)
+        self._give_back(sequence, [old for _, _, old in copies])  # only now: no source may be another copy's target
         return copies
 
     def record(self, seq: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -271,12 +289,19 @@ class KVManager:
         sequence = self._sequences[seq]
         start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
         sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
+        stops = (end,) if start < end == num_computed and end in sequence.stops else ()
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = max(start // group.page_size, table.num_trimmed)
-            pages = table.pages[first : end // group.page_size]
-            if pages:
-                self._fresh.update(page for page in pages if page not in self._index)
-                self._index.put(sequence.path, token_ids, g, first, pages)
+            if group.is_state:
+                ends = range((first + 1) * group.page_size, end + 1, group.page_size)
+                for at in (*ends, *stops):  # where the step ends, the sequence goes on in a copy
+                    self._put(sequence, token_ids, g, at // self.page_size - 1, [table.pages[(at - 1) // group.page_size]])
+            elif pages := table.pages[first : end // group.page_size]:
+                self._put(sequence, token_ids, g, first, pages)
+
+    def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
+        self._fresh.update(page for page in pages if page not in self._index)
+        self._index.put(sequence.path, token_ids, group, first, pages)
 
     def begin_step(self) -> None:
         """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
@@ -329,12 +354,14 @@ class KVManager:
             self._pool.drop(page)
 
     def discard(self, seq: int) -> list[int]:
-        """The sequence is done, and what it computed is worthless: it leaves the prefix index. Returns pages to be cleared."""
-        own = [page for page in self._sequences[seq].held() if self._pool.references(page) == 1]
-        for page in own:
-            self._index.forget(page)
-            self._fresh.discard(page)
+        """The sequence is done, and what it computed is worthless: it leaves the prefix index, with what was given back before.
+        Returns pages to be cleared: those that no other sequence holds or has taken since."""
+        sequence = self._sequences[seq]
+        worthless = {*sequence.held(), *(page for page, _ in self._unchanged(sequence))}
         self.release(seq)
+        own = sorted(page for page in worthless if self._pool.references(page) == 0)
+        for page in own:
+            self._forget(page)
         return own
 
     def clear_prefixes(self) -> int:
@@ -345,6 +372,18 @@ class KVManager:
         return self._index.clear()
 
     # ---- inside
+
+    def _give_back(self, sequence: _Sequence, pages: list[int]) -> None:
+        """The sequence goes on without these pages."""
+        sequence.given_back += [(page, self._pool.times_taken(page)) for page in pages]
+        if len(sequence.given_back) > 2 * self._pool.num_pages:
+            sequence.given_back = self._unchanged(sequence)
+        for page in pages:
+            self._pool.drop(page)
+
+    def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
+        """What it gave back and none has taken since."""
+        return [(page, times) for page, times in sequence.given_back if self._pool.times_taken(page) == times]
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
         """By group: pages that it lacks for so many tokens; negative: it has more."""
@@ -364,10 +403,13 @@ class KVManager:
 
     def _take(self) -> int:
         page = self._pool.take()
-        self._fresh.discard(page)
-        if self._index.forget(page):
+        if self._forget(page):
             self.num_evicted += 1
         return page
+
+    def _forget(self, page: int) -> bool:
+        self._fresh.discard(page)
+        return self._index.forget(page)
 
     def check_integrity(self) -> None:
         """free + cached + owned = total, every reference has an owner, every key a page."""

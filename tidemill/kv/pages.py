@@ -23,6 +23,7 @@ class PagePool:
         self.num_free = num_pages - 1
         self._refs = [0] * num_pages
         self._refs[NULL_PAGE] = 1
+        self._times_taken = [0] * num_pages
         order = [num_pages, *range(1, num_pages), num_pages]
         self._next = [0] * (num_pages + 1)
         self._prev = [0] * (num_pages + 1)
@@ -33,12 +34,17 @@ class PagePool:
     def references(self, page: int) -> int:
         return self._refs[page]
 
+    def times_taken(self, page: int) -> int:
+        """What a page holds is the same while this is."""
+        return self._times_taken[page]
+
     def take(self) -> int:
         """The least recently used free page, now owned once."""
         page = self._next[self.num_pages]
         assert page != self.num_pages, "no free page"
         self._unlink(page)
         self._refs[page] = 1
+        self._times_taken[page] += 1
         return page
 
     def share(self, page: int) -> None:

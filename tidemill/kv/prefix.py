@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from tidemill.cache_layout import Group
 from tidemill.kv.pages import NULL_PAGE
@@ -35,17 +36,19 @@ class Found:
     """The longest prefix of a path that an index knows."""
 
     num_tokens: int
-    pages: list[list[int]]  # of each group: those full of its tokens, in order; the null page stands for one that is missing
+    pages: Sequence[Sequence[int]]  # of each group: those full of its tokens, in order; the null page: one is missing
     partly: list[list[int]] = field(default_factory=list)  # next pages, one of each group, that begin with its other tokens
 
 
 class PrefixIndex(ABC, Generic[P]):
-    """Content to page and back."""
+    """Content to page and back. States can be kept after any multiple of `page_size` tokens: to an index, the pages of such a
+    group have that size, and most of them are missing."""
 
     def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
         """`page_size`: tokens; the groups' are multiples of it."""
         self._page_size = page_size
         self._groups = groups
+        self._sizes = [page_size if group.is_state else group.page_size for group in groups]
         self._copies = Copies()
 
     @abstractmethod
@@ -112,6 +115,8 @@ class Copies:
 
 # ---- chained hashes
 
+_MOST_SEEN = 65_536  # keys
+
 
 def root_key(salt: str, page_size: int) -> bytes:
     """Where a tenant's chains start. Chains of different salts never meet, so no tenant can find another's pages."""
@@ -133,6 +138,7 @@ class HashPath(Path):
     page_size: int
     root: bytes
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
+    num_seen: int = 0  # of them, how many are noted as seen
 
     def until(self, num_tokens: int) -> HashPath:
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
@@ -144,6 +150,27 @@ class HashPath(Path):
             self.keys.append(key)
 
 
+class _States(Sequence[int]):
+    """A group's states after each page of a path, looked up when they are asked for: mostly, one is."""
+
+    def __init__(self, page_of: dict[bytes, int], group: int, keys: Sequence[bytes]) -> None:
+        self._page_of, self._group, self._keys = page_of, group, keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        return self._page_of.get(group_key(self._group, self._keys[at]), NULL_PAGE)
+
+
 class HashIndex(PrefixIndex[HashPath]):
     """Chained SHA-256 keys of full pages, salted per tenant."""
 
@@ -151,6 +178,8 @@ class HashIndex(PrefixIndex[HashPath]):
         super().__init__(page_size, groups)
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._has_states = any(group.is_state for group in groups)
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
@@ -164,26 +193,41 @@ class HashIndex(PrefixIndex[HashPath]):
         return path
 
     def find(self, path: HashPath) -> Found:
-        num, pages = len(path.keys), list[list[int]]()
-        for g, group in enumerate(self._groups):
-            per_page = group.page_size // self._page_size
+        num, pages = len(path.keys), list[Sequence[int]]()
+        num_seen = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
+        for g, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
+            if group.is_state:
+                pages.append(_States(self._page_of, g, path.keys))
+                continue
+            per_page = size // self._page_size
             each = (self._page_of.get(group_key(g, key), NULL_PAGE) for key in path.keys[per_page - 1 : num : per_page])
             found = list(each if group.window else takewhile(bool, each))  # without a window, the first that is missing ends it
             while found and not found[-1]:
                 found.pop()
-            pages.append(found)
             num = min(num, len(found) * per_page + per_page - 1)
-        return Found(num * self._page_size, pages)
+            pages.append(found + [NULL_PAGE] * (num_seen // per_page - len(found)))
+        return Found((num_seen if self._has_states else num) * self._page_size, pages)
 
     def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
-        size = self._groups[group].page_size
+        size = self._sizes[group]
         path.extend(token_ids, (first + len(pages)) * size)
+        self._see(path, (first + len(pages)) * size // self._page_size)
         for i, page in enumerate(pages, first):
             if page not in self._key_of:
                 key = self._key_of[page] = group_key(group, path.keys[(i + 1) * size // self._page_size - 1])
                 standing = self._page_of.setdefault(key, page)
                 if standing != page:
                     self._copies.add(standing, page)
+
+    def _see(self, path: HashPath, num: int) -> None:
+        """With states, most pages of a prefix may be missing: that it was there is known by its keys."""
+        if self._has_states and path.num_seen < num:
+            for key in path.keys[path.num_seen : num]:
+                self._seen[key] = None
+                self._seen.move_to_end(key)
+            path.num_seen = num
+            while len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
 
     def forget(self, page: int) -> bool:
         key = self._key_of.pop(page, None)
@@ -200,6 +244,7 @@ class HashIndex(PrefixIndex[HashPath]):
         num_forgotten = len(self._key_of)
         self._page_of.clear()
         self._key_of.clear()
+        self._seen.clear()
         self._copies.clear()
         return num_forgotten
 

@@ -64,7 +64,6 @@ class RadixIndex(PrefixIndex[RadixPath]):
 
     def __init__(self, page_size: int, groups: Sequence[Group]) -> None:
         super().__init__(page_size, groups)
-        self._sizes = [group.page_size for group in groups]
         self._roots: dict[str, Node] = {}
         self._at: dict[int, tuple[Node, int, int]] = {}  # of a page: a node that its last token is in or was, its end, its group
 
@@ -94,7 +93,7 @@ class RadixIndex(PrefixIndex[RadixPath]):
         """Pages of each group that begin with the last tokens before `end`, which is within them."""
         size = self._page_size
         found, nodes, page_end = list[list[int]](), [node], (end // size + 1) * size
-        if end % size == 0 or any(other != size for other in self._sizes):
+        if end % size == 0 or any(group.page_size != size for group in self._groups):
             return found
         while nodes and len(found) < _NUM_TRIED:
             node = nodes.pop()

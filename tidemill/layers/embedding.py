@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tidemill.kernels.linear import Weight
 from tidemill.layers.linear import Linear
 
 
@@ -35,5 +36,9 @@ class TiedHead(nn.Module):
         super().__init__()
         self._table = [table]  # in a list: it is the model's module, not this one's
 
+    @property
+    def weight(self) -> Weight:
+        return self._table[0].weight
+
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._table[0].weight.logits(x_TH, out)
+        return self.weight.logits(x_TH, out)

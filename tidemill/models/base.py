@@ -69,9 +69,15 @@ class Model(nn.Module, ABC):
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """Meanwhile a forward pass uses every kernel of the whole, at a fraction of its time."""
-        whole, config = self.blocks, self.config
-        kinds = [(spec, config.moe(layer)) for layer, spec in enumerate(config.layers)]
-        self.blocks = nn.ModuleList(whole[kinds.index(kind)] for kind in dict.fromkeys(kinds))
+        kinds = [(spec, self.config.moe(layer)) for layer, spec in enumerate(self.config.layers)]
+        with self.only_layers([kinds.index(kind) for kind in dict.fromkeys(kinds)]):
+            yield
+
+    @contextmanager
+    def only_layers(self, numbers: Iterable[int]) -> Iterator[None]:
+        """Meanwhile a forward pass has these layers alone, and the last norm."""
+        whole = self.blocks
+        self.blocks = nn.ModuleList(whole[number] for number in numbers)
         try:
             yield
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -48,6 +50,7 @@ class CpuRunner:
             with self.loras.on():
                 self._lora_program = record_forward(model, self.mixers, self.cache)
         self.fallback = self._find_fallback()
+        self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
@@ -84,7 +87,10 @@ class CpuRunner:
             copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
         batch = gather_batch(plan.items, self.state)
         hidden_TH = self.forward(batch)
-        return self._sample(plan, batch, hidden_TH)
+        result = self._sample(plan, batch, hidden_TH)
+        for observe in self.observers:
+            observe(plan, hidden_TH, result)
+        return result
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched

@@ -54,12 +54,17 @@ def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> 
     longest = [one.cos.shape[0] for one in angles if one is not None]
     longest += [table.shape[1] * size for table, size in mixers.tables]
     num_tokens = min([num_tokens, model.config.max_context, *longest])
+    positions, slots_GT = torch.arange(num_tokens), use_first_pages(mixers, num_tokens)
+    step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
+    return step, model.embed_at(positions % model.config.vocab_size, positions, None)
+
+
+def use_first_pages(mixers: Mixers, num_tokens: int) -> torch.Tensor:
+    """Row 0 gets the first pages, for use while no sequence is in the cache. The slots of its tokens in each group, [G, T]."""
     positions, slots, first = torch.arange(num_tokens), [], 1
     for table, size in mixers.tables:
         num = -(-num_tokens // size)
         table[0, :num] = torch.arange(first, first + num)
         slots.append(first * size + positions)
         first += num
-    slots_GT = torch.stack(slots) if slots else positions[None][:0]
-    step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
-    return step, model.embed_at(positions % model.config.vocab_size, positions, None)
+    return torch.stack(slots) if slots else positions[None][:0]

@@ -438,6 +438,7 @@ class Scheduler:
                 state.num_left += kept
                 if count == 0:
                     return
+                count = self.kv.until_stop(started.seq, started.num_computed, count)
                 if self._make_room_for_chunk(started, count, plan):
                     self._schedule(started, count, plan, state)
 
@@ -474,6 +475,7 @@ class Scheduler:
             state.num_running += 1
             count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
             if count:
+                count = self.kv.until_stop(request.seq, request.num_computed, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
                 self._schedule(request, count, plan, state)

@@ -34,7 +34,7 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6}
+KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6, "S4": 7}
 
 
 class LayerSpec(ctypes.Structure):

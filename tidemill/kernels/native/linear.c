@@ -6,8 +6,10 @@ A panel holds, for every group of input features, eight rows side by side, so th
   Q8, Q8M          [panel][k / 32][8 fours][8][4]      signed codes
   Q4               [panel][k / 32][4 fours][8][4]      codes 0 .. 15; a byte's high half is four f + 4's code
   MX4              the same                            numbers of E2M1 values, which MX4_CODES has twice as large
+  S4               the same                            codes -8 .. 7, which are multiplied sixteen times as large
 
-and for these kinds scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset.
+and for these kinds scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
+S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
 Activations meet the Q kinds as signed bytes with one scale for 32 of them.
 
 An output is summed over k in order, by one chain of operations that is the same for any number of rows and any tile: the bits of a
@@ -21,10 +23,21 @@ row do not depend on the rest of the batch. Integer sums within a group of 32 ar
 #define ROWS 4        /* of a tile of the Q kinds */
 #define FLOAT_ROWS 8  /* of a tile of the others */
 static const int8_t MX4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4; }
+TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4 || kind == S4; }
 TM_INLINE int has_offsets(int kind) { return kind == Q8M || kind == Q4; }
+TM_INLINE long scale_halves(int kind) { return has_offsets(kind) || kind == S4 ? 2 * LANES : LANES; } /* of a group, 16 bits each */
 
-#define WIDE_ROWS 8   /* from so many rows on, a panel is unpacked once instead of once a tile */
+/* Two codes of each byte. */
+TM_INLINE void split(int kind, u8x32 both, u8x32 *low, u8x32 *high) {
+    if (kind == S4) {
+        *low = u8x32_low_by_16(both), *high = u8x32_high_by_16(both);
+        return;
+    }
+    *low = u8x32_low(both), *high = u8x32_high(both);
+    if (kind == MX4) *low = u8x32_look_up(MX4_CODES, *low), *high = u8x32_look_up(MX4_CODES, *high);
+}
+
+#define WIDE_ROWS 16  /* from so many rows on, a panel is unpacked once instead of once a tile */
 
 void quantize_row(void *arg, long row, int thread) {
     (void)thread;
@@ -48,28 +61,19 @@ void quantize_row(void *arg, long row, int thread) {
     }
 }
 
-#define FOUR(f)                                                                                  \
-    {                                                                                            \
-        u8x32 both = u8x32_load(codes + f * 32), low = u8x32_low(both), high = u8x32_high(both); \
-        for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], low, first[r], f);       \
-        for (int r = 0; r < n; r++) dot[r] = i32x8_dot_unsigned(dot[r], high, second[r], f);     \
+#define DOT(acc, w, x, f) (kind == Q4 ? i32x8_dot_unsigned(acc, w, x, f) : i32x8_dot(acc, w, x, f))
+#define FOUR(f)                                                                  \
+    {                                                                            \
+        u8x32 low, high;                                                         \
+        split(kind, u8x32_load(codes + f * 32), &low, &high);                    \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], low, first[r], f);      \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], high, second[r], f);    \
     }
-#define FOUR_OF_TABLE(f)                                                                         \
-    {                                                                                            \
-        u8x32 both = u8x32_load(codes + f * 32);                                                 \
-        u8x32 low = u8x32_look_up(MX4_CODES, u8x32_low(both));                                   \
-        u8x32 high = u8x32_look_up(MX4_CODES, u8x32_high(both));                                 \
-        for (int r = 0; r < n; r++) dot[r] = i32x8_dot(dot[r], low, first[r], f);                \
-        for (int r = 0; r < n; r++) dot[r] = i32x8_dot(dot[r], high, second[r], f);              \
+#define BYTES(at, half, f)                                               \
+    {                                                                    \
+        u8x32 w = u8x32_load(codes + at * 32);                           \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], w, half[r], f); \
     }
-#define BYTES(dot_fn, at, half, f)                                          \
-    {                                                                       \
-        u8x32 w = u8x32_load(codes + at * 32);                              \
-        for (int r = 0; r < n; r++) dot[r] = dot_fn(dot[r], w, half[r], f); \
-    }
-#define EIGHT(dot_fn)                                                                                           \
-    BYTES(dot_fn, 0, first, 0) BYTES(dot_fn, 1, first, 1) BYTES(dot_fn, 2, first, 2) BYTES(dot_fn, 3, first, 3) \
-    BYTES(dot_fn, 4, second, 0) BYTES(dot_fn, 5, second, 1) BYTES(dot_fn, 6, second, 2) BYTES(dot_fn, 7, second, 3)
 
 TM_INLINE f32x8 load_scale(const void *scales, long at, int wide) {
     return wide ? f32x8_load((const float *)scales + at) : f32x8_load_f16((const uint16_t *)scales + at);
@@ -88,20 +92,15 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
         i8x16 first[ROWS], second[ROWS];
         for (int r = 0; r < n; r++) dot[r] = i32x8_start();
         for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
-        if (kind == Q4 && !wide) {
+        if (is_packed(kind) && !wide) {
             FOUR(0) FOUR(1) FOUR(2) FOUR(3)
             codes += 128;
-        } else if (kind == MX4 && !wide) {
-            FOUR_OF_TABLE(0) FOUR_OF_TABLE(1) FOUR_OF_TABLE(2) FOUR_OF_TABLE(3)
-            codes += 128;
-        } else if (kind == Q4) {
-            EIGHT(i32x8_dot_unsigned)
-            codes += 256;
         } else {
-            EIGHT(i32x8_dot)
+            BYTES(0, first, 0) BYTES(1, first, 1) BYTES(2, first, 2) BYTES(3, first, 3)
+            BYTES(4, second, 0) BYTES(5, second, 1) BYTES(6, second, 2) BYTES(7, second, 3)
             codes += 256;
         }
-        f32x8 d = load_scale(scales, g * num_scales, wide);
+        f32x8 d = load_scale(scales, g * num_scales, wide || kind == S4);
         for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
         if (has_offsets(kind)) {
             f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
@@ -112,47 +111,45 @@ TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *co
     for (int r = 0; r < n; r++) out[r] = acc[r];
 }
 
-/* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
-TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f32x8 *out) {
-    long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES, code_bytes = is_packed(kind) ? 128 : 256;
-    const int8_t *x = j->xq;
-    f32x8 acc = f32x8_set(0);
-    for (long g = 0; g < num_groups; g += 2) {
-        int n = num_groups - g > 1 ? 2 : 1;
-        i32x8 dot[2];
-        for (int p = 0; p < n; p++) {
-            i8x16 first = i8x16_load(x), second = i8x16_load(x + 16);
-            dot[p] = i32x8_start();
-#define SINGLE_FOUR(f)                                                    \
-    {                                                                     \
-        u8x32 both = u8x32_load(codes + f * 32);                          \
-        dot[p] = i32x8_dot_unsigned(dot[p], u8x32_low(both), first, f);   \
-        dot[p] = i32x8_dot_unsigned(dot[p], u8x32_high(both), second, f); \
-    }
-#define SINGLE_FOUR_OF_TABLE(f)                                                              \
-    {                                                                                        \
-        u8x32 both = u8x32_load(codes + f * 32);                                             \
-        dot[p] = i32x8_dot(dot[p], u8x32_look_up(MX4_CODES, u8x32_low(both)), first, f);     \
-        dot[p] = i32x8_dot(dot[p], u8x32_look_up(MX4_CODES, u8x32_high(both)), second, f);   \
+#define SINGLE_FOUR(f)                                        \
+    {                                                         \
+        u8x32 low, high;                                      \
+        split(kind, u8x32_load(codes + f * 32), &low, &high); \
+        dot[p] = DOT(dot[p], low, first, f);                  \
+        dot[p] = DOT(dot[p], high, second, f);                \
     }
 #define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
-            if (kind == Q4) {
-                SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
-            } else if (kind == MX4) {
-                SINGLE_FOUR_OF_TABLE(0) SINGLE_FOUR_OF_TABLE(1) SINGLE_FOUR_OF_TABLE(2) SINGLE_FOUR_OF_TABLE(3)
-            } else {
-                SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
-                SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
-            }
-            codes += code_bytes;
-            x += GROUP;
+
+/* `n` groups of one panel by one row, added to `acc`. */
+TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, long g, int n, f32x8 acc) {
+    long code_bytes = is_packed(kind) ? 128 : 256;
+    i32x8 dot[2];
+    codes += g * code_bytes, scales += g * scale_halves(kind);
+    for (int p = 0; p < n; p++) {
+        i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
+        dot[p] = i32x8_start();
+        if (is_packed(kind)) {
+            SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
+        } else {
+            SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
+            SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
         }
-        for (int p = 0; p < n; p++) {
-            acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(f32x8_load_f16(scales), j->xd[g + p]));
-            if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
-            scales += num_scales;
-        }
+        codes += code_bytes;
     }
+    for (int p = 0; p < n; p++) {
+        acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(load_scale(scales, 0, kind == S4), j->xd[g + p]));
+        if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
+        scales += scale_halves(kind);
+    }
+    return acc;
+}
+
+/* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
+TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, f32x8 *out) {
+    long num_groups = j->num_in / GROUP, g = 0;
+    f32x8 acc = f32x8_set(0);
+    for (; g + 2 <= num_groups; g += 2) acc = single_groups(j, kind, codes, scales, g, 2, acc);
+    if (g < num_groups) acc = single_groups(j, kind, codes, scales, g, 1, acc);
     *out = acc;
 }
 
@@ -224,7 +221,7 @@ static void store_tile(const linear_job *j, long panel, long row, int n, const f
         }                                                                                             \
     }
 #define Q_SINGLE(name, kind)                                                                          \
-    static void name(const linear_job *j, long panel, const uint8_t *codes, const uint16_t *scales) { \
+    static __attribute__((noinline)) void name(const linear_job *j, long panel, const uint8_t *codes, const uint16_t *scales) { \
         f32x8 value;                                                                                  \
         single_q(j, kind, codes, scales, &value);                                                     \
         store_tile(j, panel, 0, 1, &value);                                                           \
@@ -233,10 +230,12 @@ Q_SINGLE(single_q4, Q4)
 Q_SINGLE(single_q8, Q8)
 Q_SINGLE(single_q8m, Q8M)
 Q_SINGLE(single_mx4, MX4)
+Q_SINGLE(single_s4, S4)
 Q_PANEL(panel_q4, Q4, 0)
 Q_PANEL(panel_q8, Q8, 0)
 Q_PANEL(panel_q8m, Q8M, 0)
 Q_PANEL(panel_mx4, MX4, 0)
+Q_PANEL(panel_s4, S4, 0)
 Q_PANEL(wide_q4, Q4, 1)
 Q_PANEL(wide_q8, Q8, 1)
 Q_PANEL(wide_q8m, Q8M, 1)
@@ -279,18 +278,25 @@ static void float_panels(const linear_job *j, long panel, long end) {
     }
 }
 
-/* A byte a code and float scales, in the thread's memory. */
-static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *scales, uint8_t *wide_codes, float *wide_scales) {
-    long num_groups = j->num_in / GROUP, num_scales = num_groups * (has_offsets(j->kind) ? 2 : 1);
-    for (long i = 0; i < num_scales; i++) f32x8_store(wide_scales + i * LANES, f32x8_load_f16(scales + i * LANES));
-    if (!is_packed(j->kind)) return;
-    for (long g = 0; g < num_groups; g++)
+TM_INLINE void unpack_codes(int kind, const uint8_t *codes, long num_groups, uint8_t *to) {
+    for (long g = 0; g < num_groups; g++, to += 256)
         for (int f = 0; f < 4; f++) {
-            u8x32 both = u8x32_load(codes + g * 128 + f * 32);
-            u8x32 low = u8x32_low(both), high = u8x32_high(both);
-            u8x32_store(wide_codes + g * 256 + f * 32, j->kind == MX4 ? u8x32_look_up(MX4_CODES, low) : low);
-            u8x32_store(wide_codes + g * 256 + (f + 4) * 32, j->kind == MX4 ? u8x32_look_up(MX4_CODES, high) : high);
+            u8x32 low, high;
+            split(kind, u8x32_load(codes + g * 128 + f * 32), &low, &high);
+            u8x32_store(to + f * 32, low);
+            u8x32_store(to + f * 32 + 128, high);
         }
+}
+
+/* A byte a code and float scales (which S4 has), in the thread's memory. */
+static void unpack(const linear_job *j, const uint8_t *codes, const uint16_t *scales, uint8_t *wide_codes, float *wide_scales) {
+    long num_groups = j->num_in / GROUP, num_scales = j->kind == S4 ? 0 : num_groups * (has_offsets(j->kind) ? 2 : 1);
+    for (long i = 0; i < num_scales; i++) f32x8_store(wide_scales + i * LANES, f32x8_load_f16(scales + i * LANES));
+    switch (j->kind) {
+    case Q4: unpack_codes(Q4, codes, num_groups, wide_codes); break;
+    case MX4: unpack_codes(MX4, codes, num_groups, wide_codes); break;
+    case S4: unpack_codes(S4, codes, num_groups, wide_codes); break;
+    }
 }
 
 void run_panels(void *arg, long task, int thread) {
@@ -301,7 +307,7 @@ void run_panels(void *arg, long task, int thread) {
         float_panels(j, panel, end);
         return;
     }
-    long num_groups = j->num_in / GROUP, code_bytes = is_packed(j->kind) ? 128 : 256, num_scales = has_offsets(j->kind) ? 2 * LANES : LANES;
+    long num_groups = j->num_in / GROUP, code_bytes = is_packed(j->kind) ? 128 : 256, num_scales = scale_halves(j->kind);
     /* Without memory for the unpacked codes, the packed ones give the same result. */
     float *wide_scales = j->num_rows >= WIDE_ROWS ? tm_scratch(thread, 1, num_groups * (256 + num_scales * (long)sizeof(float))) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + num_groups * num_scales);
@@ -309,7 +315,13 @@ void run_panels(void *arg, long task, int thread) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * num_groups * code_bytes;
         const uint16_t *scales = j->scales + panel * num_groups * num_scales;
         if (j->num_rows == 1) {
-            (j->kind == Q4 ? single_q4 : j->kind == MX4 ? single_mx4 : j->kind == Q8 ? single_q8 : single_q8m)(j, panel, codes, scales);
+            switch (j->kind) {
+            case Q8: single_q8(j, panel, codes, scales); break;
+            case Q8M: single_q8m(j, panel, codes, scales); break;
+            case MX4: single_mx4(j, panel, codes, scales); break;
+            case S4: single_s4(j, panel, codes, scales); break;
+            default: single_q4(j, panel, codes, scales);
+            }
             continue;
         }
         if (wide_scales) unpack(j, codes, scales, wide_codes, wide_scales);
@@ -317,6 +329,7 @@ void run_panels(void *arg, long task, int thread) {
         case Q8: wide_scales ? wide_q8(j, panel, codes, wide_scales) : panel_q8(j, panel, codes, scales); break;
         case Q8M: wide_scales ? wide_q8m(j, panel, codes, wide_scales) : panel_q8m(j, panel, codes, scales); break;
         case MX4: wide_scales ? wide_q8(j, panel, wide_codes, wide_scales) : panel_mx4(j, panel, codes, scales); break;
+        case S4: wide_scales ? wide_q8(j, panel, wide_codes, (const float *)scales) : panel_s4(j, panel, codes, scales); break;
         default: wide_scales ? wide_q4(j, panel, wide_codes, wide_scales) : panel_q4(j, panel, codes, scales);
         }
     }

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5, MX4 = 6 };
+enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5, MX4 = 6, S4 = 7 };
 #define GROUP 32
 #define LANES 8
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tidemill.config import EngineConfig
 from tidemill.models.base import Model
 from tidemill.runner.base import Runner
 from tidemill.runner.spec import Drafter
 from tidemill.runner.spec.draft_model import DraftModelDrafter
+from tidemill.runner.spec.drafters import HeadsDrafter
 from tidemill.runner.spec.forced import ForcedDrafter
 from tidemill.runner.spec.ngram import NgramDrafter
 from tidemill.runner.spec.suffix import SuffixDrafter
@@ -32,11 +34,16 @@ def _draft_model(parts: Parts) -> Drafter:
     return DraftModelDrafter(parts.draft_model, parts.config.draft, parts.vocab_size)
 
 
+def _heads(name: str, parts: Parts) -> Drafter:
+    return HeadsDrafter(name, parts.config, parts.runner)
+
+
 DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
     "forced": lambda parts: ForcedDrafter(parts.forced),
     "ngram": lambda parts: NgramDrafter(),
     "suffix": lambda parts: SuffixDrafter(),
     "draft-model": _draft_model,
+    **{name: partial(_heads, name) for name in ("medusa", "eagle", "exit")},
 }
 # What a further token adds to the time of a step of one, before it is measured.
 SLOPES = {"cpu": 0.35, "cuda": 0.005}

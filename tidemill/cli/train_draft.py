@@ -1,0 +1,128 @@
+"""`tidemill train-draft`: heads that make a model's own drafts, trained on this machine."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.weights.locate import locate
+
+
+@takes("model", "dtype", "threads")
+def train_draft(
+    settings: Settings,
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="eagle: a layer that guesses the next hidden state, a chain of drafts. medusa: a head for each of the next "
+            "tokens. exit: the model's own first layers."
+        ),
+    ] = "eagle",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to learn from: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model writes "
+            "its own, which gives the most accepted drafts."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder of the result, and of what is needed to go on. Default: MODEL-KIND, here.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to learn from: more of them help more than more epochs.")] = 98_304,
+    epochs: Annotated[int, typer.Option(help="How often the text is gone through.")] = 3,
+    guesses: Annotated[int, typer.Option(help="eagle: how many drafts in a row are learned.")] = 2,
+    vocab: Annotated[int, typer.Option(help="Tokens that drafts may be: the most frequent ones of the text.")] = 8192,
+    exit_layer: Annotated[
+        int | None, typer.Option(help="exit: after this many layers. Default: the fastest of some, by measurement.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the text, the first weights and the order.")] = 0,
+) -> None:
+    """Train draft heads for speculative decoding, and measure them. Ctrl-C stops; the same command goes on from there."""
+    from tidemill.draft.run import Stopped, TrainOptions, train_draft  # brings torch
+    from tidemill.engine.core import inspect
+    from tidemill.engine.llm import LLM
+
+    model = settings["model"]
+    options = TrainOptions(
+        model=model,
+        kind=kind,
+        out=(out or Path(f"{locate(model, fetch=True).stem}-{kind}")).expanduser(),
+        data=data,
+        num_tokens=tokens,
+        num_epochs=epochs,
+        num_guesses=guesses,
+        vocab_size=vocab,
+        exit_layer=exit_layer,
+        seed=seed,
+    )
+    options.check()
+    console = Console(stderr=True, highlight=False)
+    raise_on_interrupt()
+    sizes: dict[str, Any] = {"max_requests": 32, "max_context": min(1024, inspect(model)[2].max_context)}
+    llm = LLM(progress=console.is_terminal, device="cpu", **sizes, **settings.engine)
+    with _Shown(console) as shown:
+        try:
+            measured = train_draft(options, llm, shown, shown.is_stopped)
+        except (Stopped, KeyboardInterrupt):
+            console.print(f"Stopped. The same command goes on from here; what it needs is in {options.out}.", markup=False)
+            raise typer.Exit(130) from None
+    _tell(Console(highlight=False), options.out, measured)
+
+
+class _Shown:
+    """A bar for each stage on a terminal, a line elsewhere. In training, Ctrl-C takes effect after the step at hand."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._console = console
+        self._progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal)
+        self._task: TaskID | None = None
+        self._is_stopped, self._previous = False, signal.getsignal(signal.SIGINT)
+
+    def __enter__(self) -> _Shown:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+        self._progress.__exit__(*error)
+
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    def stage(self, name: str, total: int) -> None:
+        self._task = self._progress.add_task(name, total=total, note="")
+        if not self._console.is_terminal:
+            self._console.print(f"{name}: {total:,}")
+        is_training = name.startswith("Training")
+        signal.signal(signal.SIGINT, self._stop if is_training else self._previous)
+
+    def at(self, done: int, note: str = "") -> None:
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, note=note)
+
+    def _stop(self, *_: object) -> None:
+        self._is_stopped = True
+
+
+def _tell(console: Console, out: Path, measured: dict[str, Any]) -> None:
+    shares = ", ".join(f"{share:.0%}" for share in measured["acceptance"])
+    console.print(f"{out}: {measured['kind']} heads, {measured['settings']}", markup=False)
+    console.print(f"On held-out text the first 1, 2, ... drafts are all right in {shares} of places.")
+    console.print(
+        f"Speed here, one request: {measured['speed']}x of no drafts, where drafts end under a probability of "
+        f"{measured['least_probability']}. A draft costs {measured['draft_cost']} of a step; steps of 1, 2, ... tokens cost "
+        f"{', '.join(map(str, measured['step_costs']))}."
+    )

@@ -1,0 +1,193 @@
+"""From a model to a folder of draft heads: text, hidden states, training, measurement. Every part goes on where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tidemill.draft.cost import Costs, acceptance, best_threshold, draft_seconds, step_seconds
+from tidemill.draft.states import StatesFile
+from tidemill.draft.text import Example, TextFile, read_text, write_text
+from tidemill.draft.train import RATES, Corpus, Recipe, draft_held_out, num_steps, train
+from tidemill.engine.llm import LLM
+from tidemill.errors import ConfigError
+from tidemill.models.base import CausalLM
+from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.spec.heads import KINDS, DraftHead, Target, draft_vocabulary, new_head
+from tidemill.runner.spec.stored import digest_of, save_draft
+
+TEXT, WORK = "text.jsonl", "work"
+_PIECE = 256  # tokens of a sequence that is learned from
+_EXITS = (6, 4, 3)  # candidates: after so much of the layers
+_MEASURED = 6  # drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    model: str
+    kind: str
+    out: Path
+    data: Path | None = None
+    num_tokens: int = 98_304
+    num_epochs: int = 3
+    num_guesses: int = 2
+    vocab_size: int = 8192
+    exit_layer: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"--kind {self.kind} is not known.", fix=f"Choose {', '.join(KINDS)}.", param="kind")
+        least = {"tokens": (self.num_tokens, 64), "epochs": (self.num_epochs, 1), "guesses": (self.num_guesses, 1)}
+        for name, (value, low) in (least | {"vocab": (self.vocab_size, 16)}).items():
+            if not low <= value < 2**31:
+                raise ConfigError(f"--{name} is {value}; it must be at least {low}.", param=name)
+        if self.num_guesses > 8:
+            raise ConfigError(f"--guesses is {self.num_guesses}; it must be at most 8.", param="guesses")
+
+
+class Reporter(Protocol):
+    """What a run tells about its progress: a stage with its total, how far it is, and a note."""
+
+    def stage(self, name: str, total: int) -> None: ...
+    def at(self, done: int, note: str = "") -> None: ...
+
+
+class Stopped(Exception):
+    """By the user: the same command goes on from there."""
+
+
+def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: Callable[[], bool]) -> dict[str, Any]:
+    """What was measured, as it is in the json."""
+    options.check()
+    runner, model = llm.core.runner, llm.core.runner.model  # type: ignore[attr-defined]
+    if not isinstance(runner, CpuRunner) or not isinstance(model, CausalLM):
+        raise ConfigError("Draft heads are trained on a CPU, for a model that generates text.", fix="Give --device cpu.")
+    layers = _exit_layers(options, model.config.num_layers)
+    work = options.out / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    sequences = _text(options, llm, report)
+    digest = _digest(model, sequences)
+    target = Target(model, _vocabulary(options, llm, sequences))
+    states = _states(runner, work / digest, sequences, model.config.num_layers, report)
+    steps_s = step_seconds(runner, _MEASURED + 1)
+    results: list[tuple[float, DraftHead, dict[str, Any]]] = []
+    for layer in layers:
+        inputs = states if layer is None else _states(runner, work / digest, sequences, layer, report)
+        corpus = Corpus(sequences, states, inputs)
+        head, recipe = _new(options, target, layer, digest)
+        name = options.kind if layer is None else f"{options.kind}-{layer}"
+        report.stage(f"Training {name}", num_steps(corpus, recipe))
+        tick = lambda done, loss: report.at(done, f"loss {loss:.3f}")  # noqa: E731
+        with _threads(llm.config.threads):
+            is_done = train(head, target, corpus, recipe, work / f"{name}.safetensors", tick, is_stopped)
+        if not is_done:
+            raise Stopped
+        _round(head)
+        costs = Costs(steps_s, *draft_seconds(runner, head, target))
+        drafted = draft_held_out(head, target, corpus, _MEASURED)
+        least, speed = best_threshold(drafted, costs)
+        measured = {
+            "acceptance": acceptance(drafted),
+            "least_probability": least,
+            "speed": speed,
+            "step_costs": [round(one / steps_s[0], 3) for one in steps_s],
+            "draft_cost": round(costs.draft_s / steps_s[0], 3),
+            "held_out_tokens": sum(len(one.probs) for one in drafted),
+        }
+        results.append((speed, head, measured))
+    _, head, measured = max(results, key=lambda one: one[0])
+    learned = sum(one.num_learned for one in sequences)
+    about = measured | {"text": "its own" if options.data is None else options.data.name, "text_tokens": learned}
+    save_draft(options.out, head, target, about)
+    shutil.rmtree(work)
+    return {"kind": head.kind, "settings": head.settings} | about
+
+
+def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:
+    if options.kind != "exit":
+        if options.exit_layer is not None:
+            raise ConfigError("--exit-layer is of --kind exit.", param="exit_layer")
+        return [None]
+    if options.exit_layer is not None and not 1 <= options.exit_layer < num_layers:
+        what = f"--exit-layer is {options.exit_layer}; the model has {num_layers} layers."
+        raise ConfigError(what, fix=f"Give 1 to {num_layers - 1}.", param="exit_layer")
+    if num_layers < 2:
+        raise ConfigError("A model of one layer has no early exit.", param="kind")
+    chosen = {options.exit_layer} if options.exit_layer else {max(1, num_layers // part) for part in _EXITS}
+    return [*sorted(chosen)]
+
+
+def _text(options: TrainOptions, llm: LLM, report: Reporter) -> list[Example]:
+    file = TextFile(options.out / TEXT, digest_of(llm.core.runner.model))  # type: ignore[attr-defined]
+    piece = min(_PIECE, llm.config.max_context)
+    if options.data is not None:
+        report.stage("Reading text", 1)
+        return read_text(llm, options.data, options.num_tokens, piece)
+    report.stage("Writing text", options.num_tokens)
+    made = write_text(llm, file, options.num_tokens, options.seed, report.at)
+    return [one for one in (Example(one.ids[:piece], one.start) for one in made) if one.num_learned > 0]
+
+
+def _digest(model: CausalLM, sequences: list[Example]) -> str:
+    """Of what hidden states depend on."""
+    made = hashlib.sha256(digest_of(model).encode())
+    for one in sequences:
+        made.update(json.dumps([one.start, *one.ids]).encode())
+    return made.hexdigest()[:16]
+
+
+def _vocabulary(options: TrainOptions, llm: LLM, sequences: list[Example]) -> torch.Tensor:
+    tokens = torch.tensor([token for one in sequences for token in one.ids])
+    counts_V = torch.bincount(tokens, minlength=llm.model_config.vocab_size)
+    return draft_vocabulary(counts_V, options.vocab_size, llm.tokenizer.eos_token_ids)
+
+
+def _states(runner: CpuRunner, work: Path, sequences: list[Example], num_layers: int, report: Reporter) -> Any:
+    work.mkdir(exist_ok=True)
+    name = "Hidden states" if num_layers == runner.model.config.num_layers else f"States after layer {num_layers}"
+    report.stage(name, sum(len(one.ids) for one in sequences))
+    return StatesFile(work / f"states-{num_layers}.f16", runner.model.config.hidden_size, num_layers).fill(
+        runner, sequences, report.at
+    )
+
+
+def _new(options: TrainOptions, target: Target, layer: int | None, digest: str) -> tuple[DraftHead, Recipe]:
+    torch.manual_seed(options.seed)
+    head = new_head(options.kind, target.hidden_size, None if layer is None else {"layer": layer})
+    recipe = Recipe(
+        kind=options.kind,
+        settings=head.settings | {"vocab_size": len(target.ids_D)},
+        num_epochs=options.num_epochs,
+        num_guesses=options.num_guesses,
+        rate=RATES[options.kind],
+        seed=options.seed,
+        text=digest,
+    )
+    return head, recipe
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    """Of torch, which has one in the engine: the compiled kernels are idle now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def _round(head: DraftHead) -> None:
+    """To the values that are stored."""
+    for value in head.parameters():
+        value.copy_(value.half().float())

@@ -1,0 +1,73 @@
+"""From the logits of the draft vocabulary to drafts: as the target chooses, with the same noise, so that both agree as often as
+their distributions let them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.kernels.noise import gumbel_argmax_among
+from tidemill.runner.sampler import penalize, restrict_min_p, restrict_top_k, restrict_top_p
+from tidemill.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Chain:
+    """A row's tokens so far, and the drafts that follow them."""
+
+    row: int
+    params: SamplingParams
+    tokens: Sequence[int]
+    num_prompt: int
+    most: int  # drafts
+    drafts: list[int]
+    prob: float = 1.0  # that all drafts so far are right, by the head's own account
+
+    @property
+    def position(self) -> int:
+        """Of the next draft."""
+        return len(self.tokens) + len(self.drafts)
+
+
+class Chooser:
+    def __init__(self, ids_D: torch.Tensor, vocab_size: int, least: float) -> None:
+        """`least`: the probability of a chain of drafts under which it ends."""
+        self._ids_D, self._least = ids_D, least
+        self._columns = torch.full((vocab_size,), -1)
+        self._columns[ids_D] = torch.arange(len(ids_D))
+
+    def extend(self, logits_RD: torch.Tensor, chains: Sequence[Chain]) -> list[int]:
+        """Add a draft to each of these chains that is worth one; which of them go on. The logits are consumed."""
+        for i, chain in enumerate(chains):
+            if chain.params.has_penalties:
+                self._penalize(logits_RD[i], chain)
+        drawn = [i for i, chain in enumerate(chains) if not chain.params.greedy]
+        chosen_R = logits_RD.argmax(-1)
+        if drawn:
+            some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
+            seeds = torch.tensor([chains[i].params.seed or 0 for i in drawn])
+            chosen_R[drawn] = gumbel_argmax_among(some, self._ids_D, seeds, torch.tensor([chains[i].position for i in drawn]))
+            logits_RD[drawn] = some
+        probs = logits_RD.softmax(-1).gather(1, chosen_R.unsqueeze(1)).flatten().tolist()
+        going = []
+        for i, (chain, token) in enumerate(zip(chains, self._ids_D[chosen_R].tolist(), strict=True)):
+            chain.prob *= probs[i]
+            if chain.prob >= self._least:
+                chain.drafts.append(token)
+                if len(chain.drafts) < chain.most:
+                    going.append(i)
+        return going
+
+    def _restricted(self, logits_SD: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+        logits_SD /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32)
+        restrict_top_k(logits_SD, [p.top_k for p in params])
+        restrict_top_p(logits_SD, [p.top_p for p in params])
+        restrict_min_p(logits_SD, [p.min_p for p in params])
+        return logits_SD
+
+    def _penalize(self, logits_D: torch.Tensor, chain: Chain) -> None:
+        columns = self._columns[torch.tensor([*chain.tokens, *chain.drafts])]
+        prompt, output = columns[: chain.num_prompt], columns[chain.num_prompt :]
+        penalize(logits_D, prompt[prompt >= 0], output[output >= 0], chain.params)

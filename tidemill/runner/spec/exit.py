@@ -1,0 +1,73 @@
+"""Early exit: the target's own first layers draft, with their keys and values in the target's cache.
+
+What they write there, the step that verifies the drafts writes again, with the same bits where a draft is right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tidemill.kernels import native
+from tidemill.kernels.mixers import Mixers
+from tidemill.kernels.native.program import Program
+from tidemill.models.base import Model
+from tidemill.runner.graphs import record_forward
+from tidemill.runner.spec.choose import Chain, Chooser
+from tidemill.runner.spec.heads import ExitHead, Target
+from tidemill.runner.spec.packed import PackedTable, pack
+from tidemill.runner.state import RowState
+
+
+class FirstLayers:
+    """The model's first layers on a runner's cache and rows."""
+
+    def __init__(self, model: Model, mixers: Mixers, cache: torch.Tensor, state: RowState, num_layers: int) -> None:
+        """Made before any sequence is in the cache."""
+        self._model, self._mixers, self._state, self._num_layers = model, mixers, state, num_layers
+        self._program: Program | None = None
+        if native.lib and mixers.are_native:
+            with model.only_layers(range(num_layers)):
+                self._program = record_forward(model, mixers, cache)
+
+    def has_page(self, position: int, num_computed: int) -> bool:
+        """It lies in the page of the last token computed. The row's table may still name later ones that it has given back."""
+        return position // self._state.page_size == (num_computed - 1) // self._state.page_size
+
+    def __call__(self, rows: list[int], positions: list[int], ids: list[int]) -> torch.Tensor:
+        """A token of each row, at its position: states after the last norm, [R, H]."""
+        at, ids_T, ones = np.array(positions), torch.tensor(ids), np.ones(len(rows), np.int64)
+        pages, offsets = at // self._state.page_size, at % self._state.page_size
+        tables = [table.numpy()[rows, pages].astype(np.int64) for table in self._state.kv_tables]
+        slots_GT = torch.from_numpy(np.array([pages_R * self._state.page_size + offsets for pages_R in tables], np.int64))
+        step = self._mixers.plan(np.array(rows), at, ones, torch.from_numpy(at), slots_GT)
+        embedded_TH = self._model.embed_at(ids_T, torch.from_numpy(at), None)
+        if self._program is not None:
+            return step.replay(self._program, embedded_TH)
+        with self._model.only_layers(range(self._num_layers)):
+            return self._model(embedded_TH, step)
+
+
+class ExitDrafter:
+    def __init__(self, head: ExitHead, target: Target, layers: FirstLayers, least: float) -> None:
+        self._layers, self._scale = layers, head.scale.detach()
+        self._down, self._up = pack(head.down.weight.detach()), pack(head.up.weight.detach())
+        self._table = PackedTable(target)
+        self._chooser = Chooser(target.ids_D, target.model.config.vocab_size, least)
+
+    def forget(self, row: int) -> None:
+        return
+
+    def observe(self, row: int, start: int, states_TH: torch.Tensor, next_ids: list[int]) -> None:
+        return
+
+    @torch.inference_mode()
+    def propose(self, chains: list[Chain]) -> None:
+        """Fill their drafts, up to the end of a page: the last token and all drafts but the last are computed."""
+        going = [chain for chain in chains if chain.most and len(chain.tokens) > 1]
+        while going := [chain for chain in going if self._layers.has_page(chain.position - 1, len(chain.tokens) - 1)]:
+            last = [chain.drafts[-1] if chain.drafts else int(chain.tokens[-1]) for chain in going]
+            states_RH = self._layers([chain.row for chain in going], [chain.position - 1 for chain in going], last)
+            states_RH = states_RH * self._scale + self._up(F.silu(self._down(states_RH)))
+            going = [going[i] for i in self._chooser.extend(self._table.logits(states_RH), going)]

@@ -206,7 +206,7 @@ def test_batches_give_way_to_requests_of_people(client, roomy):
     made = httpx.post(f"{roomy.url}/v1/completions", json=LONG | {"max_tokens": 60}, timeout=60).json()
     (story,) = httpx.get(f"{roomy.url}/v1/requests/{made['id']}/explain").json()["data"]
     (reason,) = (span["because"] for span in story["spans"] if span["span"] == "decode")
-    shared = re.fullmatch(r"59 steps for 59 tokens, (?:alone|shared with ([\d.]+) other requests.*)", reason)
+    shared = re.fullmatch(r"\d+ steps for 59 tokens, (?:alone|shared with ([\d.]+) other requests).*", reason)  # or fewer: drafts
     assert float(shared[1] or 0) < 5, reason
     assert client.batches.retrieve(batch.id).status == "in_progress"
     client.batches.cancel(batch.id)

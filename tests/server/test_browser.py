@@ -73,7 +73,7 @@ def test_a_response_streams_in_with_its_figures(browser):
     browser.until("document.querySelector('.why .bar')")
     widths = browser.js("return [...document.querySelectorAll('.bar span')].map((one) => parseFloat(one.style.width))")
     assert sum(widths) == pytest.approx(100, abs=0.05)
-    assert "599 steps for 599 tokens, alone" in browser.text(".why")
+    assert "steps for 599 tokens, alone" in browser.text(".why")
     browser.say("again")
     browser.until(f"document.querySelectorAll('article').length === 4 && {DONE}")
     assert "prompt tokens cached" in browser.js("return [...document.querySelectorAll('.stats')].at(-1).textContent")

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests import helpers
 from tests.helpers import load_model, make_core
 from tidemill.events import EngineRestarted
 from tidemill.sampling import SamplingParams
@@ -47,6 +48,19 @@ def test_spans_add_up_and_say_why(model):
     (last,) = explainer.find("r3", None)
     assert "all 2 slots are taken" in check(last)["queued"]["because"]
     assert check(last)["decode"]["because"].endswith(" tokens a step")
+
+
+def test_drafts_are_told(model):
+    explainer = Explainer()
+    plain = make_core(model, speculate="off")
+    answer = helpers.run(plain, {"x": ([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True, seed=1))})["x"].tokens
+    core = helpers.guess_with(make_core(model), helpers.Guesser({(5,) * 20: answer}, 1.0))
+    run(core, explainer, [("r", [5] * 20, 20)])
+    (story,) = explainer.find("r", None)
+    told = story.body()
+    assert told["accepted_tokens"] == told["draft_tokens"] > 12
+    steps = 19 - told["accepted_tokens"]
+    assert check(story)["decode"]["because"].startswith(f"{steps} steps for 19 tokens, alone; {told['draft_tokens']} of")
 
 
 def test_preemption_cache_and_abort(model):

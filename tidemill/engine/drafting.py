@@ -123,7 +123,8 @@ class Drafting:
             num_right = next((i for i in range(num_drafts) if done.token_ids[i : i + 1] != [guess[i]]), num_drafts)
             self._acceptance[name].add(done.request.seq, num_drafts, num_right)
             if done.num_drafts:
-                verified.append((done.request.request_id, done.num_drafts, num_right))
+                num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
+                verified.append((done.request.request_id, done.num_drafts, num_saved))
                 names.add(name)
         if verified and self._adaptive:
             self._trust.add(self._expected, sum(num_right for _, _, num_right in verified))

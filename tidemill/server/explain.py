@@ -108,10 +108,11 @@ class Story:
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
         beside = span.num_beside / max(span.num, 1)
-        steps, tokens = "step" if span.num == 1 else "steps", "token" if span.num_tokens == 1 else "tokens"
+        num_tokens = span.num_tokens + (self.num_right if name == "decode" else 0)
+        steps, tokens = "step" if span.num == 1 else "steps", "token" if num_tokens == 1 else "tokens"
         shared = f"shared with {others:.1f} other requests, which computed {beside:.1f} tokens a step" if others else "alone"
         drafts = f"; {self.num_right} of {self.num_drafts} drafts were right" if name == "decode" and self.num_drafts else ""
-        return f"{span.num} {steps} for {span.num_tokens} {tokens}, {shared}{drafts}"
+        return f"{span.num} {steps} for {num_tokens} {tokens}, {shared}{drafts}"
 
 
 def engine_id(tenant: str, request_id: str, part: int | None = None) -> str:

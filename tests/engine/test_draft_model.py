@@ -37,7 +37,7 @@ def models(tmp_path_factory):
 
 
 def verified(core, requests):
-    """Answers, and how many drafts were right of how many; those that the end of a request cut off do not count."""
+    """Answers, and how many drafts were right of how many; the step that ends a request does not count."""
     answers, num_right, num_all = {name: Answer() for name in requests}, 0, 0
     for name, (prompt, params) in requests.items():
         core.submit(Submit(name, prompt, params))
@@ -46,9 +46,10 @@ def verified(core, requests):
         assert not failed
         for delta in output.deltas:
             answers[delta.request_id].tokens += delta.token_ids
+        ended = {delta.request_id for delta in output.deltas if delta.finish_reason}
         for event in output.events:
-            if isinstance(event, events.DraftsVerified):
-                num_right, num_all = num_right + sum(one[2] for one in event.of), num_all + sum(one[1] for one in event.of)
+            of = [one for one in event.of if one[0] not in ended] if isinstance(event, events.DraftsVerified) else []
+            num_right, num_all = num_right + sum(one[2] for one in of), num_all + sum(one[1] for one in of)
     core.scheduler.check_integrity()
     return answers, num_right, num_all
 
@@ -77,7 +78,7 @@ def test_the_target_itself_is_always_right(models, kind):
     expected = run(make_core(models[0], speculate="off"), requests)
     assert {name: answer.tokens for name, answer in answers.items()} == {name: one.tokens for name, one in expected.items()}
     assert num_right == num_all
-    assert num_all > 30
+    assert num_all > 20
     assert is_idle(core)
 
 

@@ -26,7 +26,7 @@ GIB = 2**30
 MIB = 2**20
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
-    "auto": ("forced", "suffix"),
+    "auto": ("forced", "ngram"),
     "off": (),
     **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit")},
     "draft-model": ("forced", "draft-model"),

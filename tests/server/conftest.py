@@ -116,7 +116,8 @@ def roomy_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def roomy(roomy_folder):
-    running = Server(roomy_folder).wait()
+    """Without speculation: what it says soon repeats itself, and a long answer would be over before a test can stop it."""
+    running = Server(roomy_folder, "--speculate", "off").wait()
     yield running
     assert running.stop() == 0
 

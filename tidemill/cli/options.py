@@ -166,8 +166,8 @@ OPTIONS = (
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
            help="How tokens are guessed ahead, to be verified several at a time; the output is the same with any. "
-           "auto: what a grammar forces (forced), else what followed the last tokens before, in the request or in other outputs "
-           "(suffix), where that saves time. ngram: in the request only. draft-model: by the model that `--draft-model` names."),
+           "auto: what a grammar forces (forced), else what followed the last tokens before in the request (ngram), where that "
+           "saves time. suffix: in other outputs as well. draft-model: by the model that `--draft-model` names."),
     Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
     Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",

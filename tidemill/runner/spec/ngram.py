@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tidemill.runner.spec import Ask
 
 _LONGEST, _SHORTEST = 4, 2
-_AT_ONCE = 8192  # tokens of a request that enter its index in one step: a long prompt must not hold up the others
+_AT_ONCE = 8192  # tokens that enter indexes in one step: long prompts must not hold it up
 
 
 class NgramDrafter:
@@ -18,7 +18,12 @@ class NgramDrafter:
         self._indexes: dict[int, _Index] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
-        return [self._indexes.setdefault(ask.seq, _Index()).propose(ask.tokens, ask.most) for ask in asks]
+        made, room = [], _AT_ONCE
+        for ask in asks:
+            index = self._indexes.setdefault(ask.seq, _Index())
+            room -= index.add(ask.tokens, room)
+            made.append(index.propose(ask.tokens, ask.most))
+        return made
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         self._indexes.pop(seq, None)
@@ -32,7 +37,6 @@ class _Index:
         self._num_seen = 0  # tokens whose n-grams are in the index
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        self._add(tokens)
         if self._num_seen < len(tokens) - 1:
             return ()
         for n in range(_LONGEST, _SHORTEST - 1, -1):
@@ -41,13 +45,15 @@ class _Index:
                 return _follow(tokens, end, most)
         return ()
 
-    def _add(self, tokens: Sequence[int]) -> None:
-        """All n-grams that end before the last token: the one that ends with it is what is looked up."""
-        until = min(len(tokens) - 1, self._num_seen + _AT_ONCE)
-        for end in range(max(self._num_seen, _SHORTEST - 1) + 1, until + 1):
+    def add(self, tokens: Sequence[int], most: int) -> int:
+        """All n-grams that end before the last token (the one that ends with it is what is looked up), of at most so many tokens.
+        Returns of how many."""
+        first, until = self._num_seen, min(len(tokens) - 1, self._num_seen + most)
+        for end in range(max(first, _SHORTEST - 1) + 1, until + 1):
             for n in range(_SHORTEST, min(_LONGEST, end) + 1):
                 self._ends[tuple(tokens[end - n : end])] = end
-        self._num_seen = max(self._num_seen, until)
+        self._num_seen = max(first, until)
+        return self._num_seen - first
 
 
 def _follow(tokens: Sequence[int], end: int, most: int) -> Sequence[int]:

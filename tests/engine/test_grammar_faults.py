@@ -46,6 +46,10 @@ class Faulty(Matcher):
     def error(self):
         return self._inner.error
 
+    def forced(self):
+        self._call("forced")
+        return self._inner.forced()
+
     def copy(self):
         self._call("copy")
         return Faulty(self._inner.copy(), self._method, self._countdown, self._error)

@@ -443,7 +443,7 @@ async def test_reasoning_and_calls_streamed_to_the_client():
         body = ResponseRequest(**json.loads(await Request(scope, receive).body()))
         reading = Dialect.of("<think> <tool_call>").reading("", [one.function() for one in body.callees()], False)
         params = SamplingParams(temperature=1.0, top_p=1.0)
-        writer = ResponseWriter("resp_1", "tiny", None, body, params, 5, reading)
+        writer = ResponseWriter("resp_1", "tiny", None, body, params, [1] * 5, reading)
 
         async def events():
             for kind in ("response.created", "response.in_progress"):

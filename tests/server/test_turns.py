@@ -43,7 +43,7 @@ class Behind(EngineClient):
     ticker = None
     at_turn = 0  # of the ticker, when everything had been generated
 
-    async def submit(self, request, timeout_s=None, tells_accepted=False):
+    async def submit(self, request, timeout_s=None, tells_accepted=False, tells_progress=False):
         by_sample: dict[int, list[Delta]] = {}
         async for delta in super().submit(request, timeout_s):
             by_sample.setdefault(delta.index, []).append(delta)

@@ -391,7 +391,7 @@ def make_router(models: Models) -> APIRouter:
         models.cancel(body.rid, None if caller.is_admin else caller.tenant)
         return Response(b"{}", media_type="application/json")
 
-    @router.post("/flush_cache")
+    @router.post("/flush_cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
         """No later request finds what was cached before; its pages are free for others."""
         for service in models:

@@ -67,7 +67,7 @@ _UNSUPPORTED = frozenset({
 # What changes logits or restricts tokens. Beams are ranked by the model's own log-probabilities, so it cannot go with them.
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "allowed_token_ids", "bad_word_ids", "grammar", "stop", "logprob_token_ids", "prompt_logprobs", "pooling",
+    "allowed_token_ids", "bad_word_ids", "grammar", "stop", "stop_regex", "logprob_token_ids", "prompt_logprobs", "pooling",
 )  # fmt: skip
 _NAMES = {"bad_word_ids": "bad_words", "grammar": "structured output"}  # as users know them
 
@@ -361,7 +361,7 @@ def _check_beams(params: SamplingParams, beams: Beams) -> None:
     neutral = SamplingParams()
     for field in _NOT_WITH_BEAMS:
         if getattr(params, field) != getattr(neutral, field):
-            fix = "Use stop_token_ids." if field == "stop" else "Leave one of them out."
+            fix = "Use stop_token_ids." if field in ("stop", "stop_regex") else "Leave one of them out."
             raise InvalidRequest(f"Beam search does not support {_NAMES.get(field, field)}.", fix=fix, param=field)
 
 

@@ -147,3 +147,17 @@ def test_what_a_grammar_forces_is_guessed(tiny_folder, backend):
     assert answers["x"].tokens == expected["x"].tokens
     assert verified
     assert {len(one) for one in verified} == {3}
+
+
+def test_a_drafter_that_fails_hurts_nobody(model, plain, capfd):
+    """It is asked three times."""
+
+    class Broken(Guesser):
+        def propose(self, asks):
+            super().propose(asks)
+            raise MemoryError
+
+    drafter = Broken()
+    assert run(guess_with(make_core(model), drafter), {"x": (PROMPT, PARAMS["greedy"])})["x"] == plain["greedy"]
+    assert drafter.num_asked == 3
+    assert "MemoryError" in capfd.readouterr().err

@@ -54,3 +54,8 @@ def test_what_cannot_be_matched_in_linear_time_is_refused(pattern):
 def test_a_pattern_that_makes_others_backtrack_ends():
     """With backtracking it would take longer than the universe has."""
     assert RegexFinder([r"(a|a)*b", r"([a-z]+)*1"]).push("a" * 50_000)[1] is None
+
+
+def test_what_takes_no_character_is_not_repeated():
+    """Else counts within counts would multiply."""
+    assert RegexFinder(["a(?:(?:(?:(?:){256}){256}){256}){256}b"]).push("xab")[1] is not None

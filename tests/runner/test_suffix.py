@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tidemill.runner.spec import Ask
-from tidemill.runner.spec.suffix import _AT_ONCE, SuffixDrafter
+from tidemill.runner.spec.suffix import _AT_ONCE, SuffixDrafter, _Pool
 from tidemill.sampling import SamplingParams
 
 
@@ -103,3 +103,16 @@ def test_the_same_output_is_kept_once_and_counts():
     drafter.propose([])
     assert drafter.num_kept == 12
     assert guess(drafter, [1, 2, 3, 4], seq=9) == [5, 7]
+
+
+def test_texts_go_in_any_order():
+    """Three with a stretch in common; the one that was added between is dropped first."""
+    pool, common = _Pool(), [1, 2, 3, 4]
+    for first in (10, 20, 30):
+        pool.add([first, first + 1, *common, first + 5])
+    for _ in range(2):
+        pool._texts.move_to_end(0)  # it was used
+        pool.drop_oldest()
+    assert pool.drop_oldest() == 7
+    assert pool.num_tokens == 0
+    assert not pool._last

@@ -479,3 +479,50 @@ def test_a_row_that_is_new_in_a_plan_has_its_pages_there_and_nowhere_else():
     assert not {new.row for new in plan.new_rows} & {update.row for update in plan.page_updates}
     for new in plan.new_rows:
         assert new.page_ids == scheduler.kv.tables(next(r.seq for r in scheduler.running if r.row == new.row))
+
+
+def test_drafts_leave_draws_to_requests_that_start_in_the_same_step():
+    scheduler, _ = make(rows=8, budget=256, max_draws=16)
+    for i in range(2):
+        add(scheduler, f"old{i}", [1, 2, 3, 4 + i], max_tokens=100)
+    step(scheduler)
+    for request in scheduler.running:
+        request.drafts = [7] * 8
+    for i in range(6):
+        add(scheduler, f"new{i}", [9, 9, 20 + i])
+    plan = scheduler.plan()
+    assert plan.drafts
+    assert sum(item.num_draws for item in plan.items) <= 16
+
+
+def test_nobody_is_preempted_or_kept_waiting_for_a_guess():
+    scheduler, buffer = make(num_pages=4, rows=4, budget=64, context=16)
+    for i in range(2):
+        add(scheduler, f"r{i}", [1 + i, 2, 3, 4])
+    step(scheduler)
+    scheduler.running[0].drafts = [5] * 5
+    for _ in range(3):
+        step(scheduler)
+    assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]
+    scheduler, _ = make(rows=8, budget=16, max_draws=16)
+    for i in range(2):
+        add(scheduler, f"old{i}", [1, 2, 3, 4 + i], max_tokens=100)
+    step(scheduler)
+    add(scheduler, "new", 20)
+    for _ in range(5):
+        for request in scheduler.running:
+            request.drafts = [7] * 8
+        step(scheduler)
+    assert all(request.num_computed >= request.num_prompt for request in scheduler.running)
+    assert len(scheduler.running) == 3
+
+
+def test_a_tenants_request_of_higher_priority_is_not_preempted_for_another_tenant():
+    """It would be the first in the queue again, and start again: for ever."""
+    scheduler, buffer = make(rows=2, budget=16)
+    for i, (priority, tenant) in enumerate([(0, "a"), (0, "a"), (1, "b")]):
+        params = SamplingParams(max_tokens=6, seed=0)
+        scheduler.add(f"r{i}", [10 + i] * 5, params, priority=priority, tenant=tenant)
+    while scheduler.has_work:
+        step(scheduler)
+    assert not [event for event in buffer.take() if isinstance(event, events.Preempted)]

@@ -540,13 +540,14 @@ class EngineClient:
     def _tell_progress(self, batch: list[Event]) -> None:
         """Of prompts, before their first token, to readers that asked for it."""
         for event in batch if self._telling else ():
-            if isinstance(event, events.Admitted) and event.request_id in self._telling:
-                self._tell(self._telling[event.request_id], event.num_cached, event.num_cached)
+            if isinstance(event, events.Admitted):
+                if (pending := self._telling.get(event.request_id.removesuffix(":0"))) is not None:  # of its first sample
+                    self._tell(pending, event.num_cached, event.num_cached)
             elif isinstance(event, events.StepPlanned):
                 self._planned[event.step] = event.tokens_of
             elif isinstance(event, events.StepDone):
                 for name, num in self._planned.pop(event.step, ()):
-                    if (pending := self._telling.get(name)) is not None and pending.progress is not None:
+                    if (pending := self._telling.get(name.removesuffix(":0"))) is not None and pending.progress is not None:
                         self._tell(pending, pending.progress.num_cached, pending.num_prefilled + num)
         if not self._telling:
             self._planned.clear()

@@ -34,7 +34,7 @@ from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND, Request
+from tidemill.sched.request import BACKGROUND, Request, Status
 from tidemill.sched.scheduler import Progress, Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.locate import locate
@@ -282,7 +282,8 @@ class EngineCore:
             self.adapters.wait()
         try:
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
-                ended = self._collect(failed)
+                plan = self._in_flight[0].plan  # whose requests fail if this does
+                ended, plan = self._collect(failed), None
             started = self._clock.now()
             plan = self._plan()
             if plan is not None:
@@ -403,11 +404,17 @@ class EngineCore:
             plans.append(plan)
         self._in_flight.clear()
         seqs = list(self._live_of) if plan is None else [item.seq for each in plans for item in each.items]
+        seqs = [seq for seq in seqs if seq in self._live_of and not self._has_finished(seq)]
         name = type(error).__name__
         failure = TidemillError(f"The engine failed while computing this request ({name}).")
         failed = [self._fail_request(seq, failure, f"step failed: {name}") for seq in seqs if seq in self._live_of]
         self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
         return failed
+
+    def _has_finished(self, seq: int) -> bool:
+        """Its last tokens are about to be sent."""
+        live = self._live_of[seq]
+        return live.requests[live.samples[seq]].status is Status.FINISHED
 
     def _adopt(self, live: Live, request: Request) -> None:
         """A sequence joins a request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tidemill import events
@@ -13,6 +15,7 @@ from tidemill.sched.plan import StepPlan
 from tidemill.sched.request import Request, Status
 from tidemill.sched.scheduler import Progress, Scheduler
 
+_MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
 
 
@@ -37,6 +40,7 @@ class Drafting:
         self._times, self._trust, self._expected = StepTimes(slope), Trust(), 0.0
         self._acceptance = {drafter.name: Acceptance(_PRIOR) for drafter in drafters}
         self._guesses: dict[int, tuple[str, Sequence[int]]] = {}  # by seq: by whom, of the tokens after those known
+        self._num_failures: Counter[str] = Counter()  # in a row, by drafter
         self._last_s: float | None = None  # when a step was last collected, if the next was to follow at once
 
     def propose(self, scheduler: Scheduler) -> None:
@@ -75,12 +79,25 @@ class Drafting:
         nums = [most if isinstance(most, int) else min(most[r.seq], r.max_tokens - r.num_output - 1) for r in asked]
         asks = [Ask(r.seq, r.row, r.tokens, r.num_prompt, r.params, num, r.salt) for r, num in zip(asked, nums, strict=True)]
         left = []
-        for request, guess in zip(asked, drafter.propose(asks) if asks else (), strict=True):
+        for request, guess in zip(asked, self._propose(drafter, asks), strict=True):
             if guess:
                 self._guesses[request.seq] = drafter.name, guess
             else:
                 left.append(request)
         return left
+
+    def _propose(self, drafter: Drafter, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """A drafter that fails has no guess; after three times in a row it is not asked any more."""
+        if not asks or self._num_failures[drafter.name] >= _MAX_FAILURES:
+            return [()] * len(asks)
+        try:
+            made = drafter.propose(asks)
+        except Exception:
+            self._num_failures[drafter.name] += 1
+            traceback.print_exc()
+            return [()] * len(asks)
+        self._num_failures[drafter.name] = 0
+        return made
 
     def _allot(self, scheduler: Scheduler, requests: Sequence[Request], num_unknown: int) -> tuple[dict[int, int], float]:
         """How many drafts each is to have, and how many may be right. `num_unknown`: tokens of a guess that stand for those in
@@ -100,8 +117,7 @@ class Drafting:
                     rates[request.seq], most[request.seq] = acceptance.rate(request.seq), num
         if not rates:
             return {}, 0.0
-        num_running = len(scheduler.running)
-        room = min(scheduler.token_budget, scheduler.max_draws) - num_running
+        num_running, room = len(scheduler.running), scheduler.room_for_drafts
         if not self._adaptive:
             return most, 0.0  # the scheduler takes what fits
         return allot(rates, most, num_running, room, self._times, self._trust.value)

@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.errors import InvalidRequest
 
 _MAX_STATES = 256
-_MAX_KNOWN = 4096  # steps that are remembered
+_MAX_KNOWN = 256  # steps that are remembered
 _FLAGS = re.UNICODE | re.IGNORECASE | re.DOTALL
 _CATEGORIES: dict[Any, Callable[[str], bool]] = {
     sre.CATEGORY_DIGIT: str.isdigit,
@@ -130,10 +130,12 @@ class StopRegex:
             then = loop
         else:
             end = then
-            for _ in range(most - least):
+            for _ in range(most - least):  # each adds a state, of which there are few
                 then = self._add(nexts=[end, self._sequence(part, then)])
         for _ in range(least):
-            then = self._sequence(part, then)
+            before, then = then, self._sequence(part, then)
+            if then == before:
+                break  # it takes no character: once is as often as any
         return then
 
     def _test(self, kind: Any, given: Any) -> Test:

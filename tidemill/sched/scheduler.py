@@ -223,6 +223,15 @@ class Scheduler:
         self._finish(request, reason, now)
         self._emit_what_is_left(now)
 
+    @property
+    def room_for_drafts(self) -> int:
+        """Draws that no request needs for a token of its own, those that may start in this step included; while prompts are to be
+        computed, half of the budget stays theirs."""
+        room = self.max_draws - min(self.num_rows, len(self._requests))
+        left = self.token_budget - len(self.running)
+        has_prompts = bool(self.waiting) or any(request.num_needed > 1 for request in self.running)
+        return max(min(room, left // 2 if has_prompts else left), 0)
+
     def holders(self) -> list[Request]:
         """Requests that hold pages, in the order in which they came."""
         return [request for request in self._requests.values() if self.kv.holds(request.seq)]
@@ -238,7 +247,6 @@ class Scheduler:
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_background_left = self._allow_background(state)
-        state.num_drafts_left = min(self.token_budget, self.max_draws) - len(self.running)
         self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
@@ -371,10 +379,17 @@ class Scheduler:
         drafts, request.drafts = request.drafts, ()
         if request.num_in_flight:
             return ()  # they follow a token that is not known yet
+        if state.num_drafts_left is None:
+            state.num_drafts_left = self.room_for_drafts
         drafts = drafts[: max(min(request.max_tokens - request.num_output - 1, state.num_drafts_left), 0)]
         end = request.num_computed + 1 + len(drafts)
-        if end > request.writable_end and not self._try_to_make_writable(request, 1 + len(drafts)):
-            return ()
+        if end > request.writable_end:
+            num_pages = (len(self.running) + len(drafts) // self.kv.page_size + 1) * len(self.kv.groups)
+            if self.kv.num_free_pages < num_pages:  # others need theirs in this step
+                return ()
+            if not self._try_to_make_writable(request, 1 + len(drafts)):
+                self._unsent.update_pages(request.row, self.kv.shrink(request.seq, request.num_computed + 1))
+                return ()
         state.num_drafts_left -= len(drafts)
         return drafts
 

@@ -179,7 +179,7 @@ class _Pool:
         number, text = self._texts.popitem(last=False)
         del self._numbers[array("q", text.tokens).tobytes()]
         for end, key in _keys(text.tokens):
-            if self._last[key] == number << _PLACE_BITS | end:
+            if self._last.get(key) == number << _PLACE_BITS | end:
                 place = text.before[end]
                 while place >> _PLACE_BITS == number:
                     place = text.before[place & _PLACE]

@@ -144,7 +144,7 @@ def cancelled_id(server) -> str:
 
 def test_a_stop_string_and_a_cancellation(traced, collector):
     text = complete(traced, max_tokens=20)["choices"][0]["text"]
-    (span,) = collector.wait("text_completion tiny", complete(traced, max_tokens=20, stop=text[2:4])["id"])
+    (span,) = collector.wait("text_completion tiny", complete(traced, max_tokens=400, stop=text[2:4])["id"])
     assert values(span)["gen_ai.response.finish_reasons"] == ["stop"]
     (span,) = collector.wait("text_completion tiny", cancelled_id(traced))
     assert values(span)["error.type"] == "request_cancelled"

@@ -10,8 +10,9 @@ from typing import TypeAlias, TypeVar
 from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
+from tidemill.kv_format import FORMATS, ON_DEVICE, SHORT_NAMES
 from tidemill.machine import Machine
-from tidemill.model_config import KV_BYTES, ModelConfig, StateSpec
+from tidemill.model_config import ModelConfig, StateSpec
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
 GPU_PAGE = 64
@@ -43,6 +44,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None
@@ -160,7 +162,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
-    kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
+    kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     page_size = settle("page_size", _page_size(options, device, model, kv_dtype))
     threads = settle("threads", _threads(options, machine))
     max_requests = settle("max_requests", _max_requests(options, device, model))
@@ -175,7 +177,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     fast_math = settle("fast_math", _fast_math(options, device, model))
     max_loras = settle("max_loras", _max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", _max_lora_rank(options, max_loras))
-    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
+    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
     layout = settle("layout", _layout(model, kv_dtype, page_size, context))
     memory = _memory(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
@@ -267,10 +269,29 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
     return "float32", f"no compiled kernels: {machine.no_kernels}"
 
 
-def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
+def decide_kv_dtype(options: EngineOptions, dtype: str, device: str, model: ModelConfig) -> Decision[str]:
+    if options.kv_dtype != "auto":
+        return _given_kv_dtype(SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), device, model), "given"
     if dtype == "float32":
         return "float32", "exact"
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
+
+
+def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
+    def refuse(why: str, fix: str) -> ConfigError:
+        return ConfigError(f"kv_dtype {name}: {why}.", fix=fix, param="kv_dtype")
+
+    if name not in FORMATS:
+        raise refuse("there is no such format of the KV cache", f"Choose one of auto, {', '.join(FORMATS)}.")
+    if name not in ON_DEVICE[device]:
+        raise refuse(f"the kernels of {device} do not have it", f"Choose one of auto, {', '.join(ON_DEVICE[device])}.")
+    if not model.attention_layers:
+        raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
+    if model.pooler is not None and FORMATS[name].has_scales:
+        raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
+    if FORMATS[name].bits < 8 and model.head_dim % 2:
+        raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
+    return name
 
 
 def _page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:
@@ -377,9 +398,9 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None,
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
     )  # fmt: skip
-    kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
+    kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
     return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
 

@@ -202,7 +202,12 @@ class KVManager:
     def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
         """Hold what is cached of a sequence's first `held.num_tokens` tokens; its pages are found here. Returns as `Holds.put`."""
         num = held.num_tokens // self.page_size * self.page_size
-        match = self._match(self._sequences[seq].path.through(token_ids, num))
+        sequence = self._sequences[seq]
+        match = self._match(sequence.path.through(token_ids, num))
+        for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
+            for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
+                if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
+                    table.pages[i] = own.pages[i]
         held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
         return self.held.put(held)
 

@@ -83,6 +83,7 @@ class Request:
             tokens=list(self.tokens),
             params=params,
             children=[],
+            holds=(),
             status=Status.WAITING,
             row=-1,
             num_computed=0,

@@ -16,8 +16,9 @@ from tidemill.wire import Hold
 class Retention:
     """Holds what requests ask for, and ends it. Every decision is an event."""
 
-    def __init__(self, kv: KVManager, clock: Clock, emit: EventSink) -> None:
-        self._kv, self._clock, self._emit = kv, clock, emit
+    def __init__(self, kv: KVManager, clock: Clock, emit: EventSink, evict: bool = True) -> None:
+        """`evict`: False: free pages are reserved for running requests, so that no pin may take one."""
+        self._kv, self._clock, self._emit, self._evict = kv, clock, emit, evict
 
     def take(self, request: Request, has_ended: bool) -> None:
         """Hold what of a request is computed by now: prefixes of its prompt, or all of a request that ends."""
@@ -33,8 +34,11 @@ class Retention:
         now, name = self._clock.now(), hold.name
         num_tokens = min(hold.num_tokens or len(request.tokens), request.num_computed)
         held = Held(name, request.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned)
-        why, ended = self._kv.hold(request.seq, request.tokens, held)
-        self._report(ended, "the bound of what may be held is reached")
+        if hold.is_pinned and self._kv.has_states and not self._evict:
+            why = "a state is a page of its own, which is reserved for running requests (--no-evict)"
+        else:
+            why, ended = self._kv.hold(request.seq, request.tokens, held)
+            self._report(ended, "the bound of what may be held is reached")
         if why:
             self._emit(events.PrefixNotHeld(now, request.request_id, name, hold.is_pinned, why))
             return

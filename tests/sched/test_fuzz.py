@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidemill.cache_layout import Group
-from tidemill.events import EventBuffer, PrefixHeld, Preempted
+from tidemill.events import EventBuffer, Preempted, PrefixHeld
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.runner.base import accept, draws
 from tidemill.sampling import Beams, SamplingParams

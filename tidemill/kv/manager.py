@@ -200,7 +200,7 @@ class KVManager:
         return self._pool.num_kept
 
     def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
-        """Hold what is cached of a sequence's first `held.num_tokens` tokens; its pages are found here. Returns as `Holds.put`."""
+        """Hold what is cached of a sequence's first `held.num_tokens` tokens, whose pages are found here. As `Holds.put`."""
         num = held.num_tokens // self.page_size * self.page_size
         sequence = self._sequences[seq]
         match = self._match(sequence.path.through(token_ids, num))

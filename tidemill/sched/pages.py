@@ -51,8 +51,8 @@ class Pages:
         return self._kv.num_pages_to_admit(request.num_known, self.path(request))
 
     def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
-        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it will
-        take until their ends, at most."""
+        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
+        will take until their ends, at most."""
         if not to_the_end:
             return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known))
         num = self._most_pages(request) - self._kv.num_pages_for(request.num_known)
@@ -62,8 +62,8 @@ class Pages:
         return self._kv.num_pages_for(request.num_prompt + request.max_tokens)
 
     def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]]] | None:
-        """Pages for all its tokens, so that so many stay free. Returns what it starts from, and the pages to copy; None: there are
-        not enough."""
+        """Pages for all its tokens, so that so many stay free. Returns what it starts from, and the pages to copy; None: there
+        are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
                 return None

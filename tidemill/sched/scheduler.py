@@ -524,7 +524,7 @@ class Scheduler:
 
     def _fork_children(self, request: Request, now: float) -> None:
         """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
-        Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise, so that
+        Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise: there
         queued samples hold no pages."""
         request.writable_end = 0  # not its own any more
         for child in request.children:

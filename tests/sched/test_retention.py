@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.retention import Traffic, measure
 from tests.sched.test_scheduler import add, make, run, step
 from tidemill import events
 from tidemill.sampling import SamplingParams
@@ -161,3 +162,16 @@ def test_without_eviction_as_many_run_as_fit_to_their_ends():
         add(scheduler, f"r{i}", 8, max_tokens=40)  # 12 pages each
     step(scheduler)
     assert len(scheduler.running) == 2
+
+
+# ---- agents among one-shot traffic
+
+
+def test_agents_find_their_sessions_among_one_shot_traffic():
+    """The workload of bench/retention.py, smaller."""
+    traffic = Traffic(num_sessions=4, num_turns=4, seconds=60.0)
+    without, retained = (measure(traffic, seconds, num_pages=900) for seconds in (0.0, 300.0))
+    assert without["agent"].cached < 0.4
+    assert retained["agent"].cached > 0.6
+    assert retained["one-shot"].cached > without["one-shot"].cached - 0.05
+    assert retained["agent"].ttft_s < without["agent"].ttft_s

@@ -230,8 +230,10 @@ class Explainer:
 
     def _note_hold(self, event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded) -> None:
         """A session's hold is changed when its request has ended, and has its name."""
-        known = isinstance(event, events.PrefixHeld | events.PrefixNotHeld)
-        request_id = event.request_id if known else event.name.removesuffix("/session")
+        if isinstance(event, events.PrefixHeld | events.PrefixNotHeld):
+            request_id = event.request_id
+        else:
+            request_id = event.name.removesuffix("/session")
         story = self._live.get(request_id) or self._ended.get(request_id)
         if story is None or len(story.held) >= _NUM_REASONS:
             return

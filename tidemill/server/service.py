@@ -357,6 +357,11 @@ class Service:
             if not parts:
                 self.in_progress.pop(name, None)
 
+    def let_go_of_pins(self, reason: str) -> None:
+        """Prompt caches are computed and pinned again by the next requests with them."""
+        for cache in self.caches:
+            self.client.renew(cache.hold.name, 0, reason)
+
     def _decide_session(self, request_id: str, seconds: float) -> None:
         """A conversation whose tool call is under way comes back with the result: its pages are kept over those of others."""
         self.client.renew(session_name(request_id), seconds, "a tool call is under way" if seconds else "no tool was called")

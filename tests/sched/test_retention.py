@@ -170,8 +170,8 @@ def test_without_eviction_as_many_run_as_fit_to_their_ends():
 def test_agents_find_their_sessions_among_one_shot_traffic():
     """The workload of bench/retention.py, smaller."""
     traffic = Traffic(num_sessions=4, num_turns=4, seconds=60.0)
-    without, retained = (measure(traffic, seconds, num_pages=900) for seconds in (0.0, 300.0))
-    assert without["agent"].cached < 0.4
+    without, retained = (measure(traffic, seconds, num_pages=1200) for seconds in (0.0, 300.0))
+    assert without["agent"].cached < 0.1
     assert retained["agent"].cached > 0.6
     assert retained["one-shot"].cached > without["one-shot"].cached - 0.05
     assert retained["agent"].ttft_s < without["agent"].ttft_s

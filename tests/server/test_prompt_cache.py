@@ -16,8 +16,8 @@ GREEDY = {"temperature": 0, "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def small(roomy_folder):
-    """400 pages, of which 200 may be held and each key may pin 100 at most."""
-    options = ["--kv-memory", "4800K", "--max-context", "2048", "--speculate", "off", "--session-retention", "60"]
+    """100 pages, of which 50 may be held and each key may pin 25 at most."""
+    options = ["--kv-memory", "1200K", "--max-context", "1024", "--speculate", "off", "--session-retention", "60"]
     options += [word for key in KEYS for word in ("--api-key", key)]
     running = Server(roomy_folder, *options, "--admin-key", "key-of-the-administrator").wait()
     yield running
@@ -51,10 +51,10 @@ def gauge(small, name):
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"tidemill_{name} "))
 
 
-def evict(http, num=8):
+def evict(http, num=4):
     """Prompts that fill the KV cache, which nobody asks for again."""
     for i in range(num):
-        prompt = f"{time.monotonic()}{i}" + "z" * 1000
+        prompt = f"{time.monotonic()}{i}" + "z" * 450
         assert http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
 
 
@@ -139,7 +139,7 @@ def test_another_keys_prompt_cache_is_not_there(http, other):
         ({"prompt": "short"}, 400, "prompt"),
         ({"prompt": [10**6] * 40}, 400, "prompt"),
         ({"prompt": "x" * 5000}, 400, "prompt"),
-        ({"prompt": "x" * 1700}, 429, "name"),
+        ({"prompt": "x" * 900}, 429, "name"),
         ({"pinned": True}, 400, "pinned"),
     ],
 )
@@ -150,9 +150,9 @@ def test_hostile_prompt_caches(http, wrong, status, param):
 
 
 def test_pins_are_bounded_by_key(http):
-    made = [http.post("/v1/prompt_caches", json={"name": f"p{i}", "prompt": f"{i}" * 640}) for i in range(3)]
+    made = [http.post("/v1/prompt_caches", json={"name": f"p{i}", "prompt": f"{i}" * 160}) for i in range(3)]
     assert [reply.status_code for reply in made] == [200, 200, 429]
-    assert "may pin 20 more" in made[2].json()["error"]["message"]
+    assert "may pin 5 more" in made[2].json()["error"]["message"]
     for i in range(2):
         http.delete(f"/v1/prompt_caches/p{i}")
 

@@ -83,11 +83,10 @@ class Holds:
         if num > self.most:
             return f"it has {num} pages, and at most {self.most} may be held"
         if held.is_pinned and held.tenant:
-            own = sum(len(one.pages) for one in self._held.values() if one.is_pinned and one.tenant == held.tenant)
-            others = sum(len(one.pages) for one in self._held.values() if one.is_pinned and one.tenant != held.tenant)
-            most_own = max(self.most - others, 0) // 2
-            if own + num > most_own:
-                return f"it has {num} pages, and this API key may pin {max(most_own - own, 0)} more"
+            own = {page for one in self._held.values() if one.is_pinned and one.tenant == held.tenant for page in one.pages}
+            most_own = (self.most - self.num_pinned + len(own)) // 2  # no page is of two tenants
+            if len(own.union(held.pages)) > most_own:
+                return f"it has {num} pages, and this API key may pin {max(most_own - len(own), 0)} more"
         return ""
 
     def _least_needed(self) -> Held | None:

@@ -209,10 +209,6 @@ class HashIndex(PrefixIndex[HashPath]):
         """Of all pages of all groups that may hold these tokens."""
         return [group_key(g, key) for g in range(len(self._groups)) for key in path.keys]
 
-    def key_at(self, path: HashPath, group: int, num_pages: int) -> bytes:
-        """Of the group's page that ends where so many pages of the index do."""
-        return group_key(group, path.keys[num_pages - 1])
-
     def enter(self, key: bytes, page: int) -> None:
         """The page will hold this content."""
         self._key_of[page] = key

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from enum import IntEnum
+from itertools import takewhile
 
 import msgspec
 
@@ -56,9 +57,9 @@ class Slots:
         """`contents`: what is there already, the least recently used first."""
         self.num = num
         self._at: OrderedDict[bytes, int] = OrderedDict(contents)
-        self._in_use = set(self._at.values())  # they have content
+        self._content = {at: key for key, at in self._at.items()}
         self._held: Counter[int] = Counter()  # by moves under way
-        self._free = [at for at in range(num - 1, -1, -1) if at not in self._in_use]
+        self._free = [at for at in range(num - 1, -1, -1) if at not in self._content]
 
     def __len__(self) -> int:
         return len(self._at)
@@ -69,6 +70,9 @@ class Slots:
     def find(self, key: bytes) -> int | None:
         return self._at.get(key)
 
+    def content(self, at: int) -> bytes:
+        return self._content[at]
+
     def put(self, key: bytes, kept: Container[bytes] = ()) -> int | None:
         """A place for new content, held. None: all are in use, or for what must be `kept`."""
         assert key not in self._at
@@ -76,9 +80,11 @@ class Slots:
             oldest = next((other for other, at in self._at.items() if at not in self._held and other not in kept), None)
             if oldest is None:
                 return None
+            for passed in list(takewhile(lambda other: other != oldest, self._at)):
+                self.touch(passed)  # so that they are not looked at again soon
             self.drop(oldest)
         at = self._at[key] = self._free.pop()
-        self._in_use.add(at)
+        self._content[at] = key
         self._held[at] += 1
         return at
 
@@ -95,7 +101,7 @@ class Slots:
         """Returns where it was. `held`: it is not used for another content until `let_go`."""
         at = self._at.pop(key, None)
         if at is not None:
-            self._in_use.remove(at)
+            del self._content[at]
             if held:
                 self._held[at] += 1
             elif at not in self._held:
@@ -107,12 +113,12 @@ class Slots:
         self._held[at] -= 1
         if not self._held[at]:
             del self._held[at]
-            if at not in self._in_use:  # dropped meanwhile
+            if at not in self._content:  # dropped meanwhile
                 self._free.append(at)
 
     def check_integrity(self) -> None:
         used, free = set(self._at.values()), set(self._free)
-        assert used == self._in_use
+        assert self._content == {at: key for key, at in self._at.items()}
         assert len(used) == len(self._at), "two contents in one slot"
         assert len(free) == len(self._free), "a slot is free twice"
         assert not free & (used | set(self._held)), "a slot in use is free"
@@ -155,6 +161,10 @@ class Tiers:
             return -1 - at
         at = self.disk.find(key)
         return MISSING if at is None else -1 - self.host.num - at
+
+    def key_at(self, place: int) -> bytes:
+        at = -1 - place
+        return self.host.content(at) if at < self.host.num else self.disk.content(at - self.host.num)
 
     def tier_of(self, place: int) -> Tier:
         return Tier.HOST if -place <= self.host.num else Tier.DISK

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Moved
 from tidemill.sampling import SamplingParams
 from tidemill.sched import preemption
 from tidemill.sched.background import Background
@@ -212,12 +213,12 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step, or None if nothing can run."""
+        """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
         if not self.has_work:
-            return None
-        self.kv.begin_step()
+            return self._pages.moves_only(StepPlan(self._step))
+        self.kv.begin_step(self._step)
         plan = StepPlan(self._step)
-        evicted_before = self.kv.num_evicted
+        evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
         self._make_way(state)
@@ -228,9 +229,10 @@ class Scheduler:
             self._make_held_yield(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
-            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
+            num_stored = self.kv.num_stored - stored_before
+            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
         if not plan.items:
-            return None
+            return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
@@ -276,6 +278,7 @@ class Scheduler:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
         now = self._clock.now()
+        self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
         for item in plan.items:
             request = self._requests.get(item.seq)
@@ -320,6 +323,8 @@ class Scheduler:
                 continue  # its last token is under way
             if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
                 continue  # what comes next depends on the one under way
+            if self.kv.is_loading(request.seq):
+                continue
             drafts = self._drafts_of(request, state) if request.drafts else ()
             end = request.num_computed + 1 + len(drafts)
             if end > request.writable_end:
@@ -378,6 +383,8 @@ class Scheduler:
             if state.num_left <= 0:
                 return
             if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
+                if self.kv.is_loading(started.seq):
+                    continue
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
                 count = self._chunk(started.num_needed, state)
@@ -417,7 +424,7 @@ class Scheduler:
                 continue
             state.num_running += 1
             count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
-            if count:
+            if count and not self.kv.is_loading(request.seq):
                 count = self.kv.until_stop(request.seq, request.num_computed, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
@@ -449,7 +456,7 @@ class Scheduler:
         start = self._pages.start(request, reserve=len(self.running))
         if start is None:
             return False
-        reason, copies = start
+        reason, copies, by_tier = start
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
@@ -459,9 +466,9 @@ class Scheduler:
         queued_s = now - request.arrival_s
         if request.started_s is None:
             request.started_s = now
-        self._emit(
-            events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
-        )
+        numbers = request.row, request.num_computed, request.num_known, queued_s
+        self._emit(events.Admitted(now, request.request_id, *numbers, reason, *by_tier))
+        self._pages.wait_for_loads(request, *by_tier)
         self._pages.copy(request, copies)
         self._pages.unsent.rows[request.row] = request
         return True
@@ -540,12 +547,13 @@ class Scheduler:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
         return self._forked[-1] if self._forked else self.running[-1]
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
-        are not found in the prefix cache."""
+        are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
-        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason))
-        self.kv.release(request.seq)
+        leaving = self.kv.preempt(request.seq, is_lost)
+        how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0
         request.num_in_flight = 0
         request.drafts = ()
@@ -571,8 +579,14 @@ class Scheduler:
         self._pages.unsent.page_zeroes += page_zeroes
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
-                self._preempt(request, reason)
+                self._preempt(request, reason, is_lost=True)
         self.kv.clear_prefixes()
+        self.kv.fail_moves()
+
+    def moved(self, done: Sequence[Moved]) -> None:
+        """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
+        for seq, why in self._pages.moved(done):
+            self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
 
     # ---- the end
 
@@ -590,6 +604,7 @@ class Scheduler:
                 self._forked.remove(request)
         if self.kv.holds(request.seq):
             self.kv.release(request.seq)
+        self.kv.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
         request.status = Status.FINISHED
@@ -616,7 +631,7 @@ class Scheduler:
                 assert group.num_pages_for(request.num_computed) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
-            assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
+            assert self.kv.num_free_pages + self.kv.num_loading == self.kv.num_pages, "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

@@ -29,6 +29,7 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import KV_BYTES, ModelConfig
@@ -72,6 +73,9 @@ class EngineConfig:
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
+    kv_disk: str = ""  # a folder behind it, or empty
+    kv_disk_bytes: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -79,6 +83,10 @@ class EngineConfig:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
         return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes // self.num_pages
 
     @property
     def draft_bytes(self) -> int:
@@ -138,6 +146,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
+    decision = decide_host_slots(options, memory, num_pages * memory.page_bytes, prefix_caching, prefix_index, machine)
+    host_slots = settle("host_slots", decision)
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -171,6 +182,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
+        host_slots=host_slots,
+        kv_disk=kv_disk,
+        kv_disk_bytes=kv_disk_bytes,
         reasons=reasons,
     )
 

@@ -178,6 +178,7 @@ class Tiers:
         if slot is None:
             self.num_lost += 1
             return False
+        self._unwritten.pop(key, None)
         self._stored[key] = self._move(Tier.HOST, False, page, slot, key), step
         return True
 
@@ -280,7 +281,7 @@ class Tiers:
         number, step = self._stored.get(key, (0, self._num_trusted + 1))
         if step <= self._num_trusted and number not in self._under_way:
             del self._stored[key]
-            if self.disk.num and key not in self.disk:
+            if self.disk.num and key in self.host and key not in self.disk:
                 self._unwritten[key] = None
 
     def _write_some(self) -> None:
@@ -295,6 +296,5 @@ class Tiers:
     def check_integrity(self) -> None:
         self.host.check_integrity()
         self.disk.check_integrity()
-        assert all(key in self.host for key in self._stored)
         assert {move.number for move in self._unsent} <= self._under_way.keys()
         assert not self._unwritten.keys() & self._stored.keys()

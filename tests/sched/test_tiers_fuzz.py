@@ -154,5 +154,5 @@ def test_pages_come_back_as_they_were(num_runs):
             num_failed += machine.num_failed
         machine.teardown()
     assert num_steps == 32 * num_runs
-    assert all(num > num_runs for num in counts.values()), counts
+    assert all(num > num_runs // 2 for num in counts.values()), counts
     assert num_failed

@@ -82,7 +82,8 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+        host = self.host_slots * self.page_bytes if self.device == "cpu" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
 
     @property
     def page_bytes(self) -> int:
@@ -147,8 +148,12 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
     kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
-    decision = decide_host_slots(options, memory, num_pages * memory.page_bytes, prefix_caching, prefix_index, machine)
-    host_slots = settle("host_slots", decision)
+    host_slots = 0
+    if model.pooler is not None:
+        reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
+    else:
+        used = num_pages * memory.page_bytes
+        host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -206,7 +211,7 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None,
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_host_memory_bytes=None, kv_disk=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

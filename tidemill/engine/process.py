@@ -92,7 +92,7 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
-            self._take_messages(core, wait=not core.has_work)
+            self._take_messages(core, wait=not core.has_work and not core.has_moves)
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)
@@ -101,6 +101,7 @@ class EngineProcess:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+        core.close()
 
     def _first_message(self) -> Start | None:
         """Start, or None if the process is to end. Models may be inspected before."""

@@ -452,6 +452,15 @@ class KVManager:
         seqs = [seq for seq, sequence in self._sequences.items() if not broken.isdisjoint(sequence.held())] if broken else []
         return [move for move, _ in results], seqs
 
+    def cached_pages(self) -> Iterator[int]:
+        """That no sequence holds, the latest first. A prefix comes before what follows it."""
+        return iter([page for page in self._pool.free_pages() if page in self._index][::-1])
+
+    def save(self, page: int) -> None:
+        """A cached page goes to the tiers, though it stays."""
+        if self._behind is not None and self._pool.references(page) == 0:
+            self._behind.save(page, self._step)
+
     def is_gone(self, seq: int) -> None:
         """A sequence that was preempted will not come back."""
         if self._behind is not None:

@@ -221,9 +221,14 @@ class Tiers:
     # ---- moves
 
     @property
+    def num_moves(self) -> int:
+        """Under way or to come."""
+        return len(self._under_way) + len(self._unwritten)
+
+    @property
     def is_busy(self) -> bool:
         """Moves are under way or to come."""
-        return bool(self._under_way or self._unwritten)
+        return self.num_moves > 0
 
     def take_moves(self) -> list[PageMove]:
         """What the runner is to move now."""

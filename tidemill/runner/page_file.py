@@ -1,4 +1,4 @@
-"""A file of KV pages: records of one size, each with its key and a checksum, for one model, dtype, layout and build of the kernels.
+"""A file of KV pages: records of one size, each with its key and a checksum, for one model, dtype, layout and build of kernels.
 
 file    header | record 0 | record 1 | ...         it grows as records are written, up to its share of the folder's quota
 record  its own header (key, order of writing, checksum of key and page) | the page's bytes
@@ -78,17 +78,17 @@ class PageFile:
     # ---- records
 
     def write(self, record: int, key: bytes, page: np.ndarray) -> None:
-        header = self._record_header(key, zlib.crc32(page, zlib.crc32(key)))
-        at, parts = _FIRST + record * self._stride, [header, memoryview(page)]
-        if (num := os.pwritev(self._fd, parts, at)) != len(header) + page.nbytes:
+        header = self._record_header(key, zlib.crc32(page.data, zlib.crc32(key)))
+        num = os.pwritev(self._fd, [header, page.data], _FIRST + record * self._stride)
+        if num != len(header) + page.nbytes:
             raise PageFileError(f"only {num} bytes of a page could be written")
 
     def read(self, record: int, key: bytes, page: np.ndarray) -> None:
         """Into `page`, which holds nothing of use if this raises."""
         header = bytearray(_RECORD.size)
-        num = os.preadv(self._fd, [header, memoryview(page)], _FIRST + record * self._stride)
+        num = os.preadv(self._fd, [header, page.data], _FIRST + record * self._stride)
         found = _read_record_header(bytes(header)) if num == len(header) + page.nbytes else None
-        if found is None or found[0] != key or found[2] != zlib.crc32(page, zlib.crc32(key)):
+        if found is None or found[0] != key or found[2] != zlib.crc32(page.data, zlib.crc32(key)):
             self.erase(record)
             raise PageFileError("a record is cut off or corrupt")
 

@@ -17,14 +17,14 @@ import numpy as np
 from tidemill.cache_layout import Group
 from tidemill.kv.tiers import NOWHERE, Moved, PageMove, Tier
 from tidemill.runner.page_file import PageFile, PageFileError
-from tidemill.sched.plan import StepItem
+from tidemill.sched.plan import StepPlan
 
 
-def written_pages(items: Sequence[StepItem], tables: Sequence[np.ndarray], groups: Sequence[Group]) -> set[int]:
+def changed_pages(plan: StepPlan, tables: Sequence[np.ndarray], groups: Sequence[Group]) -> set[int]:
     """Pages that a step writes. `tables`: of each group, [rows, pages]."""
-    return {
+    return {*plan.page_zeroes, *(target for _, target in plan.page_copies)} | {
         page
-        for item in items
+        for item in plan.items
         for group, table in zip(groups, tables, strict=True)
         for page in table[item.row, item.start // group.page_size : group.num_pages_for(item.start + item.count)].tolist()
     }

@@ -215,7 +215,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
         if not self.has_work:
-            return self._pages.moves_only(StepPlan(self._step))
+            return self.plan_moves()
         self.kv.begin_step(self._step)
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
@@ -237,6 +237,10 @@ class Scheduler:
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
         return plan
+
+    def plan_moves(self) -> StepPlan | None:
+        """A step that computes nothing, if there are pages to move."""
+        return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)

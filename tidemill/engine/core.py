@@ -298,7 +298,7 @@ class EngineCore:
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
         owners = [(request.request_id, self.scheduler.kv.num_pages_of(request.seq)) for request in holders]
-        return Pages(owners, kinds.tobytes(), self._clock.now() - begin)
+        return Pages(owners, kinds.tobytes(), self._clock.now() - begin, self.scheduler.kv.tier_sizes())
 
     def take_events(self) -> list[Event]:
         """What was decided since the last step's output, by aborts for example."""

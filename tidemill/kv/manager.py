@@ -421,6 +421,11 @@ class KVManager:
     def tiers(self) -> Tiers | None:
         return None if self._behind is None else self._behind.tiers
 
+    def tier_sizes(self) -> list[tuple[str, int, int]]:
+        """Of each tier: its name, the pages in it, and how many it can hold."""
+        tiers = {} if self.tiers is None else {"host memory": self.tiers.host, "disk": self.tiers.disk}
+        return [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
+
     @property
     def num_stored(self) -> int:
         """Of the pages evicted so far, those that a tier has got."""

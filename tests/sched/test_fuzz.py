@@ -332,8 +332,9 @@ def submit_some(machine, chance):
         common = ([0, 1, 2, 2] * 4)[: chance.choice([0, 3, 7, 11, 15])]
         prompt = common + chance.choices(range(3), k=chance.randrange(1, 5))
         ranks = {"priority": chance.choice([0, 0, 0, 1, BACKGROUND]), "tenant": chance.choice(["", "", "a"])}
-        more = {"salt": chance.choice(["", "", "x"]), "hold": chance.choice([None, None, "a", "b", "c", "d"])}
-        machine.submit(prompt, chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), **ranks, **more)
+        max_tokens, n, salt = chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), chance.choice(["", "", "x"])
+        hold = dict(enumerate("abcd")).get((3 * sum(prompt) + len(prompt)) % 10)
+        machine.submit(prompt, max_tokens, n, salt=salt, hold=hold, **ranks)
 
 
 @pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])

@@ -37,7 +37,7 @@ def asked():
             self.end_headers()
             self.wfile.write(json.dumps(made | {"usage": {"prompt_tokens_details": {"cached_tokens": 8}}}).encode())
 
-        do_GET = do_POST = do_DELETE = answer  # noqa: N815
+        do_GET = do_POST = do_DELETE = answer
 
         def log_message(self, *_):
             pass

@@ -230,8 +230,9 @@ class KVManager:
                 if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
                     table.pages[i] = own.pages[i]
         held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
-        for page in held.pages if self._behind is not None else ():
-            self._behind.reuse(page)
+        if self._behind is not None:
+            for page in held.pages:
+                self._behind.reuse(page)
         return self.held.put(held)
 
     # ---- taking and giving back

@@ -116,7 +116,7 @@ class TierMachine(SchedulerMachine):
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.check_integrity()
         kv = self.scheduler.kv
-        assert kv.num_free_pages == kv.num_pages
+        assert kv.num_free_pages == kv.num_pages - kv.held.num_pinned
         assert not self.tiers.is_busy
         assert not self.tiers._kept
         assert len(self.tiers.host) + len(self.tiers.host._free) == self.num_slots

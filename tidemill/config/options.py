@@ -35,6 +35,10 @@ class EngineOptions:
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix
+    batch_window_ms: float | None = None  # of the policy dynamic
+    evict: bool = True  # False: only what can run to its end is admitted, and none is preempted
+    max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
+    session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"

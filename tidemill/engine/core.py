@@ -42,7 +42,7 @@ from tidemill.sched.scheduler import Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
@@ -108,17 +108,19 @@ class EngineCore:
                 config.token_budget,
                 config.prefix_index,
                 tiers,
+                config.max_pinned,
             ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
-            policy=make_policy(config.policy),
+            policy=make_policy(config.policy, config.batch_window_s),
             clock=self._clock,
             emit=self._events,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
             whole_prompts=model.config.pooler is not None,
             order=config.queue_order,
+            evict=config.evict,
             max_draws=config.max_draws,
         )
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
@@ -174,6 +176,11 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
 
     @property
+    def idle_s(self) -> float:
+        """Though there is work, no step can be made for so long, unless something comes."""
+        return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s
+
+    @property
     def has_moves(self) -> bool:
         """Pages are to be moved, or were, which need not be waited for."""
         tiers = self.scheduler.kv.tiers
@@ -183,6 +190,7 @@ class EngineCore:
         """The end: save what is cached on disk, if there is one behind it."""
         if self.runner.mover is not None:
             if not self._in_flight:
+                self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
                 kv_tiers.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
@@ -207,6 +215,9 @@ class EngineCore:
         self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.max_context)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
+        if request.params.beams is not None and not self.config.evict:
+            fix = "Sample with n instead, or serve without --no-evict."
+            raise InvalidRequest("Beams preempt each other, which this server does not do.", fix=fix, param="use_beam_search")
         if not request.adapter:
             self._submit(request, compiled)
             return
@@ -251,6 +262,7 @@ class EngineCore:
             tenant=request.tenant,
             adapter=-1 if adapter is None else adapter.slot,
             resumed=None if request.resumed is None else outputs,
+            holds=request.holds,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
@@ -295,6 +307,9 @@ class EngineCore:
         self.scheduler.finish(request, "stop")
         self._forget(request.seq)
         return Timings(*request.spans(self._clock.now()))
+
+    def renew(self, message: Renew) -> None:
+        self.scheduler.retention.renew(message.name, message.ttl_s, message.reason)
 
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from tidemill.cache_layout import Group
 from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
@@ -76,9 +77,11 @@ class KVManager:
         most_at_once: int = 1,
         index: str = "hash",
         tiers: Tiers | None = None,
+        max_held: float = 0.5,
     ) -> None:
         """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
-        of one sequence that a step may compute. `index`: one of `INDEXES`; only the hashes can have `tiers` behind them."""
+        of one sequence that a step may compute. `index`: one of `INDEXES`; only the hashes can have `tiers` behind them.
+        `max_held`: the part of the pages that may be held."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -89,6 +92,7 @@ class KVManager:
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
+        self.held = Holds(self._pool, int(max_held * (num_pages - 1)) if prefix_caching else 0)
         self._index = INDEXES[index](page_size, self.groups)
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
@@ -208,6 +212,28 @@ class KVManager:
             for page in self._sequences[seq].held():
                 kinds[page] = owner if kinds[page] <= CACHED else SHARED
         return kinds[1:]  # without the null page
+
+    # ---- holding prefixes
+
+    @property
+    def num_held_pages(self) -> int:
+        return self._pool.num_kept
+
+    def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
+        """Hold what is cached of a sequence's first `held.num_tokens` tokens, whose pages are found here. As `Holds.put`."""
+        num = held.num_tokens // self.page_size * self.page_size
+        sequence = self._sequences[seq]
+        path = sequence.path.through(token_ids, num)
+        match = self._match_in(self._index.find(path) if self._behind is None else self._behind.find_in_pages(path))
+        for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
+            for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
+                if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
+                    table.pages[i] = own.pages[i]
+        held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
+        if self._behind is not None:
+            for page in held.pages:
+                self._behind.reuse(page)
+        return self.held.put(held)
 
     # ---- taking and giving back
 
@@ -375,7 +401,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        tables = self._sequences.pop(seq).tables
+        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+            self._pool.drop(page)
+
+    def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
+        """Pages of all groups in token order, each with its first position."""
         held = [
             (i * group.page_size, table.pages[i])
             for group, table in zip(self.groups, tables, strict=True)
@@ -383,8 +413,7 @@ class KVManager:
         ]
         if len(tables) > 1:
             held.sort(key=lambda entry: entry[0])
-        for _, page in reversed(held):
-            self._pool.drop(page)
+        return held
 
     def preempt(self, seq: int, is_lost: bool = False) -> Leaving | None:
         """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
@@ -413,6 +442,7 @@ class KVManager:
         for sequence in self._sequences.values():
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         self._fresh.clear()
+        self.held.clear()
         return self._index.clear()
 
     # ---- tiers
@@ -518,16 +548,19 @@ class KVManager:
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)
+        if self._pool.keepers(page):
+            self._pool.renew(page)
         return self._index.forget(page)
 
     def check_integrity(self) -> None:
         """free + cached + owned = total, every reference has an owner, every key a page."""
         self._pool.check_integrity()
         self._index.check_integrity()
-        owners: dict[int, int] = {}
+        self.held.check_integrity()
+        owners = dict(self.held.pins)
         if self._behind is not None:
             self._behind.check_integrity()
-            owners |= dict.fromkeys(self._behind.loading, 1)
+            owners |= {page: owners.get(page, 0) + 1 for page in self._behind.loading}
         for sequence in self._sequences.values():
             held = list(sequence.held())
             assert NULL_PAGE not in held

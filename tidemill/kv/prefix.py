@@ -27,6 +27,10 @@ class Path(ABC):
     def until(self, num_tokens: int) -> Path:
         """Of a sequence that has the first `num_tokens` tokens in common."""
 
+    @abstractmethod
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> Path:
+        """Of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
+
 
 P = TypeVar("P", bound=Path)
 
@@ -142,6 +146,11 @@ class HashPath(Path):
 
     def until(self, num_tokens: int) -> HashPath:
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
+
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
+        made = self.until(num_tokens)
+        made.extend(token_ids, num_tokens)
+        return made
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         size, key = self.page_size, self.keys[-1] if self.keys else self.root

@@ -91,8 +91,19 @@ class Pages:
             return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
         return self._kv.num_pages_to_admit(request.num_known, self.path(request))
 
+    def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
+        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
+        will take until their ends, at most."""
+        if not to_the_end:
+            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known))
+        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known)
+        return num + sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
+
+    def _most_pages(self, request: Request) -> int:
+        return self._kv.num_pages_for(request.num_prompt + request.max_tokens)
+
     def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int]] | None:
-        """Pages for all its tokens, of which so many stay free, if possible. Returns what it starts from, the pages to copy, and
+        """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
         how many tokens are loaded from host memory and from disk; None: there are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
@@ -102,7 +113,6 @@ class Pages:
                 return None
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
             return reason, copies, (0, 0)
-        reserve = min(reserve, self._kv.num_pages - self._kv.num_pages_for(request.num_known))
         start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve)
         if start is None:
             return None

@@ -21,7 +21,7 @@ from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import KINDS, Target, new_head
-from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft
+from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, save_draft
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -134,6 +134,8 @@ def _change(folder, tensors=None, settings=None):
         ({}, {"model": {"hidden_size": 65}}, "hidden_size 65"),
         ({}, {"format": 2}, "format"),
         ({}, {"acceptance": "all"}, "acceptance"),
+        ({}, {"draft_cost": 0}, "draft_cost"),
+        ({}, {"step_costs": [1.0, "2"]}, "step_costs"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(llm, eagle, tmp_path, tensors, settings, message):
@@ -212,6 +214,34 @@ def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind)
         assert engine_run(drafted, asked) == expected
         assert sum(nums) > 50
         nums.clear()
+
+
+def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
+    """Tokens are those without drafts; both exits are tried, what came of them is learned, and a run repeats itself."""
+    target = Target(llm.core.runner.model, torch.arange(256))
+    for layer in (2, 1):
+        torch.manual_seed(layer)
+        about = {"least_probability": 0.0, "draft_cost": 0.05 * layer, "step_costs": [1.0, 1.05, 1.1, 1.15]}
+        save_draft(tmp_path / f"exit-{layer}", new_head("exit", 64, {"layer": layer}), target, about)
+    model = load_model(tiny_folder)
+    made = []
+    for _ in range(2):
+        core = make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=3)
+        inner = core.drafting._drafters[0]._inner
+        tried = []
+        add = inner._bandit.add
+        inner._bandit.add = lambda *result, add=add, tried=tried: tried.append(result) or add(*result)
+        prompt = [(i * i) % 97 + 3 for i in range(40)]
+        sampled = SamplingParams(temperature=0.9, max_tokens=40, seed=7)
+        asked = {"greedy": (prompt, greedy(40, logprobs=2)), "seeded": (prompt[3:], sampled)}
+        assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
+        assert {exit_ for _, exit_, _ in tried} == {0, 1}
+        assert {is_right for _, _, is_right in tried} == {False, True}
+        made.append(tried)
+    assert made[0] == made[1]
+    (tmp_path / "exit-2" / SETTINGS).unlink()
+    with pytest.raises(DraftError, match="1 exits to choose from"):
+        make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path))
 
 
 def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):

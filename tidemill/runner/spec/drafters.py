@@ -14,12 +14,13 @@ from tidemill.models.base import CausalLM
 from tidemill.runner.base import Runner, StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.spec import Ask
+from tidemill.runner.spec.bandit import ExitBandit
 from tidemill.runner.spec.choose import Chain
 from tidemill.runner.spec.eagle import EagleDrafter
-from tidemill.runner.spec.exit import ExitDrafter, FirstLayers
+from tidemill.runner.spec.exit import Exit, ExitDrafter, FirstLayers
 from tidemill.runner.spec.heads import DraftHead, EagleHead, ExitHead, MedusaHeads, Target
 from tidemill.runner.spec.medusa import MedusaDrafter
-from tidemill.runner.spec.stored import load_draft
+from tidemill.runner.spec.stored import StoredDraft, load_draft, load_exits
 from tidemill.sched.plan import StepPlan
 
 
@@ -45,7 +46,20 @@ def make_drafter(head: DraftHead, target: Target, runner: CpuRunner, least: floa
     if isinstance(head, EagleHead):
         return EagleDrafter(head, target, num_rows, least)
     assert isinstance(head, ExitHead)
-    return ExitDrafter(head, target, FirstLayers(runner.model, runner.mixers, runner.cache, runner.state, head.layer), least)
+    return ExitDrafter([_make_exit(head, target, runner, least)], target)
+
+
+def _make_exit(head: ExitHead, target: Target, runner: CpuRunner, least: float) -> Exit:
+    return Exit(head, target, FirstLayers(runner.model, runner.mixers, runner.cache, runner.state, head.layer), least)
+
+
+def make_exit_bandit(stored: Sequence[StoredDraft], target: Target, runner: CpuRunner) -> HeadDrafter:
+    """`stored`: exits, from the first to the deepest, which guess tokens of one vocabulary. Costs are those of their training."""
+    exits = []
+    for one in stored:
+        assert isinstance(one.head, ExitHead)
+        exits.append(_make_exit(one.head, target, runner, one.least))
+    return ExitDrafter(exits, target, ExitBandit([one.draft_cost for one in stored], stored[0].step_costs))
 
 
 class HeadsDrafter:
@@ -62,13 +76,19 @@ class HeadsDrafter:
         if not config.draft_heads:
             raise ConfigError(
                 f"--speculate {name} needs trained heads.",
-                fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {name} makes one.",
+                fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {name.partition('-')[0]} makes one.",
                 param="draft_heads",
             )
-        self.stored = load_draft(Path(config.draft_heads), runner.model, name)
         self._state = runner.state
-        self._inner = make_drafter(self.stored.head, Target(runner.model, self.stored.ids_D), runner, self.stored.least)
+        self._inner = self._make(name, Path(config.draft_heads), runner, runner.model)
         runner.observers.append(self.observe)
+
+    def _make(self, name: str, path: Path, runner: CpuRunner, model: CausalLM) -> HeadDrafter:
+        if name == "exit-bandit":
+            stored = load_exits(path, model)
+            return make_exit_bandit(stored, Target(model, stored[0].ids_D), runner)
+        one = load_draft(path, model, name)
+        return make_drafter(one.head, Target(model, one.ids_D), runner, one.least)
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         chains = [Chain(ask.row, ask.params, ask.tokens, ask.num_prompt, ask.most, []) for ask in asks]

@@ -49,7 +49,10 @@ class Drafting:
         given, self._expected = self._allot(scheduler, ready, 0)
         for drafter in self._drafters:
             if not drafter.is_free:
-                self._ask(drafter, [request for request in ready if request.seq not in self._guesses], given)
+                left = [request for request in ready if request.seq not in self._guesses]
+                for request in left:
+                    request.had_drafts = True  # early exits write to its pages
+                self._ask(drafter, left, given)
         for request in ready:
             num = given.get(request.seq, 0)
             request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
@@ -159,4 +162,5 @@ class Drafting:
 
 def _can_have_drafts(request: Request) -> bool:
     params = request.params
-    return request.status is Status.RUNNING and request.num_needed <= 1 and params.pooling is None and params.beams is None
+    is_decoding = request.status is Status.RUNNING and request.num_needed <= 1
+    return is_decoding and request.takes_drafts and params.pooling is None and params.beams is None

@@ -30,6 +30,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
+    broken: set[int] = field(default_factory=set)  # rows of which a draft, right or wrong, has logits that are not finite
 
     def take_logprobs(self, rows: Sequence[int], entries: Mapping[int, TokenLogprobs]) -> None:
         """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong drafts are dropped."""
@@ -56,6 +57,16 @@ def accept(items: Iterable[StepItem], drafts: Mapping[int, list[int]], drawn: Se
             tokens[item.row] = list(own[: num_right + 1])
             at += item.num_draws
     return tokens
+
+
+def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
+    """Of those with drafts, where a token drawn, counting or not, shows logits that are not finite."""
+    rows, at = set(), 0
+    for item in items:
+        if item.num_drafts and min(drawn[at : at + item.num_draws]) < 0:
+            rows.add(item.row)
+        at += item.num_draws
+    return rows
 
 
 class Runner(Protocol):

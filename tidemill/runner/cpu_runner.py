@@ -16,7 +16,7 @@ from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
-from tidemill.runner.base import StepResult, accept, draws, look_at_prompt
+from tidemill.runner.base import StepResult, accept, broken_rows, draws, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.sampler import Sampler, score
@@ -130,6 +130,7 @@ class CpuRunner:
         sources = np.concatenate([batch.last_token[i] + np.arange(-plan.items[i].num_drafts, 1) for i in sampling])
         sampled = self.sampler.sample(self.model.logits(hidden_TH[sources]), rows, positions)
         self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        result = StepResult(pooled | accept(items, plan.drafts, sampled.token_ids.tolist()))
+        drawn = sampled.token_ids.tolist()
+        result = StepResult(pooled | accept(items, plan.drafts, drawn), broken=broken_rows(items, drawn))
         result.take_logprobs(rows, sampled.logprobs)
         return result

@@ -157,6 +157,7 @@ class Scheduler:
             num_computed=0,
             num_in_flight=0,
             drafts=(),
+            had_drafts=False,
             writable_end=0,
             epoch=0,
             path=None,
@@ -216,6 +217,13 @@ class Scheduler:
             self._unsent.page_zeroes += pages
             for row in self._unsent.rows_that_copy(pages):
                 self._preempt(self._unsent.rows[row], "the page that it was to copy holds NaN")
+
+    def compute_again(self, request: Request, reason: str) -> None:
+        """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
+        in the same step."""
+        self.clear(request)
+        self._preempt(request, reason)
+        request.takes_drafts = False
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
@@ -575,6 +583,7 @@ class Scheduler:
         if request.num_needed > 1:
             state.num_prefill_tokens += count
         if drafts:
+            request.had_drafts = True
             plan.drafts[request.row] = list(drafts)
             count += len(drafts)
         request.account.num_served += count
@@ -664,7 +673,8 @@ class Scheduler:
         are not found in the prefix cache."""
         now = self._clock.now()
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason))
-        self.kv.release(request.seq)
+        if self.kv.holds(request.seq):
+            self.kv.release(request.seq)
         request.num_computed = 0
         request.num_in_flight = 0
         request.drafts = ()

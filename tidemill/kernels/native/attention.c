@@ -333,6 +333,24 @@ static void add_bias(const tile *t, long row, long first, float *scores) {
         f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(bias + k), f32x8_set(LOG2_E)));
 }
 
+/* Whether a value of keys `from` .. num - 1 is not finite: 0 times it is not 0. */
+static int has_broken(const block_rows values, long from, long num, long dim, int is_bf16) {
+    f32x8 sum = f32x8_set(0);
+    for (long k = from > 0 ? from : 0; k < num; k++)
+        for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, load(values[k], i, is_bf16), f32x8_set(0));
+    return f32x8_sum(sum) != 0;
+}
+
+/* As mix_rows, but of keys that a row does not see nothing is read: the same bits. */
+static void mix_seen(const tile *t, long row, int n, long first, const float *probs, const block_rows values, int is_bf16, float *acc) {
+    for (int r = 0; r < n; r++) {
+        long num = last_key(t, row + r) + 1 - first;
+        for (long k = 0; k < num && k < BLOCK; k++)
+            for (long i = r * t->dim; i < (r + 1) * t->dim; i += 8)
+                f32x8_store(acc + i, f32x8_fma(f32x8_load(acc + i), load(values[k], i - r * t->dim, is_bf16), f32x8_set(probs[r * BLOCK + k])));
+    }
+}
+
 /* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL. */
 static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16,
                          const float *copied) {
@@ -362,8 +380,10 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
                 for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
-        long num_keys = last + 1 - first < num ? last + 1 - first : num;
-        if (copied)
+        long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first;
+        if (num_seen < num && has_broken(values, num_seen, num, dim, is_bf16)) /* by all of these rows */
+            mix_seen(t, row, n, first, scores, values, is_bf16, acc);
+        else if (copied)
             COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
         else
             MIXES[is_bf16][size](scores, values, num_keys, dim, n, acc);

@@ -23,6 +23,7 @@ from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
+from tidemill.sched.tree import Tree
 
 
 class Scheduler:
@@ -490,6 +491,8 @@ class Scheduler:
         if drafts:
             request.had_drafts = True
             plan.drafts[request.row] = list(drafts)
+            if isinstance(drafts, Tree):
+                plan.trees[request.row] = list(drafts.parents)
             count += len(drafts)
         request.account.num_served += count
         if request.in_background:

@@ -7,6 +7,7 @@ being one chain of operations: bits depend on the query's position and the token
 #pragma GCC optimize("no-schedule-insns") /* which moves loads up until the register tiles spill: a quarter slower */
 #endif
 
+#include <limits.h>
 #include <math.h>
 #include <stddef.h>
 
@@ -114,24 +115,35 @@ TM_INLINE f32x8 load(const char *row, long i, int format) {
     return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
 }
 
+/* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
+typedef struct {
+    const int32_t *pages;
+    const int64_t *path;
+    long base;
+} places;
+TM_INLINE long place_of(const places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
+
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
-static void find_rows(const tm_step *s, long dim, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
+static void find_rows(const tm_step *s, long dim, const char *cache, const places *w, long head, long first, long num, block_rows rows) {
     long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
-        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        const char *row = cache + pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        long position = place_of(w, first + i), offset = position & (s->page_size - 1);
+        long left = first + i >= w->base ? 1 : w->base - first < num ? w->base - first - i : num - i;
+        long run = s->page_size - offset < left ? s->page_size - offset : left;
+        const char *row = cache + w->pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
         for (long end = i + run; i < end; i++, row += num_bytes) rows[i] = row;
     }
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
 /* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
-static void find_scales(const tm_step *s, const char *scales, const int32_t *pages, long head, long first, long num, float *to) {
+static void find_scales(const tm_step *s, const char *scales, const places *w, long head, long first, long num, float *to) {
     float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
     long shift = __builtin_ctzl(s->page_size);
     for (long i = 0; i < BLOCK; i++) {
         uint32_t bits = 0;
-        if (i < num) bits = (uint32_t)*scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & (s->page_size - 1)) << 16;
+        long position = i < num ? place_of(w, first + i) : 0;
+        if (i < num) bits = (uint32_t)*scale_at(s, scales, w->pages[position >> shift], head, position & (s->page_size - 1)) << 16;
         memcpy(to + i, &bits, 4);
         to[i] *= factor;
     }
@@ -441,7 +453,8 @@ static void attend_tile(void *arg, long task, int thread) {
     long num_rows = s->tile_len[at] * group, end = l->is_bidirectional ? s->tile_end[at] : s->tile_start[at] + s->tile_len[at];
     int format = (int)s->kv_format, has_codes = l->key_scales != NULL, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
-    const int32_t *pages = s->tables[l->group] + s->tile_row[at] * s->table_width;
+    places where = {s->tables[l->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
+    if (s->tile_path) where.path = s->tile_path + at * s->path_width, where.base = s->tile_base[at];
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * padded_dim(dim);
     tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = s->tile_start[at], .dim = dim, .window = l->window,
@@ -467,12 +480,12 @@ static void attend_tile(void *arg, long task, int thread) {
         block_rows keys, values;
         code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        find_rows(s, dim, j->keys, pages, head, first, num, keys);
-        find_rows(s, dim, j->values, pages, head, first, num, values);
+        find_rows(s, dim, j->keys, &where, head, first, num, keys);
+        find_rows(s, dim, j->values, &where, head, first, num, values);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
-            find_scales(s, l->key_scales, pages, head, first, num, codes.key_scales);
-            find_scales(s, l->value_scales, pages, head, first, num, codes.value_scales);
+            find_scales(s, l->key_scales, &where, head, first, num, codes.key_scales);
+            find_scales(s, l->value_scales, &where, head, first, num, codes.value_scales);
         } else if (is_copied) {
             copy_keys(keys, num, dim, format, copied);
             copy_values(values, num, dim, format, copied + BLOCK * dim);

@@ -21,6 +21,7 @@ from tidemill.runner.spec.exit import Exit, ExitDrafter, FirstLayers
 from tidemill.runner.spec.heads import DraftHead, EagleHead, ExitHead, MedusaHeads, Target
 from tidemill.runner.spec.medusa import MedusaDrafter
 from tidemill.runner.spec.stored import StoredDraft, load_draft, load_exits
+from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
 
 
@@ -38,11 +39,12 @@ class HeadDrafter(Protocol):
         ...
 
 
-def make_drafter(head: DraftHead, target: Target, runner: CpuRunner, least: float) -> HeadDrafter:
-    """`least`: the probability of a chain of drafts under which it ends. While no sequence is in the runner's cache."""
+def make_drafter(head: DraftHead, target: Target, runner: CpuRunner, least: float, trees: bool = False) -> HeadDrafter:
+    """`least`: the probability of a chain of drafts under which it ends. `trees`: drafts may be trees. While no sequence is in
+    the runner's cache."""
     num_rows = runner.state.tokens.shape[0]
     if isinstance(head, MedusaHeads):
-        return MedusaDrafter(head, target, num_rows, least)
+        return MedusaDrafter(head, target, num_rows, least, trees)
     if isinstance(head, EagleHead):
         return EagleDrafter(head, target, num_rows, least)
     assert isinstance(head, ExitHead)
@@ -80,20 +82,26 @@ class HeadsDrafter:
                 param="draft_heads",
             )
         self._state = runner.state
-        self._inner = self._make(name, Path(config.draft_heads), runner, runner.model)
+        self._inner = self._make(name, config, runner, runner.model)
         runner.observers.append(self.observe)
 
-    def _make(self, name: str, path: Path, runner: CpuRunner, model: CausalLM) -> HeadDrafter:
+    def _make(self, name: str, config: EngineConfig, runner: CpuRunner, model: CausalLM) -> HeadDrafter:
+        path = Path(config.draft_heads)
         if name == "exit-bandit":
             stored = load_exits(path, model)
             return make_exit_bandit(stored, Target(model, stored[0].ids_D), runner)
         one = load_draft(path, model, name)
-        return make_drafter(one.head, Target(model, one.ids_D), runner, one.least)
+        trees = runner.mixers.takes_trees and config.acceptance == "exact"
+        return make_drafter(one.head, Target(model, one.ids_D), runner, one.least, trees)
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         chains = [Chain(ask.row, ask.params, ask.tokens, ask.num_prompt, ask.most, []) for ask in asks]
         self._inner.propose(chains)
-        return [chain.drafts for chain in chains]
+        return [chain.drafts if chain.tree is None else chain.tree for chain in chains]
+
+    def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
+        """How likely each draft is right; None: it is not known beforehand."""
+        return self._inner.chances(params, most) if isinstance(self._inner, MedusaDrafter) else None
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         return  # a row is forgotten when another request takes it
@@ -105,8 +113,13 @@ class HeadsDrafter:
         first = 0
         for item in plan.items:
             drawn = result.tokens.get(item.row, [])
-            num = item.count - item.num_drafts + (len(drawn) - 1 if item.num_drafts else 0)
+            num_known = item.count - item.num_drafts
+            num = num_known + (len(drawn) - 1 if item.num_drafts else 0)
             if num > 0 and (not drawn or drawn[-1] >= 0) and not self._state.is_pooled(item.row):
                 after = self._state.tokens[item.row, item.start + 1 : item.start + num + 1].tolist()
-                self._inner.observe(item.row, item.start, hidden_TH[first : first + num], after)
+                states_TH = hidden_TH[first : first + num]
+                if item.row in result.paths:
+                    at = [*range(num_known), *(num_known + draft for draft in result.paths[item.row])]
+                    states_TH = hidden_TH[[first + i for i in at]]
+                self._inner.observe(item.row, item.start, states_TH, after)
             first += item.count

@@ -21,7 +21,9 @@ from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import KINDS, Target, new_head
+from tidemill.runner.spec.medusa import Ranks
 from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, save_draft
+from tidemill.sched.tree import Tree
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -242,6 +244,44 @@ def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
     (tmp_path / "exit-2" / SETTINGS).unlink()
     with pytest.raises(DraftError, match="1 exits to choose from"):
         make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path))
+
+
+def test_ranks_of_candidates_shape_the_tree():
+    ranks = Ranks(2)
+    for _ in range(200):
+        ranks.add(0, 0)
+        ranks.add(0, 1)
+        ranks.add(1, 2)
+    shape, chances = ranks.shape(4)
+    assert shape == [(-1, 0), (-1, 1), (0, 2), (1, 2)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] == pytest.approx(0.5, abs=0.05)
+    for _ in range(3000):
+        ranks.fade()
+    assert ranks.chance(1, 2) == pytest.approx(Ranks(2).chance(1, 2), abs=0.01)
+
+
+def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
+    """A right token of a lower rank is found; requests whose draws look at the tokens before get chains."""
+    target = Target(llm.core.runner.model, torch.arange(256))
+    save_draft(tmp_path, new_head("medusa", 64), target, {"least_probability": 0.0})
+    model, prompt = load_model(tiny_folder), [(i * i) % 97 + 3 for i in range(40)]
+    core = make_core(model, speculate="medusa", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=12)
+    drafter, made = core.drafting._drafters[0], []
+    propose = drafter.propose
+    drafter.propose = lambda asks: [
+        made.append((ask.params, drafts)) or drafts for ask, drafts in zip(asks, propose(asks), strict=True)
+    ]
+    asked = {
+        "greedy": (prompt, greedy(40, logprobs=1)),
+        "seeded": (prompt[2:], SamplingParams(temperature=0.8, seed=5, max_tokens=40)),
+        "penalized": (prompt[4:], greedy(20, repetition_penalty=1.2)),
+    }
+    assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
+    kinds = {(params.has_penalties, isinstance(drafts, Tree)) for params, drafts in made if drafts}
+    assert kinds == {(True, False), (False, True)}
+    assert max(len(drafts) for _, drafts in made) == 12
+    assert any(drafts.parents != list(range(-1, len(drafts) - 1)) for _, drafts in made if isinstance(drafts, Tree))
 
 
 def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.helpers import Answer, Guesser, greedy, guess_with, load_model, make_core, make_llama, run, take
+from tests.models import test_families
 from tidemill import SamplingParams, events
 from tidemill.sched.tree import Tree, ancestors_of, depths_of, right_path
 from tidemill.wire import Submit
@@ -75,6 +76,14 @@ def test_tokens_and_logprobs(model, options):
     for _ in range(2):
         assert run(core, REQUESTS) == expected
     assert num_right > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "GPT2", "Mistral", "Granite"])
+def test_windows_and_other_positions(family, tmp_path, backend):
+    """Contexts go beyond the windows."""
+    test_families.save(family, "safetensors", tmp_path)
+    test_tokens_and_logprobs(load_model(tmp_path), {"page_size": 8})
 
 
 def test_preempted_meanwhile(model):

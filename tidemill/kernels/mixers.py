@@ -75,7 +75,7 @@ class Mixers:
         paths: Paths | None = None,
     ) -> MixedStep:
         """`paths`: of drafts that are a tree, each of which is an entry of its own."""
-        attention = None
+        attention: AttentionStep | None = None
         if isinstance(self.attention, FlexAttention):
             assert paths is None
             attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)

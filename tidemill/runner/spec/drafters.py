@@ -86,7 +86,7 @@ class HeadsDrafter:
         runner.observers.append(self.observe)
 
     def _make(self, name: str, config: EngineConfig, runner: CpuRunner, model: CausalLM) -> HeadDrafter:
-        path = Path(config.draft_heads)
+        path = Path(config.draft_heads or "")
         if name == "exit-bandit":
             stored = load_exits(path, model)
             return make_exit_bandit(stored, Target(model, stored[0].ids_D), runner)

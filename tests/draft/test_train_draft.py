@@ -22,7 +22,7 @@ from tidemill.runner.spec.choose import Chain, Chooser
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import KINDS, Target, new_head
 from tidemill.runner.spec.medusa import Ranks
-from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, save_draft
+from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, load_exits, save_draft
 from tidemill.sched.tree import Tree
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -244,6 +244,18 @@ def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
     (tmp_path / "exit-2" / SETTINGS).unlink()
     with pytest.raises(DraftError, match="1 exits to choose from"):
         make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_all_exits_are_kept_and_the_fastest_by_measurement_is_the_folders_own(llm, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("tidemill.draft.run._exit_layers", lambda *_: [1, 2])
+    measured, _ = run(llm, text, tmp_path, "exit")
+    speeds = measured["speed_by_exit_layer"]
+    assert speeds.keys() == {"1", "2"}
+    assert measured["speed"] == speeds[str(measured["settings"]["layer"])] == max(speeds.values())
+    exits = load_exits(tmp_path, llm.core.runner.model)
+    assert [one.head.settings["layer"] for one in exits] == [1, 2]
+    assert all(one.draft_cost > 0 and len(one.step_costs) > 1 for one in exits)
 
 
 def test_ranks_of_candidates_shape_the_tree():

@@ -273,7 +273,7 @@ def _attend(
         shrink = old_top.sub_(new_top).exp_()
         scores.sub_(new_top).exp_()
         total[:batch].mul_(shrink).add_(scores.sum(-1, keepdim=True))
-        acc[:batch].mul_(shrink).baddbmm_(scores, v if block.hidden is None else _seen_alone(v, block.hidden, num_kv_heads))
+        _mix(acc[:batch].mul_(shrink), scores, v, block.hidden)
         top[:batch] = new_top
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
@@ -289,13 +289,15 @@ def _read(kv: PagedKV, block: _Block, layer: int, is_value: bool) -> torch.Tenso
     return made.flatten(0, 1)
 
 
-def _seen_alone(v: torch.Tensor, hidden: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Values that are not finite, 0 times which is not 0, as 0 where some row does not see them. A row that sees one has a score
-    that is not a number."""
-    if v.isfinite().all():
-        return v
-    is_unseen = hidden.any(2).expand(-1, num_kv_heads, -1).reshape(v.shape[0], -1, 1)
-    return torch.where(is_unseen & ~v.isfinite(), 0.0, v)
+def _mix(acc: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> None:
+    """Add the values of a block. One that is not finite, 0 times which is not 0, spoils only the rows that see it."""
+    if hidden is None or v.isfinite().all():
+        acc.baddbmm_(weights, v)
+        return
+    is_broken = ~v.isfinite().all(-1)
+    acc.baddbmm_(weights, v.masked_fill(is_broken.unsqueeze(-1), 0.0))
+    is_spoiled = (is_broken.view(hidden.shape[0], -1, 1, v.shape[1]) & ~hidden).any(-1).view(acc.shape[0], -1, 1)
+    acc.masked_fill_(is_spoiled, float("nan"))
 
 
 def _rows_of(group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int) -> tuple[torch.Tensor, torch.Tensor]:

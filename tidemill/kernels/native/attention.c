@@ -406,7 +406,7 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
                          const float *copied, const code_block *codes) {
     float scores[MANY * BLOCK], shrink[MANY];
     long dim = t->dim, together = copied ? MANY : FEW;
-    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2;
+    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2, is_broken = -1; /* -1: not known */
     for (long row = 0; row < t->num_rows; row += together) {
         int n = t->num_rows - row < together ? t->num_rows - row : together;
         long last = last_key(t, row + n - 1);
@@ -432,10 +432,10 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
                 for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
-        long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first;
+        long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first; /* by all of these rows */
         if (codes)
             CODE_MIXES[size](scores, codes, num_keys, dim, n, acc);
-        else if (num_seen < num && has_broken(values, num_seen, num, dim, format)) /* num_seen: by all of these rows */
+        else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, format))))
             mix_seen(t, row, n, first, scores, values, format, acc);
         else if (copied)
             COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);

@@ -1,4 +1,4 @@
-"""Drafts for which the model computes NaN, on the GPU at hand: tokens are those without drafts, and pages given back harm nobody."""
+"""Drafts for which the model computes NaN, on the GPU at hand: tokens are those without drafts, and no page harms another."""
 
 from __future__ import annotations
 

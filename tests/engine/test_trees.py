@@ -60,8 +60,7 @@ def grow(model, expected, chance=0.8, most=7, **options):
     return core
 
 
-@pytest.mark.parametrize("options", [{}, {"page_size": 1, "token_budget": 20, "max_requests": 4}, {"kv_dtype": "int8"}])
-def test_tokens_and_logprobs(model, options):
+def check(model, **options):
     expected = run(make_core(model, speculate="off", **options), REQUESTS)
     core = grow(model, expected, **options)
     num_right = 0
@@ -78,12 +77,21 @@ def test_tokens_and_logprobs(model, options):
     assert num_right > 30
 
 
+def test_tokens_and_logprobs(model):
+    check(model)
+
+
+@pytest.mark.parametrize("options", [{"page_size": 1, "token_budget": 20, "max_requests": 4}, {"kv_dtype": "int8"}])
+def test_other_pages(folder, options):
+    check(load_model(folder), **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "GPT2", "Mistral", "Granite"])
 def test_windows_and_other_positions(family, tmp_path, backend):
     """Contexts go beyond the windows."""
     test_families.save(family, "safetensors", tmp_path)
-    test_tokens_and_logprobs(load_model(tmp_path), {"page_size": 8})
+    check(load_model(tmp_path), page_size=8)
 
 
 def test_preempted_meanwhile(model):

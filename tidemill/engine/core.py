@@ -440,11 +440,20 @@ class EngineCore:
         return [one for one in progress if one.request.seq in self._live_of]
 
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
-        """Requests whose logits are not numbers fail alone."""
+        """Requests whose logits are not numbers fail alone. If drafts can be the reason, they are computed again without."""
         failed = []
-        for item in plan.items if any(tokens[-1] < 0 for tokens in result.tokens.values()) else ():
-            if item.seq in self._live_of and result.tokens.get(item.row, (0,))[-1] < 0:
-                error = _nothing_to_draw(next(iter(self._live_of[item.seq].requests.values())).params)
+        rows = result.broken | {row for row, tokens in result.tokens.items() if tokens[-1] < 0}
+        for item in plan.items if rows else ():
+            if item.row not in rows or item.seq not in self._live_of:
+                continue
+            live = self._live_of[item.seq]
+            request = live.requests[live.samples[item.seq]]
+            if request.epoch != item.epoch:
+                continue
+            if request.had_drafts and request.takes_drafts:
+                self.scheduler.compute_again(request, "a draft's logits are not numbers: computed again without drafts")
+            elif result.tokens.get(item.row, (0,))[-1] < 0:
+                error = _nothing_to_draw(request.params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
 

@@ -193,7 +193,7 @@ class Scene:
         learned = torch.randn(heads, 2 * LONGEST - 1) if self.spec.has_distance_bias else None
         self.bias = masks.by_distance(self.spec, learned, LONGEST)
         dim, page, self.layer, self.heads = 16, 16, 1, heads
-        self.requests = requests
+        self.requests, self.scales = requests, None
         self.cache = torch.full((100, 2, 2, kv_heads, page, dim), 1e30)
         self.table = torch.zeros(len(requests), LONGEST // page, dtype=torch.int32)
         qkv, expected, used, common = [], [], 1, torch.randn(2, 64, kv_heads, dim)
@@ -228,7 +228,9 @@ class Scene:
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
         lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
         positions = torch.from_numpy(work.positions)
-        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias)
+        attention.attend(
+            self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
+        )  # fmt: skip
         assert not done.any()
         return out
 

@@ -404,7 +404,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, lora, pooling, sampling, scan
+from tidemill.kernels.cuda import attention, elementwise, gemm, logprobs, lora, pooling, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -472,8 +472,8 @@ build(sampling._narrow, types, 8, ROUND=1, STRETCH=8192, STRETCHES=32, LANES=102
 build(sampling._collect, types, 8, ROUND=2, STRETCH=8192, STRETCHES=32, LANES=1024)
 build(sampling._finish, types, 16, STRETCH=8192, STRETCHES=32, TILE=2048)
 types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
-build(sampling._summarize, types, 8, STRETCH=8192, BLOCK=128)
-build(sampling._normalize, types, 1, STRETCHES=32)
+build(logprobs._summarize, types, 8, STRETCH=8192, BLOCK=128)
+build(logprobs._normalize, types, 1, STRETCHES=32)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.cuda.attention import (
-    SINGLE_ROWS,
     Lists,
     _add_up,
     _biased,
@@ -30,6 +29,7 @@ from tidemill.kernels.cuda.attention import (
     _weigh,
     prompt_rows,
     shared_rows,
+    single_rows,
 )
 from tidemill.kernels.cuda.launch import begin, launch
 from tidemill.kernels.cuda.records import (
@@ -55,6 +55,7 @@ from tidemill.kernels.cuda.records import (
     SINGLE_SPLIT,
     SINGLE_SPLITS,
     SINGLE_TOKEN,
+    SINGLE_TOKENS,
     SINGLE_WIDTH,
 )
 
@@ -277,37 +278,39 @@ def _attend_single_scaled(
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows = tl.arange(0, ROWS)
-    head, valid = kv_head * group + rows, rows < group
+    head, behind = kv_head * group + rows % group, rows // group  # `behind`: its token after the record's first
     # The first record was there long before the kernel that this one waits for.
     tile = singles_ptr + tl.program_id(1) * SINGLE_WIDTH
     token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
     row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
     num_splits, num_here = tl.load(tile + SINGLE_SPLITS), tl.load(tile + SINGLE_LISTED)
+    num_tokens = tl.load(tile + SINGLE_TOKENS)
     begin(AHEAD)
     while num_splits > 0:
         tile += tl.num_programs(1) * SINGLE_WIDTH
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
         token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
-        q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
+        valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
+        q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         even, odd = tl.zeros((ROWS, DIM // 2), tl.float32), tl.zeros((ROWS, DIM // 2), tl.float32)
         top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         begins = split * SPLIT
         if WINDOW:
             begins = tl.maximum(begins, tl.maximum(position - window + 1, 0) // BLOCK * BLOCK)
-        for first in range(begins, min(split * SPLIT + SPLIT, position + 1), BLOCK):
+        for first in range(begins, min(split * SPLIT + SPLIT, end), BLOCK):
             keys = first + tl.arange(0, BLOCK)
-            there = keys <= position
-            seen = there
+            there = keys < end
+            seen = keys[None, :] <= positions[:, None]
             if WINDOW:
-                seen = there & (keys > position - window)
+                seen &= keys[None, :] > positions[:, None] - window
             page = tl.load(table + first // BLOCK).to(tl.int64)
             words = values_ptr + page * page_words + (layer_run + kv_head) * (BLOCK * DIM // 2)
             scales_at = scales_ptr + page * page_scales + (layer_run + kv_head) * (BLOCK // 2)
             scores = _scores(q, words, _scales(scales_at, there, FP8, BLOCK), DIM, BLOCK, FP8, AHEAD)
             scores = _capped(scores, scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
-            scores = _biased(scores, bias_ptr, bias_width, head, position + rows * 0, keys, biased, scale, SOFTCAP, BIAS)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
+            scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             scales = _scales(scales_at + NUM_KV_HEADS * (BLOCK // 2), there, FP8, BLOCK)
@@ -320,22 +323,25 @@ def _attend_single_scaled(
                 nothing = tl.zeros((ROWS, DIM // 2), tl.float32)
                 even, _, _ = _merge(nothing, sink, one, even, top, weight, factor)
                 odd, top, weight = _merge(nothing, sink, one, odd, top, weight, factor)
-            to = out_ptr + (token * NUM_HEADS + head) * DIM
+            to = out_ptr + ((token + behind) * NUM_HEADS + head) * DIM
             _put(to, even / weight[:, None], odd / weight[:, None], valid, DIM)
         else:
-            part = partial_ptr + ((slot0 + split) * NUM_HEADS + head) * (DIM + 2)
+            part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (DIM + 2)
             _put_part(part, even, odd, top, weight, valid, DIM)
             tl.debug_barrier()
-            done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
-            if done == num_here - 1:  # the last of them merges all
-                tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
-                _merge_parts(
-                    partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS, DIM,
-                    TOGETHER, SINKS, True,
-                )  # fmt: skip
+            for _ in range(num_tokens):
+                done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+                if done == num_here - 1:  # the last of them merges all
+                    tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
+                    _merge_parts(
+                        partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS,
+                        DIM, TOGETHER, SINKS, True,
+                    )  # fmt: skip
+                token, slot0 = token + 1, slot0 + num_splits
         token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
         row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
         num_splits, num_here = num_next, tl.load(tile + SINGLE_LISTED)
+        num_tokens = tl.load(tile + SINGLE_TOKENS)
 
 
 def single_how(num_tokens: int) -> dict[str, int]:
@@ -368,7 +374,7 @@ def attend_scaled(
         launch(
             _attend_single_scaled, (num_kv_heads, lists.num_single),
             qkv_TC, words, pairs, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
-            SINKS=has_sinks, ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **single_how(qkv_TC.shape[0]), **common,
+            SINKS=has_sinks, ROWS=single_rows(group), **single_how(qkv_TC.shape[0]), **common,
         )  # fmt: skip
     if lists.num_prompts and lists.by_roles:
         from tidemill.kernels.cuda import hopper_attention

@@ -416,7 +416,7 @@ def attend(
     scales: torch.Tensor | None = None,
 ) -> None:
     """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
-    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if the format has them."""
+    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if there are any."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     assert page_size == BLOCK
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads

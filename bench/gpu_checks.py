@@ -170,6 +170,7 @@ class Scene:
         self.table = torch.from_numpy(self.pages).cuda()
         self.qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
         self.first = np.cumsum([0, *lengths])
+        self.scales: torch.Tensor | None = None
 
     def expected(self, row: int, start: int, count: int) -> torch.Tensor:
         pages, positions = self.table[row].long(), torch.arange(start, start + count, device="cuda")
@@ -218,7 +219,7 @@ class Scene:
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
         positions = torch.from_numpy(work.positions).cuda()
-        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks)
+        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks, scales=self.scales)
         assert not lists.done.any()
         return out
 

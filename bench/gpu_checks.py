@@ -191,7 +191,7 @@ class Scene:
     def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, attention.Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
-        roles = attention.by_roles((self.spec,))
+        roles = attention.by_roles((self.spec,), self.scales is not None)
         tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile)

@@ -138,7 +138,7 @@ class CudaRunner:
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
-        self._by_roles = by_roles(shape.attention_layers)
+        self._by_roles = by_roles(shape.attention_layers, scales is not None)
         self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (

@@ -476,11 +476,12 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
 
 
 @cache
-def by_roles(specs: tuple[AttentionSpec, ...]) -> bool:
+def by_roles(specs: tuple[AttentionSpec, ...], has_scales: bool = False) -> bool:
     """Whether prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
     if IS_INTERPRETED or torch.cuda.get_device_capability()[0] != 9:
         return False
-    return all(64 <= s.head_dim <= 128 and not s.kinds for s in specs)
+    smallest = 128 if has_scales else 64
+    return all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)
 
 
 def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> int:

@@ -63,7 +63,7 @@ from tidemill.kernels.cuda.records import (
 #
 # The bits of an e4m3 number, moved to where bfloat16 has them, are that number times 2**-120, also of the smallest ones: the
 # scales come times 2**120.
-_FP8 = tl.constexpr("""{
+FP8_PAIRS = tl.constexpr("""{
 .reg .b32 a, b, none; mov.b32 none, 0x80008000;
 shl.b32 a, $2, 4; and.b32 a, a, 0x07f007f0; shl.b32 b, $2, 8; lop3.b32 a, b, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 $0, a, $3, none;
@@ -71,7 +71,7 @@ shr.u32 a, $2, 4; and.b32 a, a, 0x07f007f0; lop3.b32 a, $2, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 $1, a, $3, none;
 }""")
 # The lower seven bits of an int8 added to 128 are the bits of a bfloat16; the upper one makes a -128 of it or a -256.
-_INT8 = tl.constexpr("""{
+INT8_PAIRS = tl.constexpr("""{
 .reg .b32 a, b, c, one, none; mov.b32 one, 0x3f803f80; mov.b32 none, 0x80008000;
 lop3.b32 a, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 b, $2, 0x00800080, 0xc300c300, 0xEA;
 fma.rn.bf16x2 a, a, one, b; fma.rn.bf16x2 $0, a, $3, none; shr.u32 c, $2, 8;
@@ -93,7 +93,7 @@ def _number(byte, FP8: tl.constexpr):
 def unpack(words, scales, FP8: tl.constexpr, AHEAD: tl.constexpr):
     """The values in words' low bytes and those in their high bytes, times `scales`, which have the words' shape."""
     if AHEAD:
-        asm: tl.constexpr = _FP8 if FP8 else _INT8
+        asm: tl.constexpr = FP8_PAIRS if FP8 else INT8_PAIRS
         given = [words, scales.to(tl.bfloat16)]
         return tl.inline_asm_elementwise(asm, "=r,=r,r,r", given, dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
     else:  # interpreted
@@ -379,9 +379,9 @@ def attend_scaled(
     if lists.num_prompts and lists.by_roles:
         from tidemill.kernels.cuda import hopper_attention
 
-        hopper_attention.attend_prompts(
-            qkv_TC, cache, table, out_TC, lists.words, (*where[:1], *where[3:], how_much[0]), lists.num_prompts, PROMPTS,
-            common["NUM_HEADS"], common["SPLIT"], scales,
+        hopper_attention.attend_prompts_scaled(
+            qkv_TC, cache, scales, layer, table, out_TC, lists.words, how_much[0], lists.num_prompts, PROMPTS,
+            common["NUM_HEADS"], common["SPLIT"],
         )  # fmt: skip
     elif lists.num_prompts:
         launch(

@@ -108,8 +108,8 @@ def _scales(scales_ptr, at, FP8: gl.constexpr):
 
 @gluon.jit
 def _fetch_scaled(
-    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words, v_words, words_full,
-    k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words, v_words,
+    words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
     WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Blocks are fetched ahead, as many as there is room for; each is converted when it is the next to compute with."""

@@ -1,11 +1,11 @@
 """8-bit keys and values on the GPU at hand: right, the same bits in any company, and what they save.
 
-    python -m bench.gpu_kv [--json out.json] [--parts checks,kernels,retrieval,engine,workloads] [--turns 2]
+    python -m bench.gpu_kv [--json out.json] [--parts roles,checks,kernels,retrieval,workloads,engine] [--turns 2]
 
-checks: kernels against their references, and against themselves in other batches. kernels: decode attention at several settings
+roles: the prompt kernel made for Hopper; if it fails, the other parts run without it. checks: kernels against their references, and against themselves in other batches. kernels: decode attention at several settings
 and prompts, beside bfloat16. retrieval: a planted key among 16,384, and what quantization does to its query's result. engine: an
 engine's tokens alone, cached, among others, in chunks, preempted, without graphs. workloads: llama8b with random weights in three
-formats, in turns. A part that fails says why, and the next one runs.
+formats, in turns. Each part is a process with a time limit: one that fails or hangs says so, and the next one runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -38,6 +41,7 @@ from tidemill.kernels.cuda.tuning import time_us
 from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kv_format import FORMATS
+from tidemill.runner import cuda_runner
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -97,6 +101,22 @@ def has_roles() -> bool:
 # ---- checks
 
 
+def check_roles() -> None:
+    """The kernel made for Hopper has the bits of the other one."""
+    lengths = [1, 7, 63, 64, 65, 200, 513, 1300]
+    for name in NAMES if has_roles() else ():
+        scene = ScaledScene(name, lengths, 32, 8, 128)
+        for items in ([(5, 0, 200)], [(row, 0, length) for row, length in enumerate(lengths)], [(7, 600, 700), (6, 10, 500)]):
+            out = {}
+            for roles in (True, False):
+                with prompts_by(roles):
+                    out[roles] = scene.run(items)
+                torch.cuda.synchronize()
+            off = (out[True].float() - out[False].float()).abs().max()
+            assert torch.equal(out[True], out[False]), f"{name} {items}: up to {float(off):.3g} apart"
+        print(f"  roles {name}: the same bits", flush=True)
+
+
 @triton.jit
 def _unpack(words_ptr, scales_ptr, out_ptr, FP8: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,12 +169,8 @@ def check_attention() -> None:
     everything = {"window": 600, "softcap": 5.0, "has_sinks": True}
     lengths = [1, 64, 65, 513, 1301, 100, 2070]
     for name in NAMES:
-        for heads, kv_heads, dim, more in (
-            (32, 8, 128, {}),
-            (9, 3, 64, {}),
-            (64, 8, 64, everything),
-            (8, 4, 256, {"window": 512}),
-        ):
+        more_kind = (64, 8, 64, everything) if name == "fp8" else (8, 4, 256, {"window": 512})
+        for heads, kv_heads, dim, more in ((32, 8, 128, {}), more_kind):
             scene = ScaledScene(name, lengths, heads, kv_heads, dim, **more)
             made = {}
             for roles in (True, False) if has_roles() and not more and dim == 128 else (False,):
@@ -212,7 +228,7 @@ def time_decode() -> None:
         say(kernel="decode", batch=batch, length=length, format="bfloat16", us=plain, TBs=num_values * 2 / plain / 1e6)
         scene.cache, scene.scales = quantized
         for warps, stages in SETTINGS if batch != 1 or length > 1000 else ((2, 5),):
-            how = {"num_warps": warps, "num_stages": stages, "TOGETHER": 8 if batch <= 16 else 4}
+            how = {"num_warps": warps, "num_stages": stages, "TOGETHER": 4}
             try:
                 with mock.patch.object(scaled_attention, "single_how", lambda _, how=how: how):
                     us = timed(scene)
@@ -481,29 +497,76 @@ def guarded(label: str, part: Callable[[], None]) -> None:
     torch.cuda.empty_cache()
 
 
+PARTS: dict[str, tuple[int, list[Callable[..., None]]]] = {  # seconds it may take, and what it does
+    "roles": (120, [check_roles]),
+    "checks": (200, [check_unpack, check_store, check_attention]),
+    "kernels": (200, [time_store, time_decode, time_prompts]),
+    "retrieval": (90, [check_retrieval]),
+    "workloads": (240, [time_workloads]),
+    "engine": (200, [check_engine]),
+}
+
+
+def without_roles() -> None:
+    """8-bit prompts go through the kernel for all GPUs."""
+    of_plain = attention.by_roles
+
+    def by_roles(specs: Any, has_scales: bool = False) -> bool:
+        return not has_scales and of_plain(specs)
+
+    attention.by_roles = cuda_runner.by_roles = by_roles  # type: ignore[assignment]
+
+
+def run_part(label: str, turns: int, roles: bool) -> None:
+    if not roles:
+        without_roles()
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+    for part in PARTS[label][1]:
+        guarded(f"{label}: {part.__name__}", partial(part, turns) if part is time_workloads else part)
+
+
+def spawn(label: str, turns: int, roles: bool) -> list[dict[str, Any]]:
+    found = Path(tempfile.mkdtemp()) / "lines.json"
+    command = [sys.executable, "-m", "bench.gpu_kv", "--part", label, "--json", str(found), "--turns", str(turns)]
+    begin = time.perf_counter()
+    try:
+        code = subprocess.run(
+            [*command, *([] if roles else ["--without-roles"])], timeout=PARTS[label][0], check=False
+        ).returncode
+        end = f"ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        end = "took too long"
+    lines = json.loads(found.read_text()) if found.exists() else []
+    print(f"{label}: {time.perf_counter() - begin:.0f} s {end}", flush=True)
+    return lines + ([{"failed": label, "why": end}] if end else [])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
-    parser.add_argument("--parts", default="checks,kernels,retrieval,engine,workloads")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--part", choices=PARTS, help="in this process")
+    parser.add_argument("--without-roles", action="store_true")
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
-    parts = {
-        "checks": [check_unpack, check_store, check_attention],
-        "kernels": [time_store, time_decode, time_prompts],
-        "retrieval": [check_retrieval],
-        "engine": [check_engine],
-        "workloads": [partial(time_workloads, given.turns)],
-    }
-    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+    roles = not given.without_roles
+    if given.part:
+        run_part(given.part, given.turns, roles)
+        Path(given.json or os.devnull).write_text(json.dumps(LINES, indent=1))
+        return
+    lines = []
     for label in given.parts.split(","):
-        for part in parts[label]:
-            guarded(f"{label}: {getattr(part, '__name__', 'in turns')}", part)
+        made = spawn(label, given.turns, roles)
+        if label == "roles" and any("failed" in line for line in made):
+            roles = False
+            print("8-bit prompts: not by roles", flush=True)
+        lines += made
     print("\nSummary")
-    for line in LINES:
-        if "workload" in line or "strength" in line or "failed" in line or "logits" in line:
+    for line in lines:
+        if any(key in line for key in ("workload", "strength", "failed", "logits", "kernel", "engine")):
             print("  " + json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}))
     if given.json:
-        Path(given.json).write_text(json.dumps(LINES, indent=1))
+        Path(given.json).write_text(json.dumps(lines, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python -m bench.gpu_kv [--json out.json] [--parts roles,checks,kernels,retrieval,workloads,engine] [--turns 2]
 
-roles: the prompt kernel made for Hopper; if it fails, the other parts run without it. checks: kernels against their references, and against themselves in other batches. kernels: decode attention at several settings
-and prompts, beside bfloat16. retrieval: a planted key among 16,384, and what quantization does to its query's result. engine: an
-engine's tokens alone, cached, among others, in chunks, preempted, without graphs. workloads: llama8b with random weights in three
-formats, in turns. Each part is a process with a time limit: one that fails or hangs says so, and the next one runs.
+roles: the prompt kernel made for Hopper; if it fails, the other parts run without it. checks: kernels against their references,
+and against themselves in other batches. kernels: decode attention at several settings and prompts, beside bfloat16. retrieval: a
+planted key among 16,384, and what quantization does to its query's result. engine: an engine's tokens alone, cached, among
+others, in chunks, preempted, without graphs. workloads: llama8b with random weights in three formats, in turns.
+
+Each part is a process with a time limit: one that fails or hangs says so, and the next one runs.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ def check_store() -> None:
         assert scales is not None
         elementwise.enter_heads(qkv.clone(), values, 2, positions, slots, Angles(cos, sin), heads, scales=scales)
         _, k, v = qkv.view(300, -1, dim).float().split([heads, kv_heads, kv_heads], 1)
-        codes, expected = quantize(torch.stack([apply_rope(k, cos, sin), v], 1), FORMATS[name])
+        # On the CPU, which divides exactly.
+        codes, expected = (one.cuda() for one in quantize(torch.stack([apply_rope(k, cos, sin), v], 1).cpu(), FORMATS[name]))
         at = slots // page, 2, slice(None), slice(None), slots % page
         written, found = values[at].view(torch.int8).int(), scales[at]
         assert torch.equal(found[:, 1], expected[:, 1]), f"{name}: scales of values"
@@ -425,7 +426,7 @@ def load_engines(model: str) -> dict[str, EngineCore]:
     for name in ("bfloat16", *NAMES):
         begin = time.perf_counter()
         options = EngineOptions(
-            model=str(folder), load_format="dummy", max_context=17408, kv_memory_bytes=20 * 2**30, kv_dtype=name, speculate="off",
+            model=str(folder), load_format="dummy", max_context=17408, kv_memory_bytes=24 * 2**30, kv_dtype=name, speculate="off",
             max_waiting=10**6,
         )  # fmt: skip
         first = made.get("bfloat16")
@@ -435,7 +436,7 @@ def load_engines(model: str) -> dict[str, EngineCore]:
             shape = first.model_config
             made[name] = EngineCore(first.runner.model, resolve(options, shape, machine.detect()))  # type: ignore[attr-defined]
         num_tokens = made[name].config.num_pages * 64
-        print(f"  {model} {name}: ready in {time.perf_counter() - begin:.1f} s; {num_tokens:,} tokens in 20 GiB", flush=True)
+        print(f"  {model} {name}: ready in {time.perf_counter() - begin:.1f} s; {num_tokens:,} tokens in 24 GiB", flush=True)
     return made
 
 

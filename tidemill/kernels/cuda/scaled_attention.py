@@ -329,7 +329,7 @@ def _attend_single_scaled(
             part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (DIM + 2)
             _put_part(part, even, odd, top, weight, valid, DIM)
             tl.debug_barrier()
-            for _ in range(num_tokens):
+            for _i in range(num_tokens):
                 done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
                 if done == num_here - 1:  # the last of them merges all
                     tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
@@ -345,7 +345,10 @@ def _attend_single_scaled(
 
 
 def single_how(num_tokens: int) -> dict[str, int]:
-    return {"num_warps": 2, "num_stages": 5, "TOGETHER": 8 if num_tokens <= 16 else 4}
+    """Measured on an H200: of few tokens, four warps share the work of turning words into values; of many, one reads fastest."""
+    if num_tokens <= 16:
+        return {"num_warps": 4, "num_stages": 7, "TOGETHER": 8}
+    return {"num_warps": 1, "num_stages": 3, "TOGETHER": 4}
 
 
 def places(cache: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -29,6 +29,7 @@ class EngineOptions:
     memory_bytes: int | None = None  # for weights, activations and KV cache together
     kv_memory_bytes: int | None = None
     policy: str = "continuous"
+    kv_layout: str = "paged"  # or virtual
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix

@@ -95,6 +95,7 @@ class EngineCore:
                 config.layout.groups,
                 config.token_budget,
                 config.prefix_index,
+                tells_empty=config.kv_layout == "virtual",
             ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,

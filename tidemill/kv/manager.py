@@ -71,9 +71,11 @@ class KVManager:
         groups: Sequence[Group] = (),
         most_at_once: int = 1,
         index: str = "hash",
+        tells_empty: bool = False,
     ) -> None:
         """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
-        of one sequence that a step may compute. `index`: one of `INDEXES`."""
+        of one sequence that a step may compute. `index`: one of `INDEXES`. `tells_empty`: pages that become empty are noted for
+        `take_emptied`."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -87,6 +89,7 @@ class KVManager:
         self._index = INDEXES[index](page_size, self.groups)
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
+        self._emptied: set[int] | None = set() if tells_empty else None
 
     # ---- what there is
 
@@ -351,7 +354,7 @@ class KVManager:
         if len(tables) > 1:
             held.sort(key=lambda entry: entry[0])
         for _, page in reversed(held):
-            self._pool.drop(page)
+            self._drop(page)
 
     def discard(self, seq: int) -> list[int]:
         """The sequence is done, and what it computed is worthless: it leaves the prefix index, with what was given back before.
@@ -369,7 +372,17 @@ class KVManager:
         for sequence in self._sequences.values():
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         self._fresh.clear()
+        if self._emptied is not None:
+            self._emptied.update(self._pool.free_pages())
         return self._index.clear()
+
+    def take_emptied(self) -> list[int]:
+        """Pages that hold nothing since the last call: no sequence has them, and they are not cached."""
+        if not self._emptied:
+            return []
+        emptied = sorted(page for page in self._emptied if self._pool.references(page) == 0 and page not in self._index)
+        self._emptied.clear()
+        return emptied
 
     # ---- inside
 
@@ -379,7 +392,11 @@ class KVManager:
         if len(sequence.given_back) > 2 * self._pool.num_pages:
             sequence.given_back = self._unchanged(sequence)
         for page in pages:
-            self._pool.drop(page)
+            self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        if self._pool.drop(page) and self._emptied is not None:
+            self._emptied.add(page)
 
     def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
         """What it gave back and none has taken since."""

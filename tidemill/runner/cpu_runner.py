@@ -37,20 +37,25 @@ class CpuRunner:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        shape = model.config
-        num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_pool(num_pages, config, shape)
         self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
+        self.cache = self._new_cache(config)
         self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
-        self._program = record_forward(model, self.mixers, self.cache) if native.lib and self.mixers.are_native else None
+        self._program = self._record() if native.lib and self.mixers.are_native else None
         self._lora_program = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
         if self.loras is not None and self._program is not None:
             with self.loras.on():
-                self._lora_program = record_forward(model, self.mixers, self.cache)
+                self._lora_program = self._record()
         self.fallback = self._find_fallback()
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
+
+    def _new_cache(self, config: EngineConfig) -> torch.Tensor:
+        """All pages, and the null page."""
+        return new_pool(config.num_pages + 1, config, self.model.config)
+
+    def _record(self) -> Program | None:
+        return record_forward(self.model, self.mixers, self.cache)
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
@@ -58,11 +63,15 @@ class CpuRunner:
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
-            kv = PagedKV(self.cache, state.kv_tables, shape.attention_layers, own, layout.places, biases)
+            kv = PagedKV(*self._kv_memory(), shape.attention_layers, own, layout.places, biases)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
         return Mixers(shape.layers, kv, states, config.fast_math)
+
+    def _kv_memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What attention reads: the cache, and its page tables."""
+        return self.cache, self.state.kv_tables
 
     def _find_fallback(self) -> str:
         """Why slower code runs than the compiled kernels' replay, or empty."""
@@ -79,18 +88,24 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
+        self._stage(plan)
+        batch = self._gather(plan)
+        hidden_TH = self.forward(batch)
+        result = self._sample(plan, batch, hidden_TH)
+        for observe in self.observers:
+            observe(plan, hidden_TH, result)
+        return result
+
+    def _stage(self, plan: StepPlan) -> None:
         self.state.stage(plan)
         self.state.apply()
         if plan.page_zeroes:
             self.cache[plan.page_zeroes] = 0
         if plan.page_copies:
             copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
-        batch = gather_batch(plan.items, self.state)
-        hidden_TH = self.forward(batch)
-        result = self._sample(plan, batch, hidden_TH)
-        for observe in self.observers:
-            observe(plan, hidden_TH, result)
-        return result
+
+    def _gather(self, plan: StepPlan) -> Batch:
+        return gather_batch(plan.items, self.state)
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched

@@ -11,11 +11,12 @@ from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.virtual import VirtualCpuRunner
 
 
 def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
-        return CpuRunner(model, config)
+        return VirtualCpuRunner(model, config) if config.kv_layout == "virtual" else CpuRunner(model, config)
     from tidemill.runner.cuda_encoder import CudaEncoder  # needs Triton
     from tidemill.runner.cuda_runner import CudaRunner
 

@@ -23,6 +23,7 @@ class Pages:
 
     def send_with(self, plan: StepPlan) -> None:
         self.unsent.send_with(plan, self._kv.tables)
+        plan.empty_pages = self._kv.take_emptied()
         self.unsent = Unsent()
 
     # ---- before a request starts

@@ -77,6 +77,7 @@ class StepPlan:
     page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
+    empty_pages: list[int] = field(default_factory=list)  # that hold nothing any more, once the copies are made
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
     masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
     draft_probs: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of drafts that were drawn: a float32 per token

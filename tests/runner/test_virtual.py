@@ -1,4 +1,4 @@
-"""`--kv-layout virtual`: rows in address ranges of their own give the answers of paging, and hold no more memory than their tokens."""
+"""`--kv-layout virtual`: rows in address ranges of their own give the answers of paging, in no more memory than they need."""
 
 import numpy as np
 import pytest

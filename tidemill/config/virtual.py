@@ -42,14 +42,16 @@ def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype:
         return "drafts of the first layers (speculate exit) read pages"
     if options.fast_math:
         return "fast_math is for kernels that read pages"
-    return _gpu_obstacle(model) if device == "cuda" else _cpu_obstacle()
+    return _gpu_obstacle(options, model) if device == "cuda" else _cpu_obstacle()
 
 
 def _cpu_obstacle() -> str:
     return "" if sys.platform == "linux" else "memory can be mapped at several addresses on Linux only"
 
 
-def _gpu_obstacle(model: ModelConfig) -> str:
+def _gpu_obstacle(options: EngineOptions, model: ModelConfig) -> str:
+    if options.loras or options.max_loras:
+        return "LoRA adapters of a GPU are in graphs of paged attention"
     kinds = sorted({kind for spec in model.attention_layers for kind in spec.kinds})
     if kinds:
         return f"the contiguous attention kernel has no {' and no '.join(kinds)}"

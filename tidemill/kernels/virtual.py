@@ -10,11 +10,13 @@ On a CPU physical memory is a file without a name (memfd): it grows as pages are
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Iterable
-from typing import Protocol
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,40 +36,82 @@ class Memory(Protocol):
         """An address range without memory; where it begins."""
         ...
 
-    def map(self, address: int, page: int) -> None: ...
+    def map(self, address: int, pages: Sequence[int]) -> None:
+        """One after the other, from this address on."""
+        ...
+
     def unmap(self, address: int) -> None: ...
 
     def drop(self, page: int) -> None:
-        """What the page holds is not needed any more: its memory is free."""
+        """What the page holds is not needed any more: its memory is free. It is mapped nowhere."""
         ...
+
+    def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class VirtualRows:
-    """Which page is mapped where. The ranges of all rows follow each other."""
+    """Which page is mapped where. The ranges of all rows follow each other. With ranges to spare, a row that begins anew does so
+    in another one, while a step on the device still reads the old one."""
 
-    def __init__(self, memory: Memory, num_rows: int, pages_per_row: int) -> None:
-        self._memory, self._pages_per_row = memory, pages_per_row
-        self.address = memory.reserve(num_rows * pages_per_row)
-        self._mapped = np.zeros((num_rows, pages_per_row), np.int32)
+    def __init__(self, memory: Memory, num_rows: int, pages_per_row: int, num_spare: int = 0) -> None:
+        self.memory, self.pages_per_row = memory, pages_per_row
+        self.num_ranges = num_rows + num_spare
+        self.address = memory.reserve(self.num_ranges * pages_per_row)
+        self._mapped = np.zeros((self.num_ranges, pages_per_row), np.int32)
+        self._addresses: dict[int, set[int]] = {}  # of each page that is mapped somewhere
+        self._range = list(range(num_rows))
+        self._spare = deque(range(num_rows, self.num_ranges))
+
+    def range_of(self, row: int) -> int:
+        return self._range[row]
+
+    def address_of(self, row: int, index: int) -> int:
+        return self.address + (self._range[row] * self.pages_per_row + index) * self.memory.page_bytes
+
+    def is_free(self, row: int, index: int) -> bool:
+        """A page could be mapped there."""
+        return index < self.pages_per_row and not self._mapped[self._range[row], index]
+
+    def renew(self, row: int) -> None:
+        """The row begins anew, in the range that was given back first."""
+        if self._spare:
+            self.set(row, np.zeros(self.pages_per_row, np.int32))
+            self._spare.append(self._range[row])
+            self._range[row] = self._spare.popleft()
 
     def set(self, row: int, pages: np.ndarray) -> None:
         """The row's range holds these pages, in this order; 0 for none."""
-        mapped = self._mapped[row]
-        for index in np.flatnonzero(mapped != pages).tolist():
-            address = self.address + (row * self._pages_per_row + index) * self._memory.page_bytes
+        mapped = self._mapped[self._range[row]]
+        changed = np.flatnonzero(mapped != pages).tolist()
+        for index in changed:
             if mapped[index]:
-                self._memory.unmap(address)
-            if pages[index]:
-                self._memory.map(address, int(pages[index]))
-            mapped[index] = pages[index]
+                address = self.address_of(row, index)
+                self._addresses[int(mapped[index])].discard(address)
+                self.memory.unmap(address)
+        for run in _runs([index for index in changed if pages[index]]):
+            address, new = self.address_of(row, run[0]), pages[run[0] : run[-1] + 1].tolist()
+            self.memory.map(address, new)
+            for i, page in enumerate(new):
+                self._addresses.setdefault(page, set()).add(address + i * self.memory.page_bytes)
+        mapped[:] = pages
 
     def drop(self, pages: Iterable[int]) -> None:
+        """They hold nothing any more."""
         for page in pages:
-            self._memory.drop(page)
+            for address in self._addresses.pop(page, ()):
+                self._mapped.reshape(-1)[(address - self.address) // self.memory.page_bytes] = 0
+                self.memory.unmap(address)
+            self.memory.drop(page)
 
     @property
     def num_mapped(self) -> int:
         return int(np.count_nonzero(self._mapped))
+
+
+def _runs(indices: list[int]) -> list[list[int]]:
+    """Of numbers that follow each other."""
+    runs = itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0])
+    return [[index for _, index in run] for _, run in runs]
 
 
 class HostMemory:
@@ -91,11 +135,10 @@ class HostMemory:
         weakref.finalize(self, _libc.munmap, address, size)
         return address
 
-    def map(self, address: int, page: int) -> None:
-        _mmap(
-            address, self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self._file,
-            page * self.page_bytes,
-        )  # fmt: skip
+    def map(self, address: int, pages: Sequence[int]) -> None:
+        size, protection = self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE
+        for i, page in enumerate(pages):
+            _mmap(address + i * size, size, protection, mmap.MAP_SHARED | _MAP_FIXED, self._file, page * size)
 
     def unmap(self, address: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
@@ -106,16 +149,17 @@ class HostMemory:
 
     def pool(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """All pages side by side, wherever else they are mapped."""
-        return self._tensor(ctypes.addressof(ctypes.c_char.from_buffer(self._pool)), shape, dtype)
+        return self.view(ctypes.addressof(ctypes.c_char.from_buffer(self._pool)), shape, dtype)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._tensor(address, shape, dtype)
+        return view_of(address, shape, dtype, self)
 
-    def _tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        kind = np.dtype(_DTYPES[dtype])
-        buffer = (ctypes.c_char * (int(np.prod(shape, dtype=np.int64)) * kind.itemsize)).from_address(address)
-        buffer.memory = self  # type: ignore[attr-defined]  # which lives as long as the tensor
-        return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape)).view(dtype)
+
+def view_of(address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: object) -> torch.Tensor:
+    """Memory of this process as a tensor; its owner lives as long."""
+    buffer: Any = (ctypes.c_char * (int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)).from_address(address)
+    buffer.owner = owner
+    return torch.from_numpy(np.frombuffer(buffer, _DTYPES[dtype]).reshape(shape)).view(dtype)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

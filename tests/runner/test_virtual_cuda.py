@@ -1,6 +1,7 @@
 """The GPU's runner for `--kv-layout virtual` without a GPU: kernels interpreted, memory of the CPU in the place of the GPU's."""
 
 import ctypes
+import gc
 import mmap
 import shutil
 import subprocess
@@ -31,6 +32,12 @@ class HostDriver:
         self.numbers = iter(range(1, 4096))
 
     def enter(self):
+        pass
+
+    def wait(self):
+        pass
+
+    def free(self, address, size):
         pass
 
     def granule(self):
@@ -186,3 +193,8 @@ def test_pieces_beyond_a_few_go_back_to_the_driver(monkeypatch):
     memory.settle()
     assert not driver.mapped
     assert len(driver.handles) == 20 == memory.physical_bytes // 4096
+    rows.set(0, np.arange(1, 101))
+    del memory, rows
+    gc.collect()
+    assert not driver.mapped
+    assert not driver.handles

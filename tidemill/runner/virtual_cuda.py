@@ -58,6 +58,7 @@ class VirtualCudaRunner(CudaRunner):
         self.memory.unmap(self.rows.address)
         self._pool = self.memory.reserve(num_pages)  # where pages are mapped while they are copied or cleared
         self.memory.map(self._pool, [0])
+        self.memory.settle()  # nothing may be mapped while a graph is captured
         return self.memory.view(self._pool, (num_pages, *page), torch.bfloat16)
 
     def _make_memory(self, num_pages: int, page_bytes: int) -> CudaMemory:

@@ -78,6 +78,9 @@ class Driver:
         self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_size_t(0), none, none)
         return address.value
 
+    def wait(self) -> None:
+        self._call("cuCtxSynchronize")
+
     def free(self, address: int, size: int) -> None:
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
@@ -132,6 +135,8 @@ class CudaMemory:
         self.fence: Fence | None = None
         self.num_ahead = self.num_in_time = self.num_waited = 0  # pages mapped ahead, and of those used; waits for an address
         self._num_created = 0
+        self._mapped: set[int] = set()
+        self._reserved: list[tuple[int, int]] = []
         self._handles: dict[int, int] = {}  # of pages
         self._spare: list[int] = []
         self._ahead: dict[int, int] = {}  # handles by the address where they are mapped for a page that has no number yet
@@ -139,7 +144,8 @@ class CudaMemory:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
-        weakref.finalize(self, self._jobs.put, None)
+        held = (self._handles, self._spare, self._ahead, self._mapped, self._reserved)
+        weakref.finalize(self, _close, self.driver, page_bytes, self._jobs, *held).atexit = False
         threading.Thread(target=_work, args=(self.driver, self._jobs, weakref.ref(self)), daemon=True, name="kv memory").start()
         self._jobs.put(partial(_with, weakref.ref(self), CudaMemory._prepare))
 
@@ -147,10 +153,16 @@ class CudaMemory:
     def physical_bytes(self) -> int:
         return self._num_created * self.page_bytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Without the pieces that are kept for the next pages."""
+        return (len(self._handles) + len(self._ahead)) * self.page_bytes
+
     def reserve(self, num_pages: int) -> int:
         size = num_pages * self.page_bytes
         try:
-            return self.driver.reserve(size)
+            self._reserved.append((self.driver.reserve(size), size))
+            return self._reserved[-1][0]
         except RuntimeError as error:
             raise ConfigError(
                 f"{size:,} bytes of addresses could not be reserved on the GPU: {error}.",
@@ -166,9 +178,17 @@ class CudaMemory:
                 self._allow(first, at)
                 first = None
                 continue
-            self.driver.map(at, self.page_bytes, self._handle_of(page))
+            self._map(at, self._handle_of(page))
             first = at if first is None else first
         self._allow(first, address + len(pages) * self.page_bytes)
+
+    def _map(self, address: int, handle: int) -> None:
+        self.driver.map(address, self.page_bytes, handle)
+        self._mapped.add(address)
+
+    def _take_away(self, address: int) -> None:
+        self.driver.unmap(address, self.page_bytes)
+        self._mapped.discard(address)
 
     def _allow(self, first: int | None, end: int) -> None:
         if first is not None:
@@ -185,7 +205,7 @@ class CudaMemory:
                 self._handles[page] = handle
                 self.num_in_time += 1
                 return True
-        self.driver.unmap(address, self.page_bytes)  # the page has memory, and something in it
+        self._take_away(address)  # the page has memory, and something in it
         self._keep(handle)
         return False
 
@@ -208,7 +228,7 @@ class CudaMemory:
     def _unmap(self, address: int, fence: Fence | None) -> None:
         if fence is not None:
             fence.synchronize()
-        self.driver.unmap(address, self.page_bytes)
+        self._take_away(address)
 
     def map_ahead(self, address: int) -> None:
         """Memory for a page that will probably be mapped there next."""
@@ -218,7 +238,7 @@ class CudaMemory:
         if address in self._ahead:
             return
         handle = self._new_handle()
-        self.driver.map(address, self.page_bytes, handle)
+        self._map(address, handle)
         self.driver.allow(address, self.page_bytes)
         with self._lock:
             self._ahead[address] = handle
@@ -233,7 +253,7 @@ class CudaMemory:
         with self._lock:
             unused = {at: self._ahead.pop(at) for at in list(self._ahead) if first <= at < end}
             for at in unused:
-                self.driver.unmap(at, self.page_bytes)
+                self._take_away(at)
         for handle in unused.values():
             self._keep(handle)
 
@@ -314,6 +334,23 @@ class _Bytes:
 def _with(memory: weakref.ref[CudaMemory], do: Callable[[CudaMemory], None]) -> None:
     if (found := memory()) is not None:
         do(found)
+
+
+def _close(
+    driver: Driver, page_bytes: int, jobs: queue.SimpleQueue[Callable[[], None] | None], handles: dict[int, int],
+    spare: list[int], ahead: dict[int, int], mapped: set[int], reserved: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """Nobody has the memory any more."""
+    jobs.put(None)
+    with suppress(RuntimeError):  # of a device that has failed
+        driver.enter()
+        driver.wait()
+        for address in mapped:
+            driver.unmap(address, page_bytes)
+        for handle in (*handles.values(), *spare, *ahead.values()):
+            driver.release(handle)
+        for address, size in reserved:
+            driver.free(address, size)
 
 
 def _work(driver: Driver, jobs: queue.SimpleQueue[Callable[[], None] | None], memory: weakref.ref[CudaMemory]) -> None:

@@ -96,6 +96,14 @@ def tokens_of(answers):
     return {name: answer.tokens for name, answer in answers.items()}
 
 
+def test_prompts_and_decoding_over_the_end_of_a_page(folder, on_virtual):  # noqa: F811
+    requests = {"a": (ids(31, 1), greedy(4)), "b": (ids(3, 2), greedy(3))}
+    core = on_virtual(max_requests=2, token_budget=64)
+    assert tokens_of(run(core, requests)) == tokens_of(run(make_core(load_model(folder), max_context=128), requests))
+    assert core.runner.memory.num_in_time == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"token_budget": 9, "max_requests": 3, "kv_memory_bytes": 12 * 4096}])
 def test_the_tokens_are_those_of_the_cpu(folder, on_virtual, options):  # noqa: F811
     expected = tokens_of(run(make_core(load_model(folder), max_context=128), crowd()))
@@ -110,6 +118,7 @@ def test_the_tokens_are_those_of_the_cpu(folder, on_virtual, options):  # noqa: 
     assert memory._failed is None
 
 
+@pytest.mark.slow
 def test_drafts_change_nothing(folder, on_virtual):  # noqa: F811
     requests = {"a": (ids(20, 1), greedy(24)), "b": (ids(33, 2), greedy(24))}
     expected = run(on_virtual(), requests)

@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max(rows, least_budget)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
-            KVManager(num_pages + 1, page_size, caching, groups, budget, index),
+            KVManager(num_pages + 1, page_size, caching, groups, budget, index, tells_empty=True),
             num_rows=rows,
             token_budget=budget,
             max_context=24,
@@ -210,6 +210,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
         self.num_copies += len(targets)
         self.contents |= dict(zip(targets, read, strict=True))
+        assert set(plan.empty_pages).isdisjoint(written)
+        for page in plan.empty_pages:
+            self.contents.pop(page, None)
         self.compute(plan)
 
     def compute(self, plan):

@@ -138,6 +138,46 @@ class PagesEvicted(_Event, frozen=True):
     reason: str
 
 
+class PrefixHeld(_Event, frozen=True):
+    """Pages of a request's prefix are kept over others, until a time; those of a pin are not evicted at all."""
+
+    request_id: str
+    name: str
+    num_tokens: int
+    num_pages: int
+    ttl_s: float
+    is_pinned: bool
+    reason: str
+    num_pinned: int  # pages of all pins
+    num_held: int  # of all holds, pins included
+
+
+class PrefixNotHeld(_Event, frozen=True):
+    """A request asked for its prefix to be held, and it is not."""
+
+    request_id: str
+    name: str
+    is_pinned: bool
+    reason: str
+
+
+class HoldRenewed(_Event, frozen=True):
+    name: str
+    ttl_s: float
+    reason: str
+
+
+class HoldEnded(_Event, frozen=True):
+    """Pages of a prefix are evictable like others again."""
+
+    name: str
+    num_pages: int
+    is_pinned: bool
+    reason: str
+    num_pinned: int
+    num_held: int
+
+
 class StepPlanned(_Event, frozen=True):
     """One step: which requests compute how many tokens, out of which budget."""
 
@@ -236,6 +276,10 @@ Event: TypeAlias = (
     | BeamsReordered
     | PageCopied
     | PagesEvicted
+    | PrefixHeld
+    | PrefixNotHeld
+    | HoldRenewed
+    | HoldEnded
     | StepPlanned
     | StepDone
     | FirstToken

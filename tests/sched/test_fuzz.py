@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidemill.cache_layout import Group
-from tidemill.events import EventBuffer
+from tidemill.events import EventBuffer, Preempted, PrefixHeld
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.runner.base import accept, draws
 from tidemill.sampling import Beams, SamplingParams
@@ -18,12 +18,13 @@ from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
+from tidemill.wire import Hold
 
 EOS = 7
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    steps_taken = 0
+    steps_taken = held_seen = 0
 
     def __init__(self):
         super().__init__()
@@ -46,7 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(4, 2), (4, 2)]]),
     )
-    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds):
+    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds, evict=True):
         groups = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds]
         budget = max(rows, least_budget)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
@@ -61,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             background_tokens=background_tokens,
             background_budget=3,
             order=order,
+            evict=evict,
         )
         self.clock = clock
 
@@ -72,16 +74,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "x"]),
         tenant=st.sampled_from(["", "a", "b"]),
         is_beam=st.sampled_from([False, False, True]),
+        hold=st.sampled_from([None, "a", "b", "c", "d"]),
     )
-    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam=False):
+    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam=False, hold=None):
         if len(self.live) < 12:
             beams = Beams(2) if is_beam and n == 1 else None
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
-            ends = frozenset({EOS})
-            for request in self.scheduler.add(
-                "r", prompt, params, priority=priority, salt=salt, tenant=tenant, eos_token_ids=ends
-            ):
+            ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": frozenset({EOS})}
+            holds = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
+            for request in self.scheduler.add("r", prompt, params, **ranks, holds=holds):
                 self.live[request.seq] = request
+
+    @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))
+    def renew(self, name, seconds):
+        self.scheduler.retention.renew(name, seconds, "fuzz")
+
+    @rule()
+    def lose(self):
+        """A step failed, and with it what was in flight."""
+        self.in_flight.clear()
+        self.scheduler.drop_computed("fuzz")
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 7.0, 11.0]))
     def wait(self, seconds):
@@ -266,12 +278,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.check_integrity()
-        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages
+        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages - self.scheduler.kv.held.num_pinned
+        SchedulerMachine.held_seen += sum(isinstance(event, PrefixHeld) for event in self.scheduler._emit.take())
 
 
 @pytest.mark.parametrize("num_sequences", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_thousands_of_random_steps(num_sequences):
-    SchedulerMachine.steps_taken = 0
+    SchedulerMachine.steps_taken = SchedulerMachine.held_seen = 0
     machine = SchedulerMachine.TestCase()
     machine.settings = settings(
         max_examples=num_sequences,
@@ -282,6 +295,7 @@ def test_thousands_of_random_steps(num_sequences):
     )
     machine.runTest()
     assert SchedulerMachine.steps_taken >= 33 * num_sequences, SchedulerMachine.steps_taken
+    assert SchedulerMachine.held_seen > num_sequences / 5
 
 
 def submit_some(machine, chance):
@@ -290,7 +304,8 @@ def submit_some(machine, chance):
         common = ([0, 1, 2, 2] * 4)[: chance.choice([0, 3, 7, 11, 15])]
         prompt = common + chance.choices(range(3), k=chance.randrange(1, 5))
         ranks = {"priority": chance.choice([0, 0, 0, 1, BACKGROUND]), "tenant": chance.choice(["", "", "a"])}
-        machine.submit(prompt, chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), salt=chance.choice(["", "", "x"]), **ranks)
+        more = {"salt": chance.choice(["", "", "x"]), "hold": chance.choice([None, None, "a", "b", "c", "d"])}
+        machine.submit(prompt, chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), **ranks, **more)
 
 
 @pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
@@ -316,3 +331,27 @@ def test_prompts_with_common_beginnings(num_runs):
         num_copies += machine.num_copies
         machine.teardown()
     assert num_copies > 3 * num_runs
+
+
+@pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_without_eviction_nothing_is_ever_preempted(num_runs):
+    num_deferred = 0
+    for seed in range(num_runs):
+        chance, machine = random.Random(seed), SchedulerMachine()
+        kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)]])
+        page_size, index = chance.choice([2, 4, 8]), chance.choice(["radix", "radix", "hash"])
+        machine.start("continuous", page_size, 4, 48, True, index, "arrival", 1.0, kinds, evict=False)
+        for _ in range(30):
+            submit_some(machine, chance)
+            if chance.random() < 0.1:
+                machine.abort(chance.randrange(12))
+            if chance.random() < 0.2:
+                machine.renew(chance.choice("abcd"), chance.choice([0.0, 5.0]))
+            drafts = chance.choices(range(2), k=chance.randrange(6))
+            machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4), chance.randrange(2))
+            machine.sound()
+        seen = machine.scheduler._emit.take()
+        assert not [event for event in seen if isinstance(event, Preempted)]
+        num_deferred += sum("to its end" in getattr(event, "reason", "") for event in seen)
+        machine.teardown()
+    assert num_deferred > num_runs

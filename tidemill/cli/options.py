@@ -13,6 +13,7 @@ from tidemill.config import ACCEPTANCE, DTYPES, LAYOUTS, MAX_LORA_RANK, SPECULAT
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
+from tidemill.kv_format import FORMATS, SHORT_NAMES
 from tidemill.sched.policies import POLICIES
 from tidemill.sched.queue import ORDERS
 
@@ -147,6 +148,12 @@ OPTIONS = (
         "or auto.",
     ),
     Option(
+        "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
+        spellings=tuple(SHORT_NAMES.items()),
+        help="Format of the KV cache: bfloat16; on a CPU also float32, float16, and int8 or int4 with a scale for each token and "
+        "head; or auto.",
+    ),
+    Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
         help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",
     ),
@@ -191,6 +198,16 @@ OPTIONS = (
            help="How a computed prefix is found: hash, by whole pages, or radix, by tokens, also within a page."),
     Option("queue-order", "text", ENGINE, field="queue_order", choices=ORDERS,
            help="Which queued request of a tenant starts next: the first that came, or the one with the longest cached prefix."),
+    Option("batch-window", "number", ENGINE, field="batch_window_ms", low=0, high=10_000, automatic="50 with the policy dynamic",
+           help="Milliseconds for which the policy dynamic lets a batch form that is not full."),
+    Option("evict", "switch", ENGINE, field="evict",
+           help="Running requests may be preempted. Off (--no-evict): a request starts only if there are KV pages for its prompt "
+           "and max_tokens, and runs to its end."),
+    Option("max-pinned", "number", ENGINE, field="max_pinned", low=0, high=0.9,
+           help="Part of the KV cache that prompt caches and retained prefixes may hold."),
+    Option("session-retention", "number", ENGINE, field="session_retention_s", low=0, high=86_400,
+           help="Seconds for which the KV cache of a conversation is kept over others while its tool call is under way; 0: it is "
+           "not."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",

@@ -21,6 +21,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None
@@ -33,6 +34,10 @@ class EngineOptions:
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix
+    batch_window_ms: float | None = None  # of the policy dynamic
+    evict: bool = True  # False: only what can run to its end is admitted, and none is preempted
+    max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
+    session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"

@@ -8,14 +8,17 @@ from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
     decide_kv_dtype,
     decide_layout,
+    decide_max_pinned,
     decide_page_size,
     decide_prefix_caching,
     decide_prefix_index,
     decide_queue_order,
+    decide_session_retention,
 )
 from tidemill.config.compute import (
     decide_background_budget,
     decide_background_tokens,
+    decide_batch_window,
     decide_context,
     decide_device,
     decide_dtype,
@@ -32,7 +35,7 @@ from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
-from tidemill.model_config import KV_BYTES, ModelConfig
+from tidemill.model_config import ModelConfig
 
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 
@@ -66,6 +69,10 @@ class EngineConfig:
     speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
     max_drafts: int = 0
     adaptive_drafts: bool = True
+    batch_window_s: float = 0.0  # of the policy dynamic
+    evict: bool = True
+    max_pinned: float = 0.0
+    session_retention_s: float = 0.0
     draft: EngineConfig | None = None  # of the draft model
     acceptance: str = "exact"
     draft_heads: str | None = None
@@ -110,7 +117,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
-    kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
+    kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
@@ -125,7 +132,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     fast_math = settle("fast_math", decide_fast_math(options, device, model))
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
-    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
+    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
     if kv_layout == "virtual":
         of_page, of_layout = decide_virtual(options, device, model, kv_dtype, max_requests * context)
         page_size, layout = settle("page_size", of_page), settle("layout", of_layout)
@@ -142,9 +149,13 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     context = settle("max_context", decide_possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", decide_num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
+    batch_window_s = settle("batch_window_s", decide_batch_window(options))
+    reasons["evict"] = "running requests may be preempted" if options.evict else "only what can run to its end is admitted"
     prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
+    session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -171,6 +182,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         speculate=speculate,
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
+        batch_window_s=batch_window_s,
+        evict=options.evict,
+        max_pinned=max_pinned,
+        session_retention_s=session_retention_s,
         draft=draft,
         acceptance=acceptance,
         draft_heads=options.draft_heads,
@@ -200,9 +215,10 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_layout="paged",
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", policy="continuous", batch_window_ms=None,
+        kv_layout="paged",
     )  # fmt: skip
-    kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
+    kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
     return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
 

@@ -39,7 +39,7 @@ from tidemill.sched.request import BACKGROUND, Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
@@ -95,18 +95,20 @@ class EngineCore:
                 config.layout.groups,
                 config.token_budget,
                 config.prefix_index,
+                config.max_pinned,
                 tells_empty=config.kv_layout == "virtual",
             ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
-            policy=make_policy(config.policy),
+            policy=make_policy(config.policy, config.batch_window_s),
             clock=self._clock,
             emit=self._events,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
             whole_prompts=model.config.pooler is not None,
             order=config.queue_order,
+            evict=config.evict,
             max_draws=config.max_draws,
         )
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
@@ -158,6 +160,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
 
+    @property
+    def idle_s(self) -> float:
+        """Though there is work, no step can be made for so long, unless something comes."""
+        return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s
+
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
         return self.structured.is_compiled(grammar)
@@ -175,6 +182,9 @@ class EngineCore:
         self.model_config.check_pooling(request.params.pooling)
         request.check(self.model_config.vocab_size, self.config.max_context)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
+        if request.params.beams is not None and not self.config.evict:
+            fix = "Sample with n instead, or serve without --no-evict."
+            raise InvalidRequest("Beams preempt each other, which this server does not do.", fix=fix, param="use_beam_search")
         if not request.adapter:
             self._submit(request, compiled)
             return
@@ -219,6 +229,7 @@ class EngineCore:
             tenant=request.tenant,
             adapter=-1 if adapter is None else adapter.slot,
             resumed=None if request.resumed is None else outputs,
+            holds=request.holds,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
@@ -263,6 +274,9 @@ class EngineCore:
         self.scheduler.finish(request, "stop")
         self._forget(request.seq)
         return Timings(*request.spans(self._clock.now()))
+
+    def renew(self, message: Renew) -> None:
+        self.scheduler.retention.renew(message.name, message.ttl_s, message.reason)
 
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
 from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
@@ -71,11 +72,12 @@ class KVManager:
         groups: Sequence[Group] = (),
         most_at_once: int = 1,
         index: str = "hash",
+        max_held: float = 0.5,
         tells_empty: bool = False,
     ) -> None:
         """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
-        of one sequence that a step may compute. `index`: one of `INDEXES`. `tells_empty`: pages that become empty are noted for
-        `take_emptied`."""
+        of one sequence that a step may compute. `index`: one of `INDEXES`. `max_held`: the part of the pages that may be held.
+        `tells_empty`: pages that become empty are noted for `take_emptied`."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -86,6 +88,7 @@ class KVManager:
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
+        self.held = Holds(self._pool, int(max_held * (num_pages - 1)) if prefix_caching else 0)
         self._index = INDEXES[index](page_size, self.groups)
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
@@ -193,6 +196,24 @@ class KVManager:
                 kinds[page] = owner if kinds[page] <= CACHED else SHARED
         return kinds[1:]  # without the null page
 
+    # ---- holding prefixes
+
+    @property
+    def num_held_pages(self) -> int:
+        return self._pool.num_kept
+
+    def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
+        """Hold what is cached of a sequence's first `held.num_tokens` tokens, whose pages are found here. As `Holds.put`."""
+        num = held.num_tokens // self.page_size * self.page_size
+        sequence = self._sequences[seq]
+        match = self._match(sequence.path.through(token_ids, num))
+        for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
+            for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
+                if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
+                    table.pages[i] = own.pages[i]
+        held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
+        return self.held.put(held)
+
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0) -> Start | None:
@@ -291,6 +312,8 @@ class KVManager:
             return
         sequence = self._sequences[seq]
         start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
+        if end - start < self.page_size and not sequence.stops:
+            return
         sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
         stops = (end,) if start < end == num_computed and end in sequence.stops else ()
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
@@ -345,7 +368,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        tables = self._sequences.pop(seq).tables
+        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+            self._drop(page)
+
+    def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
+        """Pages of all groups in token order, each with its first position."""
         held = [
             (i * group.page_size, table.pages[i])
             for group, table in zip(self.groups, tables, strict=True)
@@ -353,8 +380,7 @@ class KVManager:
         ]
         if len(tables) > 1:
             held.sort(key=lambda entry: entry[0])
-        for _, page in reversed(held):
-            self._drop(page)
+        return held
 
     def discard(self, seq: int) -> list[int]:
         """The sequence is done, and what it computed is worthless: it leaves the prefix index, with what was given back before.
@@ -372,6 +398,7 @@ class KVManager:
         for sequence in self._sequences.values():
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         self._fresh.clear()
+        self.held.clear()
         if self._emptied is not None:
             self._emptied.update(self._pool.free_pages())
         return self._index.clear()
@@ -426,13 +453,16 @@ class KVManager:
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)
+        if self._pool.keepers(page):
+            self._pool.renew(page)
         return self._index.forget(page)
 
     def check_integrity(self) -> None:
         """free + cached + owned = total, every reference has an owner, every key a page."""
         self._pool.check_integrity()
         self._index.check_integrity()
-        owners: dict[int, int] = {}
+        self.held.check_integrity()
+        owners = dict(self.held.pins)
         for sequence in self._sequences.values():
             held = list(sequence.held())
             assert NULL_PAGE not in held

@@ -27,6 +27,10 @@ class Path(ABC):
     def until(self, num_tokens: int) -> Path:
         """Of a sequence that has the first `num_tokens` tokens in common."""
 
+    @abstractmethod
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> Path:
+        """Of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
+
 
 P = TypeVar("P", bound=Path)
 
@@ -52,8 +56,8 @@ class PrefixIndex(ABC, Generic[P]):
         self._copies = Copies()
 
     @abstractmethod
-    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> P:
-        """`num_findable`: tokens of which `find` may find pages."""
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> P:
+        """`num_indexed`: tokens of which `find` may find pages."""
 
     @abstractmethod
     def find(self, path: P) -> Found: ...
@@ -143,6 +147,11 @@ class HashPath(Path):
     def until(self, num_tokens: int) -> HashPath:
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
 
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
+        made = self.until(num_tokens)
+        made.extend(token_ids, num_tokens)
+        return made
+
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         size, key = self.page_size, self.keys[-1] if self.keys else self.root
         for start in range(len(self.keys) * size, end // size * size, size):
@@ -187,9 +196,9 @@ class HashIndex(PrefixIndex[HashPath]):
     def pages(self) -> Iterable[int]:
         return self._key_of
 
-    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> HashPath:
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
         path = HashPath(self._page_size, root_key(salt, self._page_size))
-        path.extend(token_ids, num_findable)
+        path.extend(token_ids, num_indexed)
         return path
 
     def find(self, path: HashPath) -> Found:

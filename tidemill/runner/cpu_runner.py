@@ -9,7 +9,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
-from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
+from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, views
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.state import PagedStates
@@ -63,15 +63,19 @@ class CpuRunner:
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
-            kv = PagedKV(*self._kv_memory(), shape.attention_layers, own, layout.places, biases)
+            values, tables, scales = self._kv_memory(config)
+            kv = PagedKV(values, tables, shape.attention_layers, own, layout.places, biases, scales)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
         return Mixers(shape.layers, kv, states, config.fast_math)
 
-    def _kv_memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What attention reads: the cache, and its page tables."""
-        return self.cache, self.state.kv_tables
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        """What attention reads: keys and values, their page tables, and scales where there are any."""
+        shape = self.model.config
+        sizes = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+        values, scales = views(self.cache, *sizes, config.kv_dtype)
+        return values, self.state.kv_tables, scales
 
     def _find_fallback(self) -> str:
         """Why slower code runs than the compiled kernels' replay, or empty."""

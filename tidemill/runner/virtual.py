@@ -40,8 +40,8 @@ class VirtualCpuRunner(CpuRunner):
         self._tokens = self.memory.view(self.rows.address, (self._first.numel(), *self._token), dtype)
         return self.memory.pool((num_pages, config.page_size, *self._token), dtype)
 
-    def _kv_memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return self._tokens, [self._first]
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        return self._tokens, [self._first], None
 
     def _record(self) -> Program | None:
         """In the range of the first row, which has no sequence yet."""

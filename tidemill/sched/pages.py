@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
@@ -49,9 +51,20 @@ class Pages:
             return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
         return self._kv.num_pages_to_admit(request.num_known, self.path(request))
 
+    def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
+        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
+        will take until their ends, at most."""
+        if not to_the_end:
+            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known))
+        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known)
+        return num + sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
+
+    def _most_pages(self, request: Request) -> int:
+        return self._kv.num_pages_for(request.num_prompt + request.max_tokens)
+
     def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]]] | None:
-        """Pages for all its tokens, of which so many stay free, if possible. Returns what it starts from, and the pages to copy;
-        None: there are not enough."""
+        """Pages for all its tokens, so that so many stay free. Returns what it starts from, and the pages to copy; None: there
+        are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
                 return None
@@ -59,7 +72,6 @@ class Pages:
             if copies is None:
                 return None
             return f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens", copies
-        reserve = min(reserve, self._kv.num_pages - self._kv.num_pages_for(request.num_known))
         start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve)
         if start is None:
             return None

@@ -23,6 +23,8 @@ from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
+from tidemill.sched.retention import Retention
+from tidemill.wire import Hold
 
 
 class Scheduler:
@@ -43,11 +45,13 @@ class Scheduler:
         whole_prompts: bool = False,
         max_draws: int | None = None,
         order: str = "arrival",
+        evict: bool = True,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
         `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
-        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`."""
+        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
+        what can run to its end is admitted, and none is preempted."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -66,6 +70,8 @@ class Scheduler:
         self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
+        self._evict = evict
+        self.retention = Retention(kv, clock, emit, evict)
         self._next_seq = 0
         self._step = 0
 
@@ -88,9 +94,11 @@ class Scheduler:
         tenant: str = "",
         adapter: int = -1,
         resumed: Mapping[int, Sequence[int]] | None = None,
+        holds: Sequence[Hold] = (),
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
-        `resumed`: only these samples, each from the output it has; they are computed like preempted ones."""
+        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `holds`: of prefixes
+        of the first sample."""
         now = self._clock.now()
         assert 0 < len(prompt_ids) <= self.max_context, "checked by the engine"
         room = self.max_context - len(prompt_ids)
@@ -109,6 +117,7 @@ class Scheduler:
                 tenant=tenant,
                 adapter=adapter,
                 parent=made[0] if made and resumed is None else None,
+                holds=() if made else holds,
             )
             self._next_seq += 1
             self._requests[request.seq] = request
@@ -216,11 +225,14 @@ class Scheduler:
         if not self.has_work:
             return None
         self.kv.begin_step()
+        self.retention.expire()
         plan = StepPlan(self._step)
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
+        state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
-        self._make_way(state)
+        if self._evict:
+            self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
@@ -235,6 +247,15 @@ class Scheduler:
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
         return plan
+
+    @property
+    def idle_s(self) -> float:
+        """After a plan of nothing: how long until one may have something, if no request comes, because a batch is forming."""
+        return 0.0 if self.running or not self.waiting else max(self.policy.window_s - self._waited_s(), 0.0)
+
+    def _waited_s(self) -> float:
+        """By the request that was queued first, if it matters."""
+        return self.waiting.waited_s(self._clock.now()) if self.policy.window_s else 0.0
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
@@ -283,6 +304,8 @@ class Scheduler:
                 continue  # aborted or preempted since the step was planned
             if request.children and request.num_computed >= request.num_prompt:
                 self._fork_children(request, now)
+            if request.holds and request.first_token_s is None and request.num_computed >= request.num_prompt:
+                self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
             request.num_in_flight -= 1
@@ -410,8 +433,10 @@ class Scheduler:
                 self._defer(request, obstacle)
                 return False
             if not self._admit(request):
+                if not self.running and not self._forked and self.retention.give_up_a_pin(request):
+                    continue
                 if self.running or not self._forked:
-                    self._defer(request, "not enough free pages")
+                    self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
                     return False
                 self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
@@ -446,7 +471,7 @@ class Scheduler:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
-        start = self._pages.start(request, reserve=len(self.running))
+        start = self._pages.start(request, self._pages.reserve(request, self.running, to_the_end=not self._evict))
         if start is None:
             return False
         reason, copies = start
@@ -499,10 +524,11 @@ class Scheduler:
 
     def _fork_children(self, request: Request, now: float) -> None:
         """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
-        Where a page is a state, they start from the last one that the prefix cache has."""
+        Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise: there
+        queued samples hold no pages."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1 if self.kv.can_fork else 0
+            num_shared = request.num_prompt - 1 if self.kv.can_fork and self._evict else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)
@@ -572,11 +598,14 @@ class Scheduler:
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self._preempt(request, reason)
+        self.retention.clear(reason)
         self.kv.clear_prefixes()
 
     # ---- the end
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
+        if request.holds and self.kv.holds(request.seq):
+            self.retention.take(request, has_ended=True)
         self._remove(request)
         counts = (request.num_prompt, request.num_output, request.num_cached)
         self._emit(events.Finished(now, request.request_id, reason, *counts, *request.spans(now)))
@@ -616,7 +645,7 @@ class Scheduler:
                 assert group.num_pages_for(request.num_computed) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
-            assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
+            assert self.kv.num_free_pages == self.kv.num_pages - self.kv.held.num_pinned, "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

@@ -59,6 +59,7 @@ class Story:
     num_beams: int = 1
     num_reordered: int = 0  # steps after which other beams went on than before
     num_forks: int = 0
+    held: list[str] = field(default_factory=list)  # what of it is kept in the KV cache, and why
     num_drafts: int = 0
     num_right: int = 0
 
@@ -84,20 +85,24 @@ class Story:
                 row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
                 spans.append(row | {"because": self._because(name, span)})
         beams = {"width": self.num_beams, "reorderings": self.num_reordered, "forks": self.num_forks}
-        return {
-            "id": self.request_id.partition("/")[2],  # without the tenant
-            "object": "explanation",
-            "status": self.ended or "under way",
-            "total_ms": round(1000 * total, 3),
-            "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
-            "prompt_tokens": self.num_prompt,
-            "cached_tokens": self.num_cached,
-            "output_tokens": self.num_output,
-            "draft_tokens": self.num_drafts,
-            "accepted_tokens": self.num_right,
-            "admission": self.admitted_because,
-            "spans": spans,
-        } | ({"beams": beams} if self.num_beams > 1 else {})
+        return (
+            {
+                "id": self.request_id.partition("/")[2],  # without the tenant
+                "object": "explanation",
+                "status": self.ended or "under way",
+                "total_ms": round(1000 * total, 3),
+                "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
+                "prompt_tokens": self.num_prompt,
+                "cached_tokens": self.num_cached,
+                "output_tokens": self.num_output,
+                "draft_tokens": self.num_drafts,
+                "accepted_tokens": self.num_right,
+                "admission": self.admitted_because,
+                "spans": spans,
+            }
+            | ({"beams": beams} if self.num_beams > 1 else {})
+            | ({"held": self.held} if self.held else {})
+        )
 
     def _because(self, name: str, span: _Span) -> str:
         if name == "queued":
@@ -201,6 +206,8 @@ class Explainer:
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
+            case events.PrefixHeld() | events.PrefixNotHeld() | events.HoldRenewed() | events.HoldEnded():
+                self._note_hold(event)
             case events.DraftsVerified():
                 for request_id, num_drafts, num_right in event.of:
                     story = self._live.get(request_id) or self._ended.get(request_id)
@@ -220,6 +227,26 @@ class Explainer:
                     self._ended[event.request_id] = story
                     while len(self._ended) > _NUM_KEPT:
                         self._ended.popitem(last=False)
+
+    def _note_hold(self, event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded) -> None:
+        """A session's hold is changed when its request has ended, and has its name."""
+        if isinstance(event, events.PrefixHeld | events.PrefixNotHeld):
+            request_id = event.request_id
+        else:
+            request_id = event.name.removesuffix("/session")
+        story = self._live.get(request_id) or self._ended.get(request_id)
+        if story is None or len(story.held) >= _NUM_REASONS:
+            return
+        match event:
+            case events.PrefixHeld():
+                kind = "pinned" if event.is_pinned else "retained"
+                story.held.append(f"{event.num_tokens} tokens {kind} for {event.ttl_s:.0f} s: {event.reason}")
+            case events.PrefixNotHeld():
+                story.held.append(f"not {'pinned' if event.is_pinned else 'retained'}: {event.reason}")
+            case events.HoldRenewed():
+                story.held.append(f"for {event.ttl_s:.0f} s from then on: {event.reason}")
+            case events.HoldEnded():
+                story.held.append(f"evictable again: {event.reason}")
 
     def _alone(self, request_id: str) -> Story | None:
         """Its story, taken out of the group."""

@@ -260,6 +260,10 @@ def _words(event: Event) -> str | None:
             return event.reason
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
+        case events.PrefixHeld():
+            return f"{event.num_tokens} tokens {'pinned' if event.is_pinned else 'retained'}: {event.reason}"
+        case events.PrefixNotHeld():
+            return f"not held: {event.reason}"
         case events.EngineRestarted():
             return f"engine restarted; {event.num_requests} requests continue"
         case events.ModelLoading():

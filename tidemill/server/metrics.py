@@ -34,6 +34,13 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
+        self.holds_refused = self._counter(
+            "prefixes_not_held", "Prefixes that were to be pinned or retained, and are not", ("kind",)
+        )
+        self.holds_ended = self._counter("holds_ended", "Pinned or retained prefixes that are evictable again", ("kind",))
+        self.pinned_pages = self._gauge("kv_pages_pinned", "KV pages that are not evicted: of prompt caches")
+        self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
@@ -77,6 +84,8 @@ class Metrics:
                 self.waiting.inc()
             case events.EngineRestarted():
                 self.restarts.inc()
+                self.pinned_pages.set(0)
+                self.held_pages.set(0)
                 self.running.set(0)
                 self.waiting.set(0)
             case events.ModelLoaded():
@@ -112,6 +121,12 @@ class Metrics:
                 self.preemptions.inc()
             case events.PagesEvicted():
                 self.evicted_pages.inc(event.num_pages)
+            case events.PrefixHeld() | events.HoldEnded():
+                (self.holds if isinstance(event, events.PrefixHeld) else self.holds_ended).labels(_kind(event.is_pinned)).inc()
+                self.pinned_pages.set(event.num_pinned)
+                self.held_pages.set(event.num_held)
+            case events.PrefixNotHeld():
+                self.holds_refused.labels(_kind(event.is_pinned)).inc()
             case events.Finished():
                 self.finished.labels(event.reason).inc()
                 self.prompt_tokens.inc(event.num_prompt)
@@ -137,6 +152,10 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _kind(is_pinned: bool) -> str:
+    return "pinned" if is_pinned else "retained"
 
 
 def render_by_model(metrics: Mapping[str, Metrics]) -> bytes:

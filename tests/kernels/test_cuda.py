@@ -447,6 +447,8 @@ build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS
 types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
              layer_offset="i64", page_stride="i64", eps="fp32")
 build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
+how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=128, PAGE=1, QK_NORM=False, HEADS=16)  # the virtual layout
+build(elementwise._enter_heads, types | {"slots_ptr": I}, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")

@@ -64,7 +64,7 @@ def check_driver() -> list[Line]:
     assert (tokens[0, 1] == 9).all()
     rows.renew(0)
     rows.set(0, np.array([2, 3, 1, *[0] * 61]))
-    at = rows.range_of(0)
+    at = rows.first_page(0) // 64
     assert at != 0
     assert [int(tokens[at, i, -1]) for i in range(3)] == [9, 7, 8], "contents survive"
     memory.map_ahead(rows.address_of(0, 3))

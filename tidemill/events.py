@@ -100,12 +100,16 @@ class Admitted(_Event, frozen=True):
     num_tokens: int
     queued_s: float
     reason: str
+    num_host: int = 0  # of the cached tokens, those that are loaded from host memory
+    num_disk: int = 0
 
 
 class Preempted(_Event, frozen=True):
     request_id: str
     num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
     reason: str
+    how_back: str = ""  # with tiers: by a swap or by computing it again, and the costs of both
+    is_swap: bool = False
 
 
 class Forked(_Event, frozen=True):
@@ -135,6 +139,48 @@ class PagesEvicted(_Event, frozen=True):
     """Cached pages whose content was dropped to make room."""
 
     num_pages: int
+    reason: str
+    num_stored: int = 0  # of them, those that host memory has got
+
+
+class PagesLoading(_Event, frozen=True):
+    """A request that has started waits for pages from a tier. By the deepest one: so many tokens."""
+
+    request_id: str
+    num_host: int
+    num_disk: int
+
+
+class PagesLoaded(_Event, frozen=True):
+    """It can go on."""
+
+    request_id: str
+    duration_s: float
+
+
+class PagesMoved(_Event, frozen=True):
+    """Between the device, host memory and disk, while steps were computed."""
+
+    tier: str
+    is_load: bool  # towards the device
+    num_pages: int
+    num_bytes: int
+    seconds: float  # that the bytes took
+
+
+class MovesFailed(_Event, frozen=True):
+    """Pages that could not be stored or loaded: they are computed again when they are needed."""
+
+    tier: str
+    is_load: bool
+    num_pages: int
+    reason: str
+
+
+class TierNotUsed(_Event, frozen=True):
+    """A file of cached pages, or what was to hold it, cannot be used: nothing of it is."""
+
+    tier: str
     reason: str
 
 
@@ -280,6 +326,11 @@ Event: TypeAlias = (
     | PrefixNotHeld
     | HoldRenewed
     | HoldEnded
+    | PagesLoading
+    | PagesLoaded
+    | PagesMoved
+    | MovesFailed
+    | TierNotUsed
     | StepPlanned
     | StepDone
     | FirstToken

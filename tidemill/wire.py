@@ -249,6 +249,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     owners: list[tuple[str, int]]  # request and how many pages it holds, shared ones included
     kinds: bytes  # of each page two bytes, the lower first: explained in `kv.manager`
     took_s: float  # to collect, while no step was made
+    tiers: list[tuple[str, int, int]] = []  # name, pages in it, and how many it can hold
 
 
 FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages

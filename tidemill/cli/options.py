@@ -169,6 +169,11 @@ OPTIONS = (
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
+    Option("kv-host-memory", "size", ENGINE, field="kv_host_memory_bytes", automatic="none",
+           help="Host memory behind the KV cache, like 8G: cached pages that must make room go there and come back on a hit."),
+    Option("kv-disk", "text", ENGINE, field="kv_disk", automatic="none",
+           help="A folder and its quota behind that, as PATH:SIZE, like /var/cache/tidemill:20G. Cached pages stay there, also "
+           "over a restart."),
     Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),

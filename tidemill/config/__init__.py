@@ -6,6 +6,7 @@ from tidemill.config.drafts import ACCEPTANCE, SPECULATE
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve
 from tidemill.config.sizes import fmt_bytes, parse_bytes
+from tidemill.config.tiers import decide_disk
 from tidemill.config.virtual import LAYOUTS
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "decide_device",
+    "decide_disk",
     "decide_dtype",
     "decide_kv_dtype",
     "fmt_bytes",

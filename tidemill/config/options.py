@@ -29,6 +29,8 @@ class EngineOptions:
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
     kv_memory_bytes: int | None = None
+    kv_host_memory_bytes: int | None = None  # behind the KV cache
+    kv_disk: str | None = None  # PATH:SIZE, behind host memory
     policy: str = "continuous"
     kv_layout: str = "paged"  # or virtual
     prefix_caching: bool = True

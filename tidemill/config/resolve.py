@@ -32,6 +32,7 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -80,6 +81,9 @@ class EngineConfig:
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
+    kv_disk: str = ""  # a folder behind it, or empty
+    kv_disk_bytes: int = 0
     kv_layout: str = "paged"
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -87,7 +91,12 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+        host = self.host_slots * self.page_bytes if self.device == "cpu" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes // self.num_pages
 
     @property
     def draft_bytes(self) -> int:
@@ -156,6 +165,13 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
     max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
     session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
+    kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
+    host_slots = 0
+    if model.pooler is not None:
+        reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
+    else:
+        used = num_pages * memory.page_bytes
+        host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -193,6 +209,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
+        host_slots=host_slots,
+        kv_disk=kv_disk,
+        kv_disk_bytes=kv_disk_bytes,
         kv_layout=kv_layout,
         reasons=reasons,
     )
@@ -215,8 +234,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", policy="continuous", batch_window_ms=None,
-        kv_layout="paged",
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
+        policy="continuous", batch_window_ms=None, kv_layout="paged",
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

@@ -38,6 +38,8 @@ def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype:
         return "this model has layers with windows, which give back pages in the middle of a row"
     if kv_dtype not in ("float32", "bfloat16", "float16"):
         return f"keys and values of {kv_dtype} have their scales in the page"
+    if options.kv_host_memory_bytes or options.kv_disk:
+        return "host memory and disk behind the cache (kv_host_memory, kv_disk) take pages of one pool"
     if options.speculate == "exit":
         return "drafts of the first layers (speculate exit) read pages"
     if options.fast_math:

@@ -94,7 +94,8 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
-            self._take_messages(core, None if not core.has_work else core.idle_s)
+            idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
+            self._take_messages(core, idle_s)
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)
@@ -103,6 +104,7 @@ class EngineProcess:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+        core.close()
 
     def _first_message(self) -> Start | None:
         """Start, or None if the process is to end. Models may be inspected before."""

@@ -53,20 +53,24 @@ class VirtualRows:
     """Which page is mapped where. The ranges of all rows follow each other. With ranges to spare, a row that begins anew does so
     in another one, while a step on the device still reads the old one."""
 
-    def __init__(self, memory: Memory, num_rows: int, pages_per_row: int, num_spare: int = 0) -> None:
-        self.memory, self.pages_per_row = memory, pages_per_row
+    def __init__(self, memory: Memory, num_rows: int, pages_per_row: int, num_spare: int = 0, num_before: int = 0) -> None:
+        """`num_before`: pages before the first range."""
+        self.memory, self.pages_per_row, self._num_before = memory, pages_per_row, num_before
         self.num_ranges = num_rows + num_spare
-        self.address = memory.reserve(self.num_ranges * pages_per_row)
+        self.num_pages = num_before + self.num_ranges * pages_per_row  # that could be mapped
+        self.base = memory.reserve(self.num_pages)
+        self.address = self.base + num_before * memory.page_bytes  # of the first range
         self._mapped = np.zeros((self.num_ranges, pages_per_row), np.int32)
         self._addresses: dict[int, set[int]] = {}  # of each page that is mapped somewhere
         self._range = list(range(num_rows))
         self._spare = deque(range(num_rows, self.num_ranges))
 
-    def range_of(self, row: int) -> int:
-        return self._range[row]
+    def first_page(self, row: int) -> int:
+        """Pages from the base to where the row begins."""
+        return self._num_before + self._range[row] * self.pages_per_row
 
     def address_of(self, row: int, index: int) -> int:
-        return self.address + (self._range[row] * self.pages_per_row + index) * self.memory.page_bytes
+        return self.base + (self.first_page(row) + index) * self.memory.page_bytes
 
     def is_free(self, row: int, index: int) -> bool:
         """A page could be mapped there."""

@@ -19,6 +19,7 @@ from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, draws, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
+from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepPlan
@@ -48,6 +49,8 @@ class CpuRunner:
             with self.loras.on():
                 self._lora_program = self._record()
         self.fallback = self._find_fallback()
+        self.mover: PageMover | None = None  # if there are tiers
+        self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
 
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
@@ -92,7 +95,9 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        self._stage(plan)
+        self.state.stage(plan)
+        self.state.apply()
+        self.change_pages(plan)
         batch = self._gather(plan)
         hidden_TH = self.forward(batch)
         result = self._sample(plan, batch, hidden_TH)
@@ -100,16 +105,20 @@ class CpuRunner:
             observe(plan, hidden_TH, result)
         return result
 
-    def _stage(self, plan: StepPlan) -> None:
-        self.state.stage(plan)
-        self.state.apply()
+    def _gather(self, plan: StepPlan) -> Batch:
+        return gather_batch(plan.items, self.state)
+
+    @torch.inference_mode()
+    def change_pages(self, plan: StepPlan) -> None:
+        if self.mover is not None:
+            tables = [table.numpy() for table in self.state.tables]
+            self.mover.store(plan.page_moves, changed_pages(plan, tables, self._groups))
         if plan.page_zeroes:
             self.cache[plan.page_zeroes] = 0
         if plan.page_copies:
             copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
-
-    def _gather(self, plan: StepPlan) -> Batch:
-        return gather_batch(plan.items, self.state)
+        if self.mover is not None:
+            self.mover.load(plan.page_moves)
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched

@@ -60,8 +60,8 @@ class VirtualCpuRunner(CpuRunner):
             self.rows.drop(pages[:num].tolist())
             self._first[0] = torch.arange(self._first.shape[1], dtype=torch.int32)
 
-    def _stage(self, plan: StepPlan) -> None:
-        super()._stage(plan)
+    def change_pages(self, plan: StepPlan) -> None:
+        super().change_pages(plan)
         self._place(rows_changed(plan))
         self.rows.drop(plan.empty_pages)
 

@@ -42,20 +42,18 @@ class VirtualCudaRunner(CudaRunner):
         shape, pages_per_row = self.model.config, self.state.kv_tables[0].shape[1]
         token = (config.layout.layers_per_page, 2, shape.num_kv_heads, 1, shape.head_dim)
         page = (config.page_size, *token)
-        num_pages, num_rows = config.num_pages + 1, config.max_requests + 1
+        num_pages = config.num_pages + 1
         self.memory = self._make_memory(num_pages, int(np.prod(page)) * torch.bfloat16.itemsize)
-        self.rows = VirtualRows(self.memory, num_rows, pages_per_row, num_spare=num_rows)
+        # The null page comes before the first range and stays mapped. Tokens that fill graphs up are in it, as are rows that have
+        # no range yet; and torch and Triton ask what the first address of a tensor is.
+        self.rows = VirtualRows(self.memory, config.max_requests, pages_per_row, num_spare=config.max_requests, num_before=1)
+        self.memory.map(self.rows.base, [0])
         self._page_size, self._exposed = config.page_size, list[int]()
-        # Graphs are filled up with tokens of a row that has the null page; until they have a range, rows are in its.
-        self._null = self.rows.range_of(self._padding_row) * pages_per_row * config.page_size
-        self.memory.map(self.rows.address_of(self._padding_row, 0), [0])
-        self.memory.map(self.rows.address, [0])  # for torch, which asks what the first address is
-        self._firsts = np.full(num_rows, self._null, np.int32)  # where each row's tokens begin, in tokens
+        self._firsts = np.zeros(config.max_requests + 1, np.int32)  # where each row's tokens begin, in tokens
         self._firsts_gpu = upload(self._firsts.copy(), self._device)
         self._sequences: Sequences | None = None
-        num_tokens = self.rows.num_ranges * pages_per_row * config.page_size
-        self._tokens_of_rows = self.memory.view(self.rows.address, (num_tokens, *token), torch.bfloat16)
-        self.memory.unmap(self.rows.address)
+        num_tokens = self.rows.num_pages * config.page_size
+        self._tokens_of_rows = self.memory.view(self.rows.base, (num_tokens, *token), torch.bfloat16)
         self._pool = self.memory.reserve(num_pages)  # where pages are mapped while they are copied or cleared
         self.memory.map(self._pool, [0])
         self.memory.settle()  # nothing may be mapped while a graph is captured
@@ -86,17 +84,20 @@ class VirtualCudaRunner(CudaRunner):
         return launched
 
     def _stage(self, plan: StepPlan) -> None:
-        for address in self._exposed:
-            self.memory.unmap(address)
-        copied = {page for copy in plan.page_copies for page in copy} | set(plan.page_zeroes)
-        self._exposed = [self._pool + page * self.memory.page_bytes for page in sorted(copied)]
-        for address, page in zip(self._exposed, sorted(copied), strict=True):
-            self.memory.map(address, [page])
-        table = self._tables[0]
         for new in plan.new_rows:
-            table[new.row] = 0  # past its end, too
+            self._tables[0][new.row] = 0  # past its end, too
         super()._stage(plan)
         self._place(plan, {target for _, target in plan.page_copies})
+
+    def change_pages(self, plan: StepPlan) -> None:
+        """Pages that are copied or cleared have addresses for it until the next step."""
+        for address in self._exposed:
+            self.memory.unmap(address)
+        pages = sorted({page for copy in plan.page_copies for page in copy} | set(plan.page_zeroes))
+        self._exposed = [self._pool + page * self.memory.page_bytes for page in pages]
+        for address, page in zip(self._exposed, pages, strict=True):
+            self.memory.map(address, [page])
+        super().change_pages(plan)
 
     def _place(self, plan: StepPlan, copied: set[int]) -> None:
         """`copied`: pages that were written already."""
@@ -107,7 +108,7 @@ class VirtualCudaRunner(CudaRunner):
             first = self.rows.address_of(row, 0)
             self.memory.take_back(first, first + self.rows.pages_per_row * self.memory.page_bytes)
             self.rows.renew(row)
-            self._firsts[row] = self.rows.range_of(row) * self.rows.pages_per_row * self._page_size
+            self._firsts[row] = self.rows.first_page(row) * self._page_size
         for row in rows_changed(plan):
             self.rows.set(row, self._tables[0][row])
         if begun:

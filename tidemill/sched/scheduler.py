@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Moved
 from tidemill.sampling import SamplingParams
 from tidemill.sched import preemption
 from tidemill.sched.background import Background
@@ -221,13 +222,13 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step, or None if nothing can run."""
+        """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
         if not self.has_work:
-            return None
-        self.kv.begin_step()
+            return self.plan_moves()
+        self.kv.begin_step(self._step)
         self.retention.expire()
         plan = StepPlan(self._step)
-        evicted_before = self.kv.num_evicted
+        evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
@@ -240,9 +241,10 @@ class Scheduler:
             self._make_held_yield(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
-            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
+            num_stored = self.kv.num_stored - stored_before
+            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
         if not plan.items:
-            return None
+            return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
@@ -256,6 +258,10 @@ class Scheduler:
     def _waited_s(self) -> float:
         """By the request that was queued first, if it matters."""
         return self.waiting.waited_s(self._clock.now()) if self.policy.window_s else 0.0
+
+    def plan_moves(self) -> StepPlan | None:
+        """A step that computes nothing, if there are pages to move."""
+        return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
@@ -297,6 +303,7 @@ class Scheduler:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
         now = self._clock.now()
+        self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
         for item in plan.items:
             request = self._requests.get(item.seq)
@@ -343,6 +350,8 @@ class Scheduler:
                 continue  # its last token is under way
             if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
                 continue  # what comes next depends on the one under way
+            if self.kv.is_loading(request.seq):
+                continue
             drafts = self._drafts_of(request, state) if request.drafts else ()
             end = request.num_computed + 1 + len(drafts)
             if end > request.writable_end:
@@ -401,6 +410,8 @@ class Scheduler:
             if state.num_left <= 0:
                 return
             if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
+                if self.kv.is_loading(started.seq):
+                    continue
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
                 count = self._chunk(started.num_needed, state)
@@ -433,7 +444,7 @@ class Scheduler:
                 self._defer(request, obstacle)
                 return False
             if not self._admit(request):
-                if not self.running and not self._forked and self.retention.give_up_a_pin(request):
+                if not self.running and not self._forked and not self.kv.num_loading and self.retention.give_up_a_pin(request):
                     continue
                 if self.running or not self._forked:
                     self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
@@ -442,7 +453,7 @@ class Scheduler:
                 continue
             state.num_running += 1
             count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
-            if count:
+            if count and not self.kv.is_loading(request.seq):
                 count = self.kv.until_stop(request.seq, request.num_computed, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
@@ -474,7 +485,7 @@ class Scheduler:
         start = self._pages.start(request, self._pages.reserve(request, self.running, to_the_end=not self._evict))
         if start is None:
             return False
-        reason, copies = start
+        reason, copies, by_tier = start
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
@@ -484,9 +495,9 @@ class Scheduler:
         queued_s = now - request.arrival_s
         if request.started_s is None:
             request.started_s = now
-        self._emit(
-            events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
-        )
+        numbers = request.row, request.num_computed, request.num_known, queued_s
+        self._emit(events.Admitted(now, request.request_id, *numbers, reason, *by_tier))
+        self._pages.wait_for_loads(request, *by_tier)
         self._pages.copy(request, copies)
         self._pages.unsent.rows[request.row] = request
         return True
@@ -566,12 +577,13 @@ class Scheduler:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
         return self._forked[-1] if self._forked else self.running[-1]
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
-        are not found in the prefix cache."""
+        are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
-        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason))
-        self.kv.release(request.seq)
+        leaving = self.kv.preempt(request.seq, is_lost)
+        how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0
         request.num_in_flight = 0
         request.drafts = ()
@@ -597,9 +609,15 @@ class Scheduler:
         self._pages.unsent.page_zeroes += page_zeroes
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
-                self._preempt(request, reason)
+                self._preempt(request, reason, is_lost=True)
         self.retention.clear(reason)
         self.kv.clear_prefixes()
+        self.kv.fail_moves()
+
+    def moved(self, done: Sequence[Moved]) -> None:
+        """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
+        for seq, why in self._pages.moved(done):
+            self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
 
     # ---- the end
 
@@ -619,6 +637,7 @@ class Scheduler:
                 self._forked.remove(request)
         if self.kv.holds(request.seq):
             self.kv.release(request.seq)
+        self.kv.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
         request.status = Status.FINISHED
@@ -645,7 +664,8 @@ class Scheduler:
                 assert group.num_pages_for(request.num_computed) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
-            assert self.kv.num_free_pages == self.kv.num_pages - self.kv.held.num_pinned, "pages leaked"
+            num_owned = self.kv.num_loading + self.kv.held.num_pinned
+            assert self.kv.num_free_pages + num_owned == self.kv.num_pages, "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

@@ -52,6 +52,8 @@ class Story:
     why_waiting: Counter[str] = field(default_factory=Counter)
     preempted: list[str] = field(default_factory=list)
     num_cached: int = 0
+    num_host: int = 0  # of them, from host memory
+    num_disk: int = 0
     admitted_because: str = ""
     first_token_s: float | None = None
     ended: str = ""
@@ -79,7 +81,7 @@ class Story:
     def body(self) -> dict[str, Any]:
         total = max(self.since_s - self.begun_s, 1e-9)
         spans = []
-        for name in ("queued", "preempted", "prefill", "decode", "between steps"):
+        for name in ("queued", "preempted", "loading", "prefill", "decode", "between steps"):
             span = self.spans.get(name)
             if span is not None and (span.seconds or span.num):
                 row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
@@ -94,6 +96,8 @@ class Story:
                 "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
                 "prompt_tokens": self.num_prompt,
                 "cached_tokens": self.num_cached,
+                "host_tokens": self.num_host,
+                "disk_tokens": self.num_disk,
                 "output_tokens": self.num_output,
                 "draft_tokens": self.num_drafts,
                 "accepted_tokens": self.num_right,
@@ -109,6 +113,8 @@ class Story:
             return "; ".join(reason for reason, _ in self.why_waiting.most_common()) or "until the next step"
         if name == "preempted":
             return "; ".join(self.preempted)
+        if name == "loading":
+            return f"its pages came from a tier: {self.num_host} tokens from host memory, {self.num_disk} from disk at first"
         if name == "between steps":
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
@@ -202,7 +208,10 @@ class Explainer:
                 self._dissolve()
                 for one in self._live.values():
                     one.lose_engine()
-            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered():
+            case (
+                events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered()
+                | events.PagesLoading() | events.PagesLoaded()
+            ):  # fmt: skip
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
@@ -268,10 +277,15 @@ class Explainer:
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached
+                    story.num_host, story.num_disk = event.num_host, event.num_disk
             case events.Preempted():
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:
-                    story.preempted.append(event.reason)
+                    story.preempted.append(f"{event.reason}; {event.how_back}" if event.how_back else event.reason)
+            case events.PagesLoading():
+                story.change(now, "loading").num += 1
+            case events.PagesLoaded():
+                story.change(now, "between steps")
             case events.FirstToken():
                 story.first_token_s = now
             case events.BeamsReordered():

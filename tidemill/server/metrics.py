@@ -33,6 +33,10 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
+        self.swaps = self._counter("swaps", "Of the preemptions, those whose pages go to host memory")
+        self.tier_tokens = self._counter("tier_cached_tokens", "Of the cached tokens, those that a tier held", ("tier",))
+        self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
+        self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
         self.holds_refused = self._counter(
@@ -97,6 +101,13 @@ class Metrics:
                 self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
+                for tier, num in (("host", event.num_host), ("disk", event.num_disk)):
+                    if num:
+                        self.tier_tokens.labels(tier).inc(num)
+            case events.PagesMoved():
+                self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
+            case events.MovesFailed():
+                self.failed_moves.labels(event.tier, "load" if event.is_load else "store").inc(event.num_pages)
             case events.StepPlanned():
                 self.computed_tokens.inc(event.num_tokens)
                 self.running.set(event.num_running)
@@ -119,6 +130,7 @@ class Metrics:
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():
                 self.preemptions.inc()
+                self.swaps.inc(event.is_swap)
             case events.PagesEvicted():
                 self.evicted_pages.inc(event.num_pages)
             case events.PrefixHeld() | events.HoldEnded():

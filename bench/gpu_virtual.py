@@ -31,8 +31,10 @@ from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
 from tidemill.kernels.virtual import VirtualRows
+from tidemill.runner.cuda_runner import Launched
 from tidemill.runner.virtual_cuda import VirtualCudaRunner
 from tidemill.sampling import SamplingParams
+from tidemill.sched.plan import StepPlan
 from tidemill.wire import Submit
 
 GRANULE = 2 * 2**20
@@ -197,7 +199,7 @@ def ids(num: int, seed: int) -> list[int]:
     return [draw.randrange(10, 120_000) for _ in range(num)]
 
 
-def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]], watch: Callable[[], None] | None = None) -> Line:
+def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]]) -> Line:
     """By request: tokens and log probabilities; and seconds to the first token of all, and of decoding."""
     answers: dict[str, list[Any]] = {name: [] for name in requests}
     torch.cuda.synchronize()
@@ -212,8 +214,6 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], SamplingParams]],
             answers[delta.request_id] += list(zip(delta.token_ids, logprobs or [0.0] * len(delta.token_ids), strict=True))
         if not first and all(answers.values()):
             first, num_before = time.perf_counter(), sum(map(len, answers.values()))
-        if watch is not None:
-            watch()
     end = time.perf_counter()
     num = sum(map(len, answers.values()))
     return {"answers": answers, "prefill_s": first - start, "decode_tok_s": (num - num_before) / max(end - first, 1e-9)}
@@ -241,8 +241,9 @@ def check_answers() -> list[Line]:
     lines.append(show(part="answers", ahead=memory.num_ahead, in_time=memory.num_in_time, waited=memory.num_waited))
     del core, memory
     free()
-    core = engine(shape, kv_layout="virtual", **options | {"token_budget": 64, "kv_memory_bytes": 40 * GRANULE})
-    found = run(core, own | others)["answers"]
+    core = engine(shape, kv_layout="virtual", **options | {"token_budget": 64, "kv_memory_bytes": 32 * GRANULE})
+    longer = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True, logprobs=1)
+    found = run(core, own | {name: (prompt, longer) for name, (prompt, _) in others.items()})["answers"]
     num = sum(isinstance(event, Preempted) for event in core.take_events())
     same = all(found[name] == alone[name] for name in own)
     lines.append(show(part="answers", how="in chunks of 64, in little memory", preempted=num, same_bits=same))
@@ -291,28 +292,34 @@ def time_engines() -> list[Line]:
 
 
 def watch_memory(core: EngineCore, token_bytes: int) -> Line:
-    """Physical memory beside live tokens, at every step of requests that come and go."""
-    memory, worst, most = runner_of(core).memory, 0.0, 0
+    """Physical memory beside the tokens of running requests, at every launch, of requests that come and go."""
+    runner = runner_of(core)
+    memory, launch, over, most = runner.memory, runner.launch, list[float](), 0
     requests = {
         str(i): (ids(50 + 61 * i % 900, i), SamplingParams(max_tokens=20 + 13 * i % 100, ignore_eos=True, temperature=0.0))
         for i in range(150)
     }
 
-    def watch() -> None:
-        nonlocal worst, most
-        running = core.scheduler.running
-        if running:
-            # At admission a prompt takes pages for all its tokens.
-            live = sum(max(request.num_computed, request.num_known) for request in running) * token_bytes
-            worst, most = max(worst, (memory.used_bytes - live) / GRANULE / len(running)), max(most, memory.physical_bytes)
+    def watched(plan: StepPlan) -> Launched:
+        nonlocal most
+        launched, running = launch(plan), core.scheduler.running
+        # A prompt has pages for all its tokens from the start. The null page is nobody's.
+        live = sum(max(request.num_computed, request.num_known) for request in running) * token_bytes
+        over.append(((memory.used_bytes - live) / GRANULE - 1) / max(1, len(running)))
+        most = max(most, memory.physical_bytes)
+        return launched
 
     before = torch.cuda.mem_get_info()[0] + memory.physical_bytes
-    run(core, requests, watch)
+    runner.launch = watched  # type: ignore[method-assign]
+    try:
+        run(core, requests)
+    finally:
+        runner.launch = launch  # type: ignore[method-assign]
     memory.settle()
     return show(
-        part="memory", granules_over_live_a_request=round(worst, 2), most_physical_bytes=most, left_bytes=memory.physical_bytes,
-        device_bytes_held=before - torch.cuda.mem_get_info()[0], ahead=memory.num_ahead, in_time=memory.num_in_time,
-        waited=memory.num_waited,
+        part="memory", most_granules_over_live=round(max(over), 2), mean=round(sum(over) / len(over), 2), steps=len(over),
+        most_physical_bytes=most, left_bytes=memory.physical_bytes, device_bytes_held=before - torch.cuda.mem_get_info()[0],
+        ahead=memory.num_ahead, in_time=memory.num_in_time, waited=memory.num_waited,
     )  # fmt: skip
 
 

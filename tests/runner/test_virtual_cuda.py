@@ -98,9 +98,20 @@ def tokens_of(answers):
 
 def test_prompts_and_decoding_over_the_end_of_a_page(folder, on_virtual):  # noqa: F811
     requests = {"a": (ids(31, 1), greedy(4)), "b": (ids(3, 2), greedy(3))}
-    core = on_virtual(max_requests=2, token_budget=64)
+    core = on_virtual(max_requests=2, token_budget=64, prefix_caching=False)
+    memory, launch, over = core.runner.memory, core.runner.launch, []
+
+    def watched(plan):
+        launched, running = launch(plan), core.scheduler.running
+        memory.settle()
+        live = sum(max(request.num_computed, request.num_known) for request in running) / core.config.page_size
+        over.append((memory.used_bytes / memory.page_bytes - 1 - live) / len(running))  # the null page is nobody's
+        return launched
+
+    core.runner.launch = watched
     assert tokens_of(run(core, requests)) == tokens_of(run(make_core(load_model(folder), max_context=128), requests))
-    assert core.runner.memory.num_in_time == 1
+    assert memory.num_in_time == 1
+    assert 0 < max(over) <= 1  # a page for each request
 
 
 @pytest.mark.slow

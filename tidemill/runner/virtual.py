@@ -14,7 +14,7 @@ import torch
 from tidemill.config import EngineConfig
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.virtual import HostMemory, VirtualRows
-from tidemill.runner.batch import Batch, gather_batch
+from tidemill.runner.batch import Batch
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.graphs import record_forward
 from tidemill.sched.plan import StepPlan
@@ -71,7 +71,8 @@ class VirtualCpuRunner(CpuRunner):
             self.rows.set(row, table[row])
 
     def _gather(self, plan: StepPlan) -> Batch:
-        batch = gather_batch(plan.items, self.state)
-        firsts = self._first[torch.from_numpy(np.repeat(batch.rows, batch.counts)), 0]
-        batch.slots_GT = (firsts + batch.positions_T)[None]
+        batch = super()._gather(plan)
+        first_tokens = batch.last_token + 1 - batch.counts
+        places = np.repeat(batch.starts - first_tokens + batch.rows * self._first.shape[1], batch.counts)
+        batch.slots_GT = torch.from_numpy(places + np.arange(places.size))[None]
         return batch

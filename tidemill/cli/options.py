@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import ACCEPTANCE, DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import ACCEPTANCE, DTYPES, LAYOUTS, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -194,6 +194,9 @@ OPTIONS = (
     Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
            help="How requests share steps: continuous is for serving, the others are for comparison "
            f"({', '.join(name for name in POLICIES if name != 'continuous')})."),
+    Option("kv-layout", "text", ENGINE, field="kv_layout", choices=LAYOUTS,
+           help="Where keys and values lie. paged: in pages that a page table names. virtual: each slot has an address range of "
+           "its own, in which memory is mapped as tokens come."),
     Option("prefix-caching", "switch", ENGINE, field="prefix_caching",
            help="Keep the KV cache of prompts, so that a prefix that was computed before is not computed again."),
     Option("prefix-index", "text", ENGINE, field="prefix_index", choices=tuple(INDEXES),

@@ -137,6 +137,7 @@ class EngineCore:
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
+        self._is_closed = False
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -186,13 +187,14 @@ class EngineCore:
         return tiers is not None and tiers.is_busy
 
     def close(self) -> None:
-        """Save what is cached on disk, if there is one behind it."""
+        """The end: save what is cached on disk, if there is one behind it."""
         if self.runner.mover is not None:
             if not self._in_flight:
                 self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
                 kv_tiers.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
+        self._is_closed = True
 
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
@@ -204,6 +206,8 @@ class EngineCore:
 
     def submit(self, request: Submit, compiled: Matcher | None = None) -> None:
         """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
+        if self._is_closed:
+            raise TidemillError("The engine is closed.", fix="Make a new one.")
         if request.request_id in self._live or request.request_id in self._awaiting:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:

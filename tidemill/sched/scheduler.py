@@ -393,6 +393,8 @@ class Scheduler:
         one of those that are `planned` already."""
         while not self._pages.make_writable(request, count):
             victim = self._victim()
+            if victim is self.running[0] and self.retention.give_up_a_pin(request):
+                continue  # it runs alone
             if victim.seq in planned:
                 return False
             self._preempt(victim, f"no free page for {request.request_id}")

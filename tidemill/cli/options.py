@@ -150,8 +150,8 @@ OPTIONS = (
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
-        help="Format of the KV cache: bfloat16; on a CPU also float32, float16, and int8 or int4 with a scale for each token and "
-        "head; or auto.",
+        help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
+        "also float32, float16 and int4; or auto.",
     ),
     Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),

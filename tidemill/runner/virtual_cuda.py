@@ -62,8 +62,8 @@ class VirtualCudaRunner(CudaRunner):
     def _make_memory(self, num_pages: int, page_bytes: int) -> CudaMemory:
         return CudaMemory(page_bytes)
 
-    def _kv_memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return self._tokens_of_rows, self.state.kv_tables
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._tokens_of_rows, None
 
     def _kinds_of_attention(self) -> tuple[bool, ...]:
         return (False,)

@@ -47,7 +47,7 @@ from tidemill.kv_format import FORMATS
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, accept, draws, look_at_prompt
+from tidemill.runner.base import Report, StepResult, accept, broken_rows, draws, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
@@ -264,7 +264,8 @@ class CudaRunner:
     def collect(self, launched: Launched) -> StepResult:
         launched.ready.synchronize()
         tokens = [] if launched.tokens is None else launched.tokens.tolist()
-        result = StepResult(accept(launched.plan.items, launched.plan.drafts, tokens))
+        items = launched.plan.items
+        result = StepResult(accept(items, launched.plan.drafts, tokens), broken=broken_rows(items, tokens))
         for report in launched.reports:
             report.read(result)
         return result

@@ -63,6 +63,8 @@ typedef struct {
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int64_t *tile_end;          /* position after the last token that the step has of the tile's sequence */
+    long path_width;
+    const int64_t *tile_base, *tile_path; /* [tile], [tile][path_width]: tokens from position base on lie in these places; NULL: all in their own */
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */

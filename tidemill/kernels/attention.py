@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
-from tidemill.kernels import masks
+from tidemill.kernels import kvquant, masks
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.model_config import AttentionSpec
@@ -233,7 +233,7 @@ def _attend(
     heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = read_runs(kv, block.runs, layer, False).view(batch, block.num_keys, dim)
+        k = _read(kv, layer, block, False).view(batch, block.num_keys, dim)
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if change is not None:
             keys = torch.arange(block.first_key, block.first_key + block.num_keys)
@@ -242,7 +242,7 @@ def _attend(
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = read_runs(kv, block.runs, layer, True).view(batch, block.num_keys, dim)
+        v = _read(kv, layer, block, True).view(batch, block.num_keys, dim)
         # Longer tiles come first, so those that reach this block are a leading part of the state.
         old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
         shrink = old_top.sub_(new_top).exp_()
@@ -253,6 +253,13 @@ def _attend(
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
+
+
+def _read(kv: PagedKV, layer: int, block: _Block, is_value: bool) -> torch.Tensor:
+    """Keys or values of a block in float32, ordered [tile, G, key, D]."""
+    if kv.quant is not None:
+        return kvquant.read_block(kv, layer, block.runs, block.first_key, block.num_keys, is_value)
+    return read_runs(kv, block.runs, kv.places[layer].index, is_value)
 
 
 def _rows_of(group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,7 +297,7 @@ class TorchStep:
         kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
         queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
         plan = self.plans[_kind(at, spec)]
-        return paged_attention(queries, kv, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
+        return paged_attention(queries, kv, layer, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
 
 
 def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:
@@ -310,7 +317,11 @@ def enter_heads(
         q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
         shape, eps = (kv.head_dim,), learned.eps
         turning = torch.cat([F.rms_norm(q, shape, learned.q_norm, eps), F.rms_norm(k, shape, learned.k_norm, eps)], dim=1)
+    keys = turning[:, kv.num_heads :]
     if angles is not None:
         turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
-    write_kv(kv, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
+    if kv.quant is not None:
+        kvquant.enter(kv, layer, positions_T, slots_GT[at.group], keys, heads[:, num_rotated:])
+    else:
+        write_kv(kv, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
     return turning[:, : kv.num_heads]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from tidemill.runner.graphs import record_forward
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepPlan
+from tidemill.weights.kv_calibration import load_calibration
 
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
@@ -60,7 +62,10 @@ class CpuRunner:
             biases = self.model.distance_biases(config.max_context)
             sizes = layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
             values, scales = views(self.cache, *sizes, config.kv_dtype)
-            kv = PagedKV(values, state.kv_tables, shape.attention_layers, own, layout.places, biases, scales)
+            quant = None
+            if config.kv_calibration is not None:
+                quant = load_calibration(Path(config.kv_calibration), shape, config.kv_dtype)
+            kv = PagedKV(values, state.kv_tables, shape.attention_layers, own, layout.places, biases, scales, quant)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)

@@ -30,10 +30,16 @@ class EngineOptions:
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
     kv_memory_bytes: int | None = None
+    kv_host_memory_bytes: int | None = None  # behind the KV cache
+    kv_disk: str | None = None  # PATH:SIZE, behind host memory
     policy: str = "continuous"
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix
+    batch_window_ms: float | None = None  # of the policy dynamic
+    evict: bool = True  # False: only what can run to its end is admitted, and none is preempted
+    max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
+    session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
     fast_math: bool = False
     structured_backend: str = "llguidance"

@@ -23,7 +23,16 @@ from tidemill.config import EngineConfig
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
-from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
+from tidemill.kernels.cuda.attention import (
+    SPLIT,
+    Lists,
+    attend,
+    by_roles,
+    num_prompt_programs,
+    prompt_rows,
+    shared_rows,
+    single_rows,
+)
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
@@ -41,6 +50,7 @@ from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, 
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
+from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
@@ -104,7 +114,8 @@ class CudaRunner:
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
         self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
-        self._num_kv_groups = config.layout.num_kv_groups
+        self._num_kv_groups, self._groups = config.layout.num_kv_groups, config.layout.groups
+        self.mover: PageMover | None = None  # if there are tiers
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
@@ -125,8 +136,8 @@ class CudaRunner:
         self._by_roles = by_roles(shape.attention_layers)
         self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
         group = shape.num_heads // max(1, shape.num_kv_heads)
-        self._members_per_tile, self._prompt_tile = (
-            rows // max(1, group) for rows in (shared_rows(group), prompt_rows(group, self._by_roles))
+        self._at_once, self._members_per_tile, self._prompt_tile = (
+            rows // max(1, group) for rows in (single_rows(group), shared_rows(group), prompt_rows(group, self._by_roles))
         )
         num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
@@ -263,10 +274,18 @@ class CudaRunner:
         for update in plan.page_updates:
             end = update.first_index + len(update.page_ids)
             self._tables[update.group][update.row, update.first_index : end] = update.page_ids
+        self.change_pages(plan)
+
+    @torch.inference_mode()
+    def change_pages(self, plan: StepPlan) -> None:
+        if self.mover is not None:
+            self.mover.store(plan.page_moves, changed_pages(plan, self._tables, self._groups))
         if plan.page_zeroes:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
+        if self.mover is not None:
+            self.mover.load(plan.page_moves)
 
     def _know(self, row: int, params: SamplingParams) -> None:
         self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None
@@ -279,7 +298,7 @@ class CudaRunner:
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         tables = self._tables[: self._num_kv_groups]
-        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile)
+        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile, self._at_once)
         if self._states is not None:
             work.chains = chains(table[:, :3])
         return work, by_flash

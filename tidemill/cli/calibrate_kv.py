@@ -18,7 +18,8 @@ def calibrate_kv(
     settings: Settings,
     bits: Annotated[int, typer.Option(help="Of a key's or value's code: 4 or 3.")] = 4,
     outliers: Annotated[
-        float, typer.Option(help="The share of a key channel's values that its range leaves out; the farthest are kept in bfloat16.")
+        float,
+        typer.Option(help="The share of a key channel's values that its range leaves out; the farthest are kept in bfloat16."),
     ] = 0.01,
     data: Annotated[
         Path | None,
@@ -28,7 +29,9 @@ def calibrate_kv(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-kvquantBITS.safetensors, here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-kvquantBITS.safetensors, here.")
+    ] = None,
 ) -> None:
     """Fit the levels of KVQuant, a 4- or 3-bit KV cache, to a model: serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
     from tidemill.engine.core import inspect  # brings torch
@@ -37,9 +40,7 @@ def calibrate_kv(
 
     model = settings["model"]
     target = out or Path(f"{locate(model, fetch=True).stem}-kvquant{bits}.safetensors")
-    options = CalibrateOptions(
-        out=target.expanduser(), data=data, bits=bits, outliers=outliers, num_tokens=tokens, seed=seed
-    )
+    options = CalibrateOptions(out=target.expanduser(), data=data, bits=bits, outliers=outliers, num_tokens=tokens, seed=seed)
     options.check()
     console = Console(stderr=True, highlight=False)
     raise_on_interrupt()
@@ -50,7 +51,9 @@ def calibrate_kv(
     said = Console(highlight=False)
     per_token = llm.model_config.kv_bytes_per_token
     saved = per_token("bfloat16") / per_token(options.kv_dtype)
-    said.print(f"{options.out}: fitted to {about['text_tokens']:,} tokens; {saved:.1f} times the tokens of bfloat16.", markup=False)
+    said.print(
+        f"{options.out}: fitted to {about['text_tokens']:,} tokens; {saved:.1f} times the tokens of bfloat16.", markup=False
+    )
     said.print(f"Use it with: --kv-dtype {options.kv_dtype} --kv-calibration {options.out}", markup=False, soft_wrap=True)
 
 

@@ -92,9 +92,7 @@ def _bits16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().view(torch.int16)
 
 
-def quantize_keys(
-    keys_TGD: torch.Tensor, positions_T: torch.Tensor, layer: KVQuantLayer
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_keys(keys_TGD: torch.Tensor, positions_T: torch.Tensor, layer: KVQuantLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Before rotation. Codes [T, G, D * bits / 8], and int16 [T, G, 4]: two outliers, their places. If a value is not finite, the
     first outlier is not."""
     kind = _kind(positions_T)
@@ -109,9 +107,7 @@ def quantize_keys(
     return pack(_codes(z, layer.key_levels), layer.bits), torch.cat([_bits16(outliers), place.short()], -1)
 
 
-def dequantize_keys(
-    codes: torch.Tensor, extra: torch.Tensor, positions_K: torch.Tensor, layer: KVQuantLayer
-) -> torch.Tensor:
+def dequantize_keys(codes: torch.Tensor, extra: torch.Tensor, positions_K: torch.Tensor, layer: KVQuantLayer) -> torch.Tensor:
     """[..., G, K, D * bits / 8] to [..., G, K, D], before rotation."""
     kind = _kind(positions_K)
     scales, offsets = (each[kind].transpose(0, 1) for each in (layer.scales, layer.offsets))

@@ -42,7 +42,9 @@ class CalibrateOptions:
         if not 0 <= self.outliers <= 0.2:
             raise ConfigError(f"--outliers is {self.outliers}.", fix="It must be 0 to 0.2, like 0.01.", param="outliers")
         if not _LEAST_TOKENS <= self.num_tokens <= _MAX_TOKENS:
-            raise ConfigError(f"--tokens is {self.num_tokens}.", fix=f"It must be {_LEAST_TOKENS} to {_MAX_TOKENS}.", param="tokens")
+            raise ConfigError(
+                f"--tokens is {self.num_tokens}.", fix=f"It must be {_LEAST_TOKENS} to {_MAX_TOKENS}.", param="tokens"
+            )
         if not self.out.parent.is_dir():
             raise ConfigError(f"There is no folder {self.out.parent}.", fix="Make it, or give another --out.", param="out")
 

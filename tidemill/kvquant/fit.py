@@ -40,7 +40,9 @@ def sensitivity(
     """What errors of a sequence's keys [T, G, D] and values [T, G] count. Queries and keys are not rotated."""
     num_tokens, num_repeats = q_TND.shape[0], q_TND.shape[1] // k_TGD.shape[1]
     cos, sin = _of_all_dims(angles, num_tokens, k_TGD.shape[-1])
-    q, k = (each if angles is None else apply_rope(each, angles.cos[:num_tokens], angles.sin[:num_tokens]) for each in (q_TND, k_TGD))
+    q, k = (
+        each if angles is None else apply_rope(each, angles.cos[:num_tokens], angles.sin[:num_tokens]) for each in (q_TND, k_TGD)
+    )
     positions = np.arange(num_tokens)
     hidden = torch.from_numpy(~np.asarray(masks.mask_of(spec, num_tokens)(positions[:, None], positions)))
     key_weights, value_weights = torch.zeros_like(k_TGD), torch.zeros(k_TGD.shape[:2])

@@ -42,4 +42,7 @@ FORMATS = {
     )
 }
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ON_DEVICE = {"cpu": ("float32", "bfloat16", "float16", "int8", "int4", "kvquant4", "kvquant3"), "cuda": ("bfloat16",)}  # what the kernels read and write
+ON_DEVICE = {  # what the kernels read and write
+    "cpu": ("float32", "bfloat16", "float16", "int8", "int4", "kvquant4", "kvquant3"),
+    "cuda": ("bfloat16",),
+}

@@ -19,7 +19,7 @@ def calibrate_kv(
     bits: Annotated[int, typer.Option(help="Of a key's or value's code: 4 or 3.")] = 4,
     outliers: Annotated[
         float,
-        typer.Option(help="The share of a key channel's values that its range leaves out; the farthest are kept in bfloat16."),
+        typer.Option(help="The share of a key channel's values outside its range; the farthest are kept in bfloat16."),
     ] = 0.01,
     data: Annotated[
         Path | None,

@@ -1,12 +1,12 @@
 """KVQuant: keys and values as codes of non-uniform levels that were fitted to the model (`tidemill calibrate-kv`).
 
-Keys are quantized before rotation, where each channel has its own range: scale and offset of channels are constants of a layer. The
-first token of a sequence draws much of the attention with keys unlike all others', so position 0 has constants of its own. Values
-have a scale and an offset for each token and head. What fits a range worst is kept in bfloat16, with its place: two of a token's key
-and head, one of its value.
+Keys are quantized before rotation, where each channel has its own range: scale and offset of channels are constants of a layer.
+The first token of a sequence draws much of the attention with keys unlike all others', so position 0 has constants of its own.
+Values have a scale and an offset for each token and head. What fits a range worst is kept in bfloat16, with its place: two of a
+token's key and head, one of its value.
 
-A page is the codes [layers of a page, 2, G, S, D * bits / 8], then four 16-bit numbers [layers of a page, 2, G, S, 4] of each row:
-of keys, two outliers and their places; of values, scale, offset, an outlier and its place. C's twin is native/kvquant.c.
+A page is the codes [layers of a page, 2, G, S, D * bits / 8], then four 16-bit numbers [layers of a page, 2, G, S, 4] of each
+row: of keys, two outliers and their places; of values, scale, offset, an outlier and its place. C's twin is native/kvquant.c.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _codes(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower two of codes i + k * D / 4 (k = 0 ..
-    3) in the first D / 4 bytes, the upper one of codes i + k * D / 8 (k = 0 .. 7) in the others."""
+    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower two bits of codes i + k * D / 4
+    (k = 0 .. 3) in the first D / 4 bytes, the upper one of codes i + k * D / 8 (k = 0 .. 7) in the others."""
     if bits == 4:
         low, high = codes.chunk(2, -1)
         return low | (high << 4)
@@ -117,8 +117,8 @@ def dequantize_keys(codes: torch.Tensor, extra: torch.Tensor, positions_K: torch
 
 
 def value_ranges(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of [..., D]: lowest and highest without the outlier [..., 1], and its place. It is the highest or the lowest value, whichever
-    leaves the smaller range."""
+    """Of [..., D]: lowest and highest without the outlier [..., 1], and its place. It is the highest or the lowest value,
+    whichever leaves the smaller range."""
     dim = values.shape[-1]
     highest, lowest = values.argmax(-1, keepdim=True), values.argmin(-1, keepdim=True)
     top, low = values.gather(-1, highest), values.gather(-1, lowest)

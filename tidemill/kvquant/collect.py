@@ -25,8 +25,8 @@ Tick = Callable[[int], None]  # tokens done
 
 
 class Observed:
-    """A step that shows each layer's queries and keys, before rotation, and values. `change`, if there is one, replaces the fused q,
-    k, v."""
+    """A step that shows each layer's queries and keys, before rotation, and values. `change`, if there is one, replaces the fused
+    q, k, v."""
 
     def __init__(self, runner: CpuRunner, step: MixedStep, seen: Seen, change: Callable[..., torch.Tensor] | None = None) -> None:
         self.step, self._seen, self._change = step, seen, change

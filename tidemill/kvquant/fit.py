@@ -1,8 +1,8 @@
 """Ranges of channels and non-uniform levels, fitted to the keys and values of a text.
 
-An error counts by what it does to the layer's attention output: with probabilities a, queries q, values v and outputs o, a change of
-key j moves the output of query i by a_ij (v_j - o_i) (q_i . change), one of value j by a_ij. Squared and summed over queries, that is
-the weight of a number in the k-means that makes levels. Shape letters of kernels/__init__.
+An error counts by what it does to the layer's attention output: with probabilities a, queries q, values v and outputs o, a change
+of key j moves the output of query i by a_ij (v_j - o_i) (q_i . change), one of value j by a_ij. Squared and summed over queries,
+that is the weight of a number in the k-means that makes levels. Shape letters of kernels/__init__.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ def sensitivity(
         squared = probs.square_()
         value_weights[:, own] += squared.sum(0)
         across = squared.mul_(moved).T
-        # The square of a query that is rotated back to the key's position: of pairs (x, y), (cos x + sin y)^2 and (cos y - sin x)^2.
+        # The square of a query that is rotated back to the key's position: of pairs (x, y), (cos x + sin y)^2 and
+        # (cos y - sin x)^2.
         other = _partners(queries, angles)
         key_weights[:, own] += (
             cos.square() * (across @ queries.square())
             + sin.square() * (across @ other.square())
             + 2 * cos * sin * (across @ (queries * other))
         )
-    return key_weights, value_weights
+    return key_weights * spec.scale**2, value_weights
 
 
 def _of_all_dims(angles: Angles | None, num_tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

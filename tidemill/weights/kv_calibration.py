@@ -1,5 +1,5 @@
-"""KVQuant's constants on disk: one safetensors file that `tidemill calibrate-kv` has written. Not trusted: sizes are bounded by the
-model's, and what does not fit is refused by its name."""
+"""KVQuant's constants on disk: one safetensors file that `tidemill calibrate-kv` has written. Not trusted: sizes are bounded by
+the model's, and what does not fit is refused by its name."""
 
 from __future__ import annotations
 

@@ -44,9 +44,11 @@ def files(llm, tmp_path_factory):
     """By format."""
     folder = tmp_path_factory.mktemp("calibrated")
     (folder / "text.txt").write_text(TEXT)
-    for bits in (4, 3):
+    for bits in (4, 3, 4):  # the last again, to the same bytes
+        before = (folder / f"kvquant{bits}").read_bytes() if (folder / f"kvquant{bits}").exists() else None
         options = CalibrateOptions(out=folder / f"kvquant{bits}", data=folder / "text.txt", bits=bits, num_tokens=600)
         calibrate(options, llm, Silent())
+        assert before is None or (folder / f"kvquant{bits}").read_bytes() == before
     return folder
 
 
@@ -167,9 +169,7 @@ def test_the_command_writes_its_own_text(tiny_folder, tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "--kv-dtype kvquant3 --kv-calibration" in result.output
-    first = out.read_bytes()
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert out.read_bytes() == first  # the seed decides all
+    assert load_calibration(out, load_model(tiny_folder).config, "kvquant3").bits == 3
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def calibrate_kv(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Text to fit to: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model writes its own."
+            help="Text to fit to: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model's own."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text.")] = 4096,

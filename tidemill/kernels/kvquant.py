@@ -64,7 +64,7 @@ def _codes(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower two bits of codes i + k * D / 4
+    """[..., D] to [..., D * bits / 8]. 4 bits: a byte has codes i and D / 2 + i. 3 bits: the lower two of codes i + k * D / 4
     (k = 0 .. 3) in the first D / 4 bytes, the upper one of codes i + k * D / 8 (k = 0 .. 7) in the others."""
     if bits == 4:
         low, high = codes.chunk(2, -1)

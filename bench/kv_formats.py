@@ -3,7 +3,7 @@
     .venv/bin/python bench/kv_formats.py --windows 20
     .venv/bin/python bench/kv_formats.py --only speed
 
-Quality: perplexity, mean KL divergence from the first format's next-token distributions, and how often both choose the same token.
+Quality: perplexity, mean KL divergence from the first format's next-token distributions, how often both choose the same token.
 Text: bench/perplexity.py's. Speed: steps of `--requests` sequences of `--context` tokens in pages of their own, formats in turn.
 """
 

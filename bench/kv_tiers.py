@@ -96,7 +96,8 @@ def measure(engine: Engine, num_tokens: int, rounds: int) -> dict[str, float]:
             moved = [one for one in happened if isinstance(one, events.PagesMoved) and one.is_load]
             times[tier].append(seconds)
             rates[tier].append(sum(one.num_bytes for one in moved) / sum(one.seconds for one in moved))
-        rates["copy"].append(engine.core.runner.mover.copy_rate)
+            if tier == "host":
+                rates["copy"].append(engine.core.runner.mover.copy_rate(sum(one.num_pages for one in moved)))
     best = {name: statistics.median(each) for name, each in times.items()}
     rate = {name: statistics.median(each) for name, each in rates.items()}
     return {

@@ -41,8 +41,8 @@ FORMATS = {
         KVFormat("kvquant3", 3, 8, is_calibrated=True),
     )
 }
-SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
 ON_DEVICE = {  # what the kernels read and write
     "cpu": ("float32", "bfloat16", "float16", "int8", "int4", "kvquant4", "kvquant3"),
-    "cuda": ("bfloat16",),
+    "cuda": ("bfloat16", "fp8", "int8"),
 }

@@ -1,9 +1,15 @@
 """Host memory and disk behind the KV cache: a request's tokens and logprobs are those of an engine without them, bit for bit."""
 
+import os
 import random
 import resource
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import transformers
@@ -193,8 +199,6 @@ def test_a_corrupt_file_is_not_used(llama, llama_expected, tmp_path, damage):
 def test_pages_of_another_model_are_not_used(llama, llama_expected, tmp_path):
     filled(llama, tmp_path)
     config = make_core(llama, slots=40, folder=tmp_path / "elsewhere").config
-    from dataclasses import replace
-
     core = EngineCore(llama, replace(config, kv_disk=str(tmp_path)), None, None, b"other weights")
     answers, started, _ = one_by_one(core)
     assert answers == llama_expected
@@ -285,3 +289,36 @@ def test_what_cannot_be_is_refused(llama, options, says):
     with pytest.raises(ConfigError, match=says) as refused:
         engine_config(llama, **{"kv_host_memory_bytes": 2**20} | options)
     assert refused.value.fix
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from tests.engine.test_tiers import PROMPTS, make_core, one_by_one
+from tests.helpers import load_model
+core = make_core(load_model(Path(sys.argv[1])), slots=30, folder=sys.argv[2])
+print("ready", flush=True)
+while True:
+    one_by_one(core)
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_at_any_moment_leaves_what_can_be_used(tmp_path):
+    saved, folder = tmp_path / "model", tmp_path / "pages"
+    make_llama(saved, seed=5, hidden_size=32, intermediate_size=48)
+    model, chance = load_model(saved), random.Random(1)
+    expected = run(make_core(model, prefix_caching=False), PROMPTS)
+    for _ in range(5):
+        root = Path(__file__).parents[2]
+        engine = subprocess.Popen(
+            [sys.executable, "-c", SERVES, saved, folder], cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True
+        )
+        assert engine.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.05, 2.0))
+        engine.kill()
+        engine.wait()
+        core = make_core(model, slots=30, folder=folder)
+        assert one_by_one(core)[0] == expected
+        core.close()
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 2**24

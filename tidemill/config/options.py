@@ -33,6 +33,7 @@ class EngineOptions:
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
     policy: str = "continuous"
+    kv_layout: str = "paged"  # or virtual
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix

@@ -179,3 +179,15 @@ def read_block(kv: PagedKV, layer: int, runs: torch.Tensor, first_key: int, num_
         return keys
     places = positions.clamp(max=angles.cos.shape[0] - 1)  # a block may go past the last token
     return apply_rope(keys, angles.cos[places][None], angles.sin[places][None])
+
+
+def read_slots(kv: PagedKV, layer: int, slots: torch.Tensor, positions: torch.Tensor, is_value: bool) -> torch.Tensor:
+    """Keys, rotated, or values of single tokens in float32, [slots, G, D]."""
+    assert kv.quant is not None
+    assert kv.scales is not None
+    at = (slots // kv.page_size, kv.places[layer].index, int(is_value), slice(None), slots % kv.page_size)
+    codes, extra, own, angles = kv.cache[at], kv.scales[at], kv.quant.layer(layer), kv.angles[layer]
+    if is_value:
+        return dequantize_values(codes, extra, own)
+    keys = dequantize_keys(codes.transpose(0, 1), extra.transpose(0, 1), positions, own).transpose(0, 1)
+    return keys if angles is None else apply_rope(keys, angles.cos[positions], angles.sin[positions])

@@ -17,6 +17,7 @@ from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
+from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec, LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
@@ -55,14 +56,31 @@ class Mixers:
         return kv if self.paged is None else [*kv, *((table, self.paged.interval) for table in self.paged.tables)]
 
     @property
+    def takes_trees(self) -> bool:
+        """Drafts may be a tree."""
+        return self.states is None and isinstance(self.attention, NativeAttention | TorchAttention)
+
+    @property
     def are_native(self) -> bool:
         """All of them: then a forward pass can be recorded."""
         return isinstance(self.attention, NativeAttention | None) and isinstance(self.states, NativeStates | None)
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        positions_T: torch.Tensor,
+        slots_GT: torch.Tensor,
+        paths: Paths | None = None,
     ) -> MixedStep:
-        attention = None if self.attention is None else self.attention.plan(rows, starts, counts, positions_T, slots_GT)
+        """`paths`: of drafts that are a tree, each of which is an entry of its own."""
+        attention: AttentionStep | None = None
+        if isinstance(self.attention, FlexAttention):
+            assert paths is None
+            attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)
+        elif self.attention is not None:
+            attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT, paths)
         states = None if self.states is None else self.states.plan(rows, starts, counts)
         return MixedStep(self._numbers, attention, states, self._address(attention, states))
 

@@ -16,6 +16,7 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
 from tidemill.kernels.native.program import Program
+from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
@@ -65,7 +66,13 @@ class NativeAttention:
         return uncovered("C", kv.specs)
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        positions_T: torch.Tensor,
+        slots_GT: torch.Tensor,
+        paths: Paths | None = None,
     ) -> NativeStep:
         kv = self.kv
         balanced = int(counts.sum()) * kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
@@ -79,7 +86,9 @@ class NativeAttention:
             [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
         )
         # Longest first, so that no thread starts the longest when the others are done.
-        tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
+        order = np.argsort(-(tiles[1] + tiles[2]), kind="stable")
+        tiles = np.ascontiguousarray(tiles[:, order], dtype=np.int64)
+        of_tiles = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
         step = native.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
@@ -92,7 +101,11 @@ class NativeAttention:
             positions=positions_T.data_ptr(),
             slots=slots_GT.data_ptr(),
         )
-        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
+        if of_tiles is not None:
+            step.path_width = of_tiles[1].shape[1]
+            step.tile_base, step.tile_path = (part.ctypes.data for part in of_tiles)
+        alive = (step, tiles, positions_T, slots_GT, of_tiles)
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, alive)
 
 
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:

@@ -100,11 +100,9 @@ class CudaMover(PageMover):
         self.drain()
         super().close()
 
-    @property
     @torch.inference_mode()
-    def copy_rate(self) -> float:
-        """Of one large copy to the device."""
-        num = min(32, len(self._slots), len(self._pages) - 1)
+    def copy_rate(self, num_pages: int) -> float:
+        num = min(num_pages, len(self._slots))
         target = torch.empty_like(self._pages[:num])
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         target.copy_(self._slots[:num], non_blocking=True)

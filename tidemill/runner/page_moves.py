@@ -107,10 +107,9 @@ class PageMover(ABC):
     @abstractmethod
     def _move_on_disk(self, move: PageMove) -> int: ...
 
-    @property
     @abstractmethod
-    def copy_rate(self) -> float:
-        """Bytes a second of a plain copy on this link, measured now. For benchmarks."""
+    def copy_rate(self, num_pages: int) -> float:
+        """Bytes a second of one plain copy towards the device, as large as so many pages, measured now. For benchmarks."""
 
     def done(self) -> list[Moved]:
         """Moves that are over and were not returned before."""
@@ -180,13 +179,11 @@ class CpuMover(PageMover):
         self._host.close()
         super().close()
 
-    @property
-    def copy_rate(self) -> float:
-        source = np.ones((16, self._pages.shape[1]), np.uint8)
+    def copy_rate(self, num_pages: int) -> float:
+        source = np.ones((num_pages, self._pages.shape[1]), np.uint8)
         target = np.ones_like(source)
         began = time.perf_counter()
-        for from_, to in zip(source, target, strict=True):
-            np.copyto(to, from_)
+        np.copyto(target, source)
         return source.nbytes / (time.perf_counter() - began)
 
     def _wait_until_stored(self, pages: Collection[int]) -> None:

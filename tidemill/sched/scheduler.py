@@ -25,6 +25,7 @@ from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
 from tidemill.sched.retention import Retention
+from tidemill.sched.tree import Tree
 from tidemill.wire import Hold
 
 
@@ -199,6 +200,13 @@ class Scheduler:
             self._pages.unsent.page_zeroes += pages
             for row in self._pages.unsent.rows_that_copy(pages):
                 self._preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
+
+    def compute_again(self, request: Request, reason: str) -> None:
+        """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
+        in the same step."""
+        self.clear(request)
+        self._preempt(request, reason)
+        request.takes_drafts = False
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
@@ -385,6 +393,8 @@ class Scheduler:
         one of those that are `planned` already."""
         while not self._pages.make_writable(request, count):
             victim = self._victim()
+            if victim is self.running[0] and self.retention.give_up_a_pin(request):
+                continue  # it runs alone
             if victim.seq in planned:
                 return False
             self._preempt(victim, f"no free page for {request.request_id}")
@@ -517,7 +527,10 @@ class Scheduler:
         if request.num_needed > 1:
             state.num_prefill_tokens += count
         if drafts:
+            request.had_drafts = True
             plan.drafts[request.row] = list(drafts)
+            if isinstance(drafts, Tree):
+                plan.trees[request.row] = list(drafts.parents)
             count += len(drafts)
         request.account.num_served += count
         if request.in_background:
@@ -581,7 +594,7 @@ class Scheduler:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
         are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
-        leaving = self.kv.preempt(request.seq, is_lost)
+        leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
         how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0

@@ -157,15 +157,13 @@ static void take_value(const tm_layer *l, const char *row, const uint16_t *extra
     if (extra[3] < dim) to[extra[3]] = from_bf16(extra[2]);
 }
 
-void kvquant_take(const tm_step *s, const tm_layer *l, const int32_t *pages, long head, long first, long num, const char **keys,
-                  const char **values, long num_rows, float *to) {
-    long dim = l->head_dim, shift = __builtin_ctzl(s->page_size);
+void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
+                  const char *const *key_extras, const char *const *value_extras, long num_rows, float *to) {
     f32x8_table key_levels = f32x8_table_load(l->quant->key_levels), value_levels = f32x8_table_load(l->quant->value_levels);
-    float *value = to + num_rows * dim;
-    for (long i = 0; i < num; i++, to += dim, value += dim) {
-        long position = first + i, page = pages[position >> shift], offset = position & (s->page_size - 1);
-        take_key(l, keys[i], extra_at(s, l->key_scales, page, head, offset), head, position, key_levels, to);
-        take_value(l, values[i], extra_at(s, l->value_scales, page, head, offset), value_levels, value);
+    float *value = to + num_rows * l->head_dim;
+    for (long i = 0; i < num; i++, to += l->head_dim, value += l->head_dim) {
+        take_key(l, keys[i], (const uint16_t *)key_extras[i], head, first + i, key_levels, to);
+        take_value(l, values[i], (const uint16_t *)value_extras[i], value_levels, value);
         keys[i] = (const char *)to;
         values[i] = (const char *)value;
     }

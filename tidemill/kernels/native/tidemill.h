@@ -72,6 +72,8 @@ typedef struct {
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int64_t *tile_end;          /* position after the last token that the step has of the tile's sequence */
+    long path_width;
+    const int64_t *tile_base, *tile_path; /* [tile], [tile][path_width]: tokens from position base on lie in these places; NULL: all in their own */
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */
@@ -163,8 +165,8 @@ void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, 
                  const float *key, const float *value);
 /* `num` keys, rotated, and values from position `first` on into [2][num_rows][head_dim]. keys, values: where their codes are; then where
    they are in float32, those past the last as the last. */
-void kvquant_take(const tm_step *s, const tm_layer *l, const int32_t *pages, long head, long first, long num, const char **keys,
-                  const char **values, long num_rows, float *to);
+void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
+                  const char *const *key_extras, const char *const *value_extras, long num_rows, float *to);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,

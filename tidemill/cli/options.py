@@ -151,8 +151,10 @@ OPTIONS = (
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
         help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
-        "also float32, float16 and int4; or auto.",
+        "also float32, float16, int4, and kvquant4 or kvquant3, which --kv-calibration fits to the model; or auto.",
     ),
+    Option("kv-calibration", "text", ENGINE, field="kv_calibration", automatic="none",
+           help="For --kv-dtype kvquant4 or kvquant3: a file that calibrate-kv has written."),
     Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
         help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",

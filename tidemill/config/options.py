@@ -22,6 +22,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
+    kv_calibration: str | None = None  # a file that calibrate-kv has written
     page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
+    decide_kv_calibration,
     decide_kv_dtype,
     decide_layout,
     decide_max_pinned,
@@ -81,6 +82,7 @@ class EngineConfig:
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    kv_calibration: str | None = None
     host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
     kv_disk: str = ""  # a folder behind it, or empty
     kv_disk_bytes: int = 0
@@ -209,6 +211,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
+        kv_calibration=settle("kv_calibration", decide_kv_calibration(options, kv_dtype)),
         host_slots=host_slots,
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
@@ -235,7 +238,7 @@ def _draft(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
         queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None, kv_layout="paged",
+        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.weights.kv_calibration import load_calibration
 
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
@@ -68,7 +70,10 @@ class CpuRunner:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
             values, tables, scales = self._kv_memory(config)
-            kv = PagedKV(values, tables, shape.attention_layers, own, layout.places, biases, scales)
+            quant = None
+            if config.kv_calibration is not None:
+                quant = load_calibration(Path(config.kv_calibration), shape, config.kv_dtype)
+            kv = PagedKV(values, tables, shape.attention_layers, own, layout.places, biases, scales, quant)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)

@@ -72,6 +72,21 @@ def test_attention_reads_the_format(name, kind, small_blocks):
     assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[0], out[0])
 
 
+def test_a_token_and_the_drafts_after_it(small_blocks):
+    """What they have in common is read once, and they have the bits that they have alone."""
+    requests = [(28, 6), (70, 3)]
+    scene = Scene(requests, 2, 1)
+    items = np.array([(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)], np.int32)
+    scene.cache, scene.scales, exact = in_format(scene, "fp8")
+    each, together = (
+        cuda_work.make_work(items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once) for at_once in (1, 8)
+    )
+    assert (each.singles[:, 7].max(), together.singles[:, 7].max()) == (1, 4)
+    out = scene.attend(together, 16, (4, 1, 0))
+    assert_close(out, reference(scene, exact), atol=1e-4, rtol=1e-5)
+    assert torch.equal(scene.attend(each, 16, (4, 1, 0)), out)
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_heads_enter_the_cache_in_its_format(name):
     """With the codes and scales of the reference; a value that is no number makes its own head's scale one."""

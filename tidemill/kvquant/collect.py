@@ -86,10 +86,11 @@ class Collector:
         at_once = min(tables[0][0].shape[0], (self._runner.cache.shape[0] - 1) // len(tables))
         for start in range(0, len(distinct), at_once):
             self._see_first(distinct[start : start + at_once])
-        return [
-            Samples(*(torch.cat(parts) for parts in zip(*made, strict=True)), torch.cat(first))
-            for made, first in zip(self._made, self._first, strict=True)
-        ]
+        samples = []
+        for made, first in zip(self._made, self._first, strict=True):
+            keys, key_weights, values, value_weights = (torch.cat(parts) for parts in zip(*made, strict=True))
+            samples.append(Samples(keys, key_weights, values, value_weights, torch.cat(first)))
+        return samples
 
     def _clear(self, num_tokens: int) -> None:
         self._runner.cache[: 1 + sum(-(-num_tokens // size) for _, size in self._runner.mixers.tables)] = 0

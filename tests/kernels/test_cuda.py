@@ -451,6 +451,8 @@ types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_p
 how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
 build(elementwise._enter_heads, types, LARGEST=0, **how)
 build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
+how |= dict(ROTATED=128, PAGE=1, QK_NORM=False)  # the virtual layout
+build(elementwise._enter_heads, types | dict(slots_ptr=I), LARGEST=0, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")

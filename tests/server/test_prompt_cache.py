@@ -1,5 +1,7 @@
 """Prompt caches, cache_control and prompt_cache_key against `tidemill serve` with a small KV cache and two API keys."""
 
+import os
+import signal
 import time
 
 import anthropic
@@ -215,3 +217,17 @@ def test_a_session_is_retained_while_its_tool_call_is_under_way(http, claude):
     back = [say, {"role": "assistant", "content": made[0].content}, {"role": "user", "content": [result]}]
     again = claude.messages.create(model="tiny", max_tokens=2, messages=back, tools=[TOOL]).usage
     assert again.cache_read_input_tokens > 200
+
+
+@pytest.mark.slow
+def test_a_prompt_cache_is_pinned_again_after_the_engine_was_killed(small, http):
+    """By the next request with it; the tokens are the same."""
+    made = http.post("/v1/prompt_caches", json={"name": "lasting", "prompt": "The sea rises and falls twice a day. " * 3}).json()
+    ask = {"prompt": "So", "prompt_cache": "lasting", **GREEDY}
+    before = http.post("/v1/completions", json=ask).json()["choices"]
+    os.kill(small.engine_pid(), signal.SIGKILL)
+    while http.get("/v1/prompt_caches/lasting").json()["pinned_tokens"]:
+        time.sleep(0.05)
+    assert http.post("/v1/completions", json=ask).json()["choices"] == before
+    assert http.get("/v1/prompt_caches/lasting").json()["pinned_tokens"] == made["pinned_tokens"]
+    http.delete("/v1/prompt_caches/lasting")

@@ -121,13 +121,12 @@ class CudaRunner:
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
-        self.cache = _new_pool(config, shape, self._device)
+        self.cache = self._new_cache(config)
         has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
         angles = model.angles(config.max_context, self._device)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
         biases = model.distance_biases(config.max_context)
-        page = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
-        values, scales = views(self.cache, *page, config.kv_dtype)
+        values, scales = self._kv_memory(config)
         self._kv = PagedKV(values, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
         missing = uncovered("Triton", shape.attention_layers)
@@ -141,7 +140,7 @@ class CudaRunner:
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
         self._by_roles = by_roles(shape.attention_layers, scales is not None)
-        self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
+        self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
             rows // max(1, group) for rows in (single_rows(group), shared_rows(group), prompt_rows(group, self._by_roles))
@@ -169,7 +168,7 @@ class CudaRunner:
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
-            (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
+            (size, has_singles, False): self._capture_mixed(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
             for has_singles in self._either
         }
@@ -202,6 +201,21 @@ class CudaRunner:
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    def _new_cache(self, config: EngineConfig) -> torch.Tensor:
+        return _new_pool(config, self.model.config, self._device)
+
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What attention reads: keys and values, and their scales, if the format has them."""
+        shape = self.model.config
+        page = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+        return views(self.cache, *page, config.kv_dtype)
+
+    def _kinds_of_attention(self) -> tuple[bool, ...]:
+        return (False, True) if self.model.config.attention_layers else (False,)
+
+    def _capture_mixed(self, step: Step, pool: object, run_first: bool) -> Graph:
+        return capture(step, pool, run_first)
 
     def _make_states(self, config: EngineConfig) -> CudaStates | None:
         layout = config.layout

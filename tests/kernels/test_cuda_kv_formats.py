@@ -58,7 +58,7 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("fp8", "all at once"), ("int8", None), *(pytest.param(*more, marks=slow) for more in [("fp8", None), ("int8", "window")])],
+    [("fp8", "all at once"), *(pytest.param(*more, marks=slow) for more in [("int8", None), ("fp8", None), ("int8", "window")])],
 )
 def test_attention_reads_the_format(name, kind, small_blocks):
     """Tokens alone in several splits, a prompt, a split in common; alone they have the same bits."""

@@ -119,6 +119,13 @@ class DraftError(CheckpointError):
     status = 400
 
 
+class CalibrationError(CheckpointError):
+    """A calibration of the KV cache that cannot be read or does not fit the model."""
+
+    kind = "config_error"
+    status = 400
+
+
 class EngineDead(TidemillError):
     """The engine process has ended; no request can be served."""
 
@@ -144,6 +151,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         CheckpointError,
         AdapterError,
         DraftError,
+        CalibrationError,
         EngineDead,
     )
 }

@@ -13,6 +13,7 @@ class KVFormat:
     name: str
     bits: int  # of a value
     scale_bytes: int = 0  # of a token and head
+    is_calibrated: bool = False  # KVQuant: levels and channels' ranges are fitted to a model (kernels/kvquant.py)
 
     @property
     def has_scales(self) -> bool:
@@ -36,7 +37,12 @@ FORMATS = {
         KVFormat("fp8", 8, 2),
         KVFormat("int8", 8, 2),
         KVFormat("int4", 4, 2),
+        KVFormat("kvquant4", 4, 8, is_calibrated=True),
+        KVFormat("kvquant3", 3, 8, is_calibrated=True),
     )
 }
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
-ON_DEVICE = {"cpu": ("float32", "bfloat16", "float16", "int8", "int4"), "cuda": ("bfloat16",)}  # what the kernels read and write
+ON_DEVICE = {  # what the kernels read and write
+    "cpu": ("float32", "bfloat16", "float16", "int8", "int4", "kvquant4", "kvquant3"),
+    "cuda": ("bfloat16", "fp8", "int8"),
+}

@@ -81,7 +81,9 @@ def test_tokens_and_logprobs(model):
     check(model)
 
 
-@pytest.mark.parametrize("options", [{"page_size": 1, "token_budget": 20, "max_requests": 4}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{"page_size": 1, "token_budget": 20, "max_requests": 4}, {"kv_dtype": "int8"}, {"kv_layout": "virtual"}]
+)
 def test_other_pages(folder, options):
     check(load_model(folder), **options)
 

@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock = clock
 
     def make_kv(self, *how):
-        return KVManager(*how)
+        return KVManager(*how, tells_empty=True)
 
     def waits_for_moves(self):
         return False
@@ -232,7 +232,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 written += table[first:end]
         assert len(written) == len(set(written)), "two sequences write one page"
         assert all(kv._pool.references(page) >= 1 for page in written)
+        assert set(plan.empty_pages).isdisjoint(written)
         self.change_pages(plan)
+        for page in plan.empty_pages:
+            self.contents.pop(page, None)
         self.compute(plan)
 
     def change_pages(self, plan):

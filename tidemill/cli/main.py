@@ -7,7 +7,20 @@ import sys
 import typer
 from rich.console import Console
 
-from tidemill.cli import bench, chat, completion, explain, generate, memory, models, ollama, prompt_cache, serve, train_draft
+from tidemill.cli import (
+    bench,
+    calibrate_kv,
+    chat,
+    completion,
+    explain,
+    generate,
+    memory,
+    models,
+    ollama,
+    prompt_cache,
+    serve,
+    train_draft,
+)
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
@@ -37,6 +50,7 @@ app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
+app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import ACCEPTANCE, DTYPES, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import ACCEPTANCE, DTYPES, LAYOUTS, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -150,9 +150,11 @@ OPTIONS = (
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
-        help="Format of the KV cache: bfloat16; on a CPU also float32, float16, and int8 or int4 with a scale for each token and "
-        "head; or auto.",
+        help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
+        "also float32, float16, int4, and kvquant4 or kvquant3, which --kv-calibration fits to the model; or auto.",
     ),
+    Option("kv-calibration", "text", ENGINE, field="kv_calibration", automatic="none",
+           help="For --kv-dtype kvquant4 or kvquant3: a file that calibrate-kv has written."),
     Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
         help="auto, or dummy: random weights of the shape in config.json, for benchmarks.",
@@ -194,6 +196,9 @@ OPTIONS = (
     Option("policy", "text", ENGINE, field="policy", choices=tuple(POLICIES),
            help="How requests share steps: continuous is for serving, the others are for comparison "
            f"({', '.join(name for name in POLICIES if name != 'continuous')})."),
+    Option("kv-layout", "text", ENGINE, field="kv_layout", choices=LAYOUTS,
+           help="Where keys and values lie. paged: in pages that a page table names. virtual: each slot has an address range of "
+           "its own, in which memory is mapped as tokens come."),
     Option("prefix-caching", "switch", ENGINE, field="prefix_caching",
            help="Keep the KV cache of prompts, so that a prefix that was computed before is not computed again."),
     Option("prefix-index", "text", ENGINE, field="prefix_index", choices=tuple(INDEXES),

@@ -7,10 +7,12 @@ from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve
 from tidemill.config.sizes import fmt_bytes, parse_bytes
 from tidemill.config.tiers import decide_disk
+from tidemill.config.virtual import LAYOUTS
 
 __all__ = [
     "ACCEPTANCE",
     "DTYPES",
+    "LAYOUTS",
     "MAX_LORA_RANK",
     "SPECULATE",
     "EngineConfig",

@@ -34,9 +34,32 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
         raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
     if model.pooler is not None and FORMATS[name].has_scales:
         raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
+    if device == "cuda" and FORMATS[name].has_scales and model.head_dim < 32:
+        raise refuse(f"on a GPU heads must have at least 32 dimensions, and these have {model.head_dim}", "Leave --kv-dtype out.")
     if FORMATS[name].bits < 8 and model.head_dim % 2:
         raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
+    if FORMATS[name].is_calibrated and model.head_dim % 8:
+        raise refuse(f"it takes heads of a multiple of 8, and these have {model.head_dim}", "Use --kv-dtype int8.")
     return name
+
+
+def decide_kv_calibration(options: EngineOptions, kv_dtype: str) -> Decision[str | None]:
+    """Where the constants of KVQuant are."""
+    if FORMATS[kv_dtype].is_calibrated and options.kv_calibration is None:
+        raise ConfigError(
+            f"kv_dtype {kv_dtype!r} needs a calibration of this model.",
+            fix=f"Make one with: tidemill calibrate-kv MODEL --bits {FORMATS[kv_dtype].bits} -o FILE, and give it with "
+            "--kv-calibration FILE.",
+            param="kv_calibration",
+        )
+    if options.kv_calibration is not None and not FORMATS[kv_dtype].is_calibrated:
+        named = " or ".join(one.name for one in FORMATS.values() if one.is_calibrated)
+        raise ConfigError(
+            f"A calibration of the KV cache is given, but kv_dtype is {kv_dtype!r}.",
+            fix=f"Use it with --kv-dtype {named}, or leave --kv-calibration out.",
+            param="kv_calibration",
+        )
+    return options.kv_calibration, "given" if options.kv_calibration else "the format needs none"
 
 
 def decide_page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:

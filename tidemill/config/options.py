@@ -22,6 +22,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
+    kv_calibration: str | None = None  # a file that calibrate-kv has written
     page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None
@@ -32,6 +33,7 @@ class EngineOptions:
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
     policy: str = "continuous"
+    kv_layout: str = "paged"  # or virtual
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix

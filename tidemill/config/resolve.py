@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
+    decide_kv_calibration,
     decide_kv_dtype,
     decide_layout,
     decide_max_pinned,
@@ -33,6 +34,7 @@ from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.tiers import decide_disk, decide_host_slots
+from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
@@ -80,9 +82,11 @@ class EngineConfig:
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    kv_calibration: str | None = None
     host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
     kv_disk: str = ""  # a folder behind it, or empty
     kv_disk_bytes: int = 0
+    kv_layout: str = "paged"
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -125,7 +129,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
-    page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
+    kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
@@ -140,7 +144,12 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
     lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
-    layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
+    if kv_layout == "virtual":
+        of_page, of_layout = decide_virtual(options, device, model, kv_dtype, max_requests * context)
+        page_size, layout = settle("page_size", of_page), settle("layout", of_layout)
+    else:
+        page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
+        layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
     memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
@@ -202,9 +211,11 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
+        kv_calibration=settle("kv_calibration", decide_kv_calibration(options, kv_dtype)),
         host_slots=host_slots,
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
+        kv_layout=kv_layout,
         reasons=reasons,
     )
 
@@ -227,7 +238,7 @@ def _draft(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
         queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None,
+        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

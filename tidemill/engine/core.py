@@ -109,6 +109,7 @@ class EngineCore:
                 config.prefix_index,
                 tiers,
                 config.max_pinned,
+                tells_empty=config.kv_layout == "virtual",
             ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
-from tidemill.kernels import masks
+from tidemill.kernels import kvquant, masks
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, read_slots, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.kernels.trees import Paths
@@ -282,10 +282,17 @@ def _attend(
 
 def _read(kv: PagedKV, block: _Block, layer: int, is_value: bool) -> torch.Tensor:
     """A block's keys or values, [n * G, B, D]."""
-    made = read_runs(kv, block.runs, layer, is_value).view(block.num_tiles, kv.num_kv_heads, block.num_keys, kv.head_dim)
+    at = kv.places[layer].index
+    if kv.quant is not None:
+        made = kvquant.read_block(kv, layer, block.runs, block.first_key, block.num_keys, is_value)
+    else:
+        made = read_runs(kv, block.runs, at, is_value).view(block.num_tiles, kv.num_kv_heads, block.num_keys, kv.head_dim)
     if block.moved is not None:
         tiles, keys, slots = block.moved
-        made[tiles, :, keys] = read_slots(kv, slots, layer, is_value)
+        if kv.quant is not None:
+            made[tiles, :, keys] = kvquant.read_slots(kv, layer, slots, block.first_key + keys, is_value)
+        else:
+            made[tiles, :, keys] = read_slots(kv, slots, at, is_value)
     return made.flatten(0, 1)
 
 
@@ -341,7 +348,7 @@ class TorchStep:
         kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
         queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
         plan = self.plans[_kind(at, spec)]
-        return paged_attention(queries, kv, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
+        return paged_attention(queries, kv, layer, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
 
 
 def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:
@@ -361,7 +368,11 @@ def enter_heads(
         q, k = turning[:, : kv.num_heads], turning[:, kv.num_heads :]
         shape, eps = (kv.head_dim,), learned.eps
         turning = torch.cat([F.rms_norm(q, shape, learned.q_norm, eps), F.rms_norm(k, shape, learned.k_norm, eps)], dim=1)
+    keys = turning[:, kv.num_heads :]
     if angles is not None:
         turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
-    write_kv(kv, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
+    if kv.quant is not None:
+        kvquant.enter(kv, layer, positions_T, slots_GT[at.group], keys, heads[:, num_rotated:])
+    else:
+        write_kv(kv, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
     return turning[:, : kv.num_heads]

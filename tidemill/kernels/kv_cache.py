@@ -11,6 +11,7 @@ import torch
 
 from tidemill.cache_layout import Place
 from tidemill.kernels import masks
+from tidemill.kernels.kvquant import KVQuant
 from tidemill.kv_format import FORMATS, KVFormat
 from tidemill.model_config import AttentionSpec
 
@@ -46,7 +47,8 @@ class PagedKV:
     angles: list[Angles | None]  # of each layer
     places: tuple[Place, ...]  # of each layer
     biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
-    scales: torch.Tensor | None = None  # [P, layers of a page, 2, G, S], of a format that has them
+    scales: torch.Tensor | None = None  # [P, layers of a page, 2, G, S], of a format that has them; of KVQuant [.., S, 4]
+    quant: KVQuant | None = None  # of KVQuant: what was calibrated
 
     def __post_init__(self) -> None:
         if not self.biases:
@@ -70,7 +72,7 @@ class PagedKV:
 
     @property
     def format(self) -> KVFormat:
-        return FORMATS[_FORMAT_OF[self.cache.dtype]]
+        return FORMATS[_FORMAT_OF[self.cache.dtype] if self.quant is None else self.quant.name]
 
     def by_distance(self) -> list[torch.Tensor | None]:
         """What each layer adds to scores, as a table where the cache is; layers that add the same share one."""
@@ -118,8 +120,10 @@ def views(
     shape = (pool.shape[0], num_layers, 2, num_kv_heads, page_size)
     row_bytes = FORMATS[dtype].row_bytes(head_dim)
     num_bytes = num_layers * 2 * num_kv_heads * page_size * row_bytes
-    values = pool[:, :num_bytes].unflatten(1, (*shape[1:], row_bytes)).view(_DTYPES[dtype])
-    return values, pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, shape[1:])
+    values = pool[:, :num_bytes].unflatten(1, (*shape[1:], row_bytes))
+    if FORMATS[dtype].is_calibrated:
+        return values, pool[:, num_bytes:].view(torch.int16).unflatten(1, (*shape[1:], -1))
+    return values.view(_DTYPES[dtype]), pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, shape[1:])
 
 
 def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from tidemill.cache_layout import Place
 from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
+from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
@@ -24,8 +25,8 @@ _MIN_TILE_ROWS, _MAX_TILE_ROWS = 32, 192  # the latter as in attention.c
 _TASKS_PER_THREAD = 8
 _TILE_FIELDS = ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
 _BLOCK = 32  # keys; as in attention.c
-_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}  # as in tidemill.h
-_MAX_CODE_DIM = 1024  # as in kv_codes.h
+_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "kvquant4": 5, "kvquant3": 6}  # as in tidemill.h
+_MAX_CODE_DIM = 1024  # as in kv_codes.h and kvquant.c
 
 
 class NativeAttention:
@@ -37,7 +38,10 @@ class NativeAttention:
         biases = kv.by_distance()
         tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
         self._biases = [tables[id(bias)] for bias in biases]
+        self._quants = [] if kv.quant is None else [_quant(kv.quant.layer(i)) for i in range(len(kv.specs))]
         self._specs = [_spec(kv, *layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
+        for own, (quant, _) in zip(self._specs, self._quants, strict=False):
+            own.quant = ctypes.addressof(quant)
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
             for spec, at in zip(self._specs, kv.places, strict=True)
@@ -107,6 +111,21 @@ class NativeAttention:
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:
     """With room for a block that goes past the last key, and the number of distance 0 in the middle of each row."""
     return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
+
+
+def _quant(layer: KVQuantLayer) -> tuple[native.KVQuantSpec, dict[str, torch.Tensor]]:
+    """And what it points to."""
+    made = {
+        "scales": layer.scales,
+        "factors": 1 / layer.scales,
+        "offsets": layer.offsets,
+        "key_bounds": bounds_of(layer.key_levels),
+        "value_bounds": bounds_of(layer.value_levels),
+        "key_levels": F.pad(layer.key_levels, (0, 16 - layer.key_levels.numel())).bfloat16(),
+        "value_levels": F.pad(layer.value_levels, (0, 16 - layer.value_levels.numel())).bfloat16(),
+    }
+    made = {name: tensor.contiguous() for name, tensor in made.items()}
+    return native.KVQuantSpec(bits=layer.bits, **{name: tensor.data_ptr() for name, tensor in made.items()}), made
 
 
 def _spec(kv: PagedKV, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:

@@ -78,10 +78,12 @@ class KVManager:
         index: str = "hash",
         tiers: Tiers | None = None,
         max_held: float = 0.5,
+        tells_empty: bool = False,
     ) -> None:
         """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
         of one sequence that a step may compute. `index`: one of `INDEXES`; only the hashes can have `tiers` behind them.
-        `max_held`: the part of the pages that may be held."""
+        `max_held`: the part of the pages that may be held. `tells_empty`: pages that become empty are noted, for
+        `take_emptied`."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -98,6 +100,7 @@ class KVManager:
         self._sequences: dict[int, _Sequence] = {}
         self._behind = None if tiers is None or not prefix_caching else Behind(tiers, self._index, self._pool)
         self._step = 0  # that is being planned
+        self._emptied: set[int] | None = set() if tells_empty else None
 
     # ---- what there is
 
@@ -402,7 +405,7 @@ class KVManager:
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
         for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
-            self._pool.drop(page)
+            self._drop(page)
 
     def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
         """Pages of all groups in token order, each with its first position."""
@@ -443,7 +446,17 @@ class KVManager:
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         self._fresh.clear()
         self.held.clear()
+        if self._emptied is not None:
+            self._emptied.update(self._pool.free_pages())
         return self._index.clear()
+
+    def take_emptied(self) -> list[int]:
+        """Pages that hold nothing since the last call: no sequence has them, and they are not cached."""
+        if not self._emptied:
+            return []
+        emptied = sorted(page for page in self._emptied if self._pool.references(page) == 0 and page not in self._index)
+        self._emptied.clear()
+        return emptied
 
     # ---- tiers
 
@@ -516,7 +529,11 @@ class KVManager:
         if len(sequence.given_back) > 2 * self._pool.num_pages:
             sequence.given_back = self._unchanged(sequence)
         for page in pages:
-            self._pool.drop(page)
+            self._drop(page)
+
+    def _drop(self, page: int) -> None:
+        if self._pool.drop(page) and self._emptied is not None:
+            self._emptied.add(page)
 
     def _unchanged(self, sequence: _Sequence) -> list[tuple[int, int]]:
         """What it gave back and none has taken since."""

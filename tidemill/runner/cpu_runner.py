@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.weights.kv_calibration import load_calibration
 
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
@@ -39,22 +41,27 @@ class CpuRunner:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        shape = model.config
-        num_pages = config.num_pages + 1  # and the null page
-        self.cache = new_pool(num_pages, config, shape)
         self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
+        self.cache = self._new_cache(config)
         self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
-        self._program = record_forward(model, self.mixers, self.cache) if native.lib and self.mixers.are_native else None
+        self._program = self._record() if native.lib and self.mixers.are_native else None
         self._lora_program = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
         if self.loras is not None and self._program is not None:
             with self.loras.on():
-                self._lora_program = record_forward(model, self.mixers, self.cache)
+                self._lora_program = self._record()
         self.fallback = self._find_fallback()
         self.mover: PageMover | None = None  # if there are tiers
         self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
+
+    def _new_cache(self, config: EngineConfig) -> torch.Tensor:
+        """All pages, and the null page."""
+        return new_pool(config.num_pages + 1, config, self.model.config)
+
+    def _record(self) -> Program | None:
+        return record_forward(self.model, self.mixers, self.cache)
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
@@ -62,13 +69,22 @@ class CpuRunner:
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
-            sizes = layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
-            values, scales = views(self.cache, *sizes, config.kv_dtype)
-            kv = PagedKV(values, state.kv_tables, shape.attention_layers, own, layout.places, biases, scales)
+            values, tables, scales = self._kv_memory(config)
+            quant = None
+            if config.kv_calibration is not None:
+                quant = load_calibration(Path(config.kv_calibration), shape, config.kv_dtype)
+            kv = PagedKV(values, tables, shape.attention_layers, own, layout.places, biases, scales, quant)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)
         return Mixers(shape.layers, kv, states, config.fast_math)
+
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
+        """What attention reads: keys and values, their page tables, and scales where there are any."""
+        shape = self.model.config
+        sizes = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+        values, scales = views(self.cache, *sizes, config.kv_dtype)
+        return values, self.state.kv_tables, scales
 
     def _find_fallback(self) -> str:
         """Why slower code runs than the compiled kernels' replay, or empty."""
@@ -88,12 +104,15 @@ class CpuRunner:
         self.state.stage(plan)
         self.state.apply()
         self.change_pages(plan)
-        batch = gather_batch(plan.items, self.state, plan.trees)
+        batch = self._gather(plan)
         hidden_TH = self.forward(batch)
         result = self._sample(plan, batch, hidden_TH)
         for observe in self.observers:
             observe(plan, hidden_TH, result)
         return result
+
+    def _gather(self, plan: StepPlan) -> Batch:
+        return gather_batch(plan.items, self.state, plan.trees)
 
     @torch.inference_mode()
     def change_pages(self, plan: StepPlan) -> None:

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import torch
@@ -40,8 +41,9 @@ from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep, StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages, views
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
+from tidemill.kv_format import FORMATS
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
@@ -77,10 +79,10 @@ class CudaStep:
             layer = self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
         slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
-        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
+        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         spec, bias = kv.specs[layer], self.biases[layer]
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias)
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
         return out
 
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
@@ -119,22 +121,26 @@ class CudaRunner:
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
-        self.cache = _new_pool(config, shape, self._device)
+        self.cache = self._new_cache(config)
         has_attention = [isinstance(spec, AttentionSpec) for spec in shape.layers]
         angles = model.angles(config.max_context, self._device)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
         biases = model.distance_biases(config.max_context)
-        self._kv = PagedKV(self.cache, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases)
+        values, scales = self._kv_memory(config)
+        self._kv = PagedKV(values, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
         missing = uncovered("Triton", shape.attention_layers)
         if missing and shape.state_layers:
             raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
+        if missing and scales is not None:
+            why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
+            raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
-        self._by_roles = by_roles(shape.attention_layers)
-        self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
+        self._by_roles = by_roles(shape.attention_layers, scales is not None)
+        self._either = self._kinds_of_attention()  # graphs that differ in it
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
             rows // max(1, group) for rows in (single_rows(group), shared_rows(group), prompt_rows(group, self._by_roles))
@@ -162,12 +168,14 @@ class CudaRunner:
         # Else libraries have been tried at every size.
         first = config.fast_math or self._flex is not None
         self._mixed_graphs = {
-            (size, has_singles, False): capture(self._mixed_step(size, has_singles), pool, first)
+            (size, has_singles, False): self._capture_mixed(self._mixed_step(size, has_singles), pool, first)
             for size in reversed(self._mixed_sizes)
             for has_singles in self._either
         }
         self.flash = FlashTrial(False, "batch-invariant")
-        if config.fast_math:
+        if config.fast_math and scales is not None:
+            self.flash = FlashTrial(False, f"it does not read {config.kv_dtype} keys and values")
+        elif config.fast_math:
             self.flash = (
                 self._try_flash(pool)
                 if flash.covers(shape.attention_layers) and not shape.state_layers
@@ -193,6 +201,21 @@ class CudaRunner:
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    def _new_cache(self, config: EngineConfig) -> torch.Tensor:
+        return _new_pool(config, self.model.config, self._device)
+
+    def _kv_memory(self, config: EngineConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What attention reads: keys and values, and their scales, if the format has them."""
+        shape = self.model.config
+        page = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+        return views(self.cache, *page, config.kv_dtype)
+
+    def _kinds_of_attention(self) -> tuple[bool, ...]:
+        return (False, True) if self.model.config.attention_layers else (False,)
+
+    def _capture_mixed(self, step: Step, pool: object, run_first: bool) -> Graph:
+        return capture(step, pool, run_first)
 
     def _make_states(self, config: EngineConfig) -> CudaStates | None:
         layout = config.layout
@@ -430,7 +453,9 @@ def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) ->
     layout, num = config.layout, config.num_pages + 1
     if layout.states is not None and not shape.attention_layers:
         return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
-    page = layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim
+    page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
+    if kind.has_scales:
+        return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
 
 

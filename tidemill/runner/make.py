@@ -13,16 +13,21 @@ from tidemill.runner.base import Runner
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.page_file import PageFile
 from tidemill.runner.page_moves import CpuMover, PageMover
+from tidemill.runner.virtual import VirtualCpuRunner
 
 
 def make_runner(model: Model, config: EngineConfig) -> Runner:
     if config.device != "cuda":
-        return CpuRunner(model, config)
+        return VirtualCpuRunner(model, config) if config.kv_layout == "virtual" else CpuRunner(model, config)
     from tidemill.runner.cuda_encoder import CudaEncoder  # needs Triton
     from tidemill.runner.cuda_runner import CudaRunner
+    from tidemill.runner.virtual_cuda import VirtualCudaRunner
 
     try:
-        return CudaRunner(cast(CausalLM, model), config) if model.config.pooler is None else CudaEncoder(model, config)
+        if model.config.pooler is not None:
+            return CudaEncoder(model, config)
+        runner = VirtualCudaRunner if config.kv_layout == "virtual" else CudaRunner
+        return runner(cast(CausalLM, model), config)
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info()
         raise ConfigError(

@@ -29,6 +29,7 @@ class Pages:
 
     def send_with(self, plan: StepPlan) -> None:
         self.unsent.send_with(plan, self._kv.tables)
+        plan.empty_pages = self._kv.take_emptied()
         self.unsent = Unsent()
         plan.page_moves = self._kv.take_moves()
 

@@ -43,8 +43,18 @@ class LayerSpec(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
         *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
-        *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales")),
+        *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales", "quant")),
         *((name, _FLOAT) for name in ("scale", "softcap")),
+    ]
+
+
+class KVQuantSpec(ctypes.Structure):
+    """tm_kvquant of tidemill.h."""
+
+    _fields_ = [
+        ("bits", _LONG),
+        *((name, _POINTER) for name in ("scales", "factors", "offsets", "key_bounds", "value_bounds", "key_levels")),
+        ("value_levels", _POINTER),
     ]
 
 
@@ -137,6 +147,7 @@ class _Field(ctypes.Structure):
 _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
+    ("tm_kvquant", KVQuantSpec),
 )  # fmt: skip
 
 

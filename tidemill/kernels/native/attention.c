@@ -44,8 +44,8 @@ typedef struct {
     float *worth;
 } tile;
 
-/* Of a thread: a block of keys and values, and a tile's queries and sums. */
-static long scratch_bytes(long dim) { return 2 * (BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float); }
+/* Of a thread: a block of keys and values, a tile's queries and sums, and a block as KVQuant gives it. */
+static long scratch_bytes(long dim) { return 2 * (2 * BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float); }
 
 static void rotate(float *x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -63,7 +63,7 @@ static void norm(float *x, const float *weight, float eps, long dim) {
 }
 
 TM_INLINE long row_bytes(long dim, int format) {
-    static const int bits[] = {32, 16, 16, 8, 4};
+    static const int bits[] = {32, 16, 16, 8, 4, 4, 3};
     return dim * bits[format] / 8;
 }
 
@@ -93,11 +93,14 @@ static void enter_token(void *arg, long token, int thread) {
     float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
     for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
         if (j->learned.q_norm) norm(q + h * dim, h < l->num_heads ? j->learned.q_norm : j->learned.k_norm, j->learned.eps, dim);
+        if (l->quant && h >= l->num_heads) continue; /* its keys are stored as they are before rotation */
         if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
     for (long h = 0; h < l->num_kv_heads; h++) {
         long at = page * s->page_bytes + (h * s->page_size + offset) * row_bytes(dim, format);
-        if (l->key_scales) {
+        if (l->quant) {
+            kvquant_put(s, l, j->keys, j->values, page, h, offset, s->positions[token], k + h * dim, v + h * dim);
+        } else if (l->key_scales) {
             put_codes(j->keys + at, scale_at(s, l->key_scales, page, h, offset), k + h * dim, dim, format);
             put_codes(j->values + at, scale_at(s, l->value_scales, page, h, offset), v + h * dim, dim, format);
         } else {
@@ -166,6 +169,15 @@ static void prefetch(const tm_step *s, const tm_layer *l, const attention_job *j
             __builtin_prefetch(scale_at(s, l->value_scales, page, head, offset));
         }
         i += run;
+    }
+}
+
+/* KVQuant's numbers beside the codes of the same positions. */
+static void find_extras(const tm_step *s, const char *extras, const places *w, long head, long first, long num, block_rows to) {
+    long shift = __builtin_ctzl(s->page_size), last = s->page_size - 1;
+    for (long i = 0; i < num; i++) {
+        long position = place_of(w, first + i);
+        to[i] = extras + w->pages[position >> shift] * s->page_bytes + ((head << shift) + (position & last)) * 8;
     }
 }
 
@@ -471,12 +483,13 @@ static void attend_tile(void *arg, long task, int thread) {
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads;
     long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
     long num_rows = s->tile_len[at] * group, end = l->is_bidirectional ? s->tile_end[at] : s->tile_start[at] + s->tile_len[at];
-    int format = (int)s->kv_format, has_codes = l->key_scales != NULL, is_copied = num_rows > FEW && !has_codes;
+    int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     places where = {s->tables[l->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
     if (s->tile_path) where.path = s->tile_path + at * s->path_width, where.base = s->tile_base[at];
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
-    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * padded_dim(dim);
+    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(dim);
+    float *queries = dequantized + 2 * BLOCK * padded_dim(dim);
     tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = s->tile_start[at], .dim = dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
@@ -507,7 +520,14 @@ static void attend_tile(void *arg, long task, int thread) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
             find_scales(s, l->key_scales, &where, head, first, num, codes.key_scales);
             find_scales(s, l->value_scales, &where, head, first, num, codes.value_scales);
-        } else if (is_copied) {
+        }
+        if (l->quant) {
+            block_rows key_extras, value_extras;
+            find_extras(s, l->key_scales, &where, head, first, num, key_extras);
+            find_extras(s, l->value_scales, &where, head, first, num, value_extras);
+            kvquant_take(l, head, first, num, keys, values, key_extras, value_extras, BLOCK, dequantized);
+        }
+        if (is_copied) {
             copy_keys(keys, num, dim, format, copied);
             copy_values(values, num, dim, format, copied + BLOCK * dim);
         }

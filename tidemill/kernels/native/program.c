@@ -19,6 +19,7 @@ typedef struct {
 
 #define STEP(f) {"tm_step." #f, offsetof(tm_step, f)}
 #define LAYER(f) {"tm_layer." #f, offsetof(tm_layer, f)}
+#define KVQUANT(f) {"tm_kvquant." #f, offsetof(tm_kvquant, f)}
 #define STATE_LAYER(f) {"tm_state_layer." #f, offsetof(tm_state_layer, f)}
 #define STATES(f) {"tm_states." #f, offsetof(tm_states, f)}
 #define OP(f) {"tm_op." #f, offsetof(tm_op, f)}
@@ -35,9 +36,11 @@ TM_API const field *tm_layout(void) {
         STATE_LAYER(kernel), STATE_LAYER(norm_size), STATE_LAYER(num_channels), STATE_LAYER(num_projected), STATE_LAYER(pieces),
         STATES(num_tokens), STATES(num_chains), STATES(page_bytes), STATES(table_width), STATES(table_stride), STATES(pool),
         STATES(tables), STATES(segments), STATES(chains),
+        {"tm_kvquant", sizeof(tm_kvquant)}, KVQUANT(bits), KVQUANT(scales), KVQUANT(factors), KVQUANT(offsets), KVQUANT(key_bounds),
+        KVQUANT(value_bounds), KVQUANT(key_levels), KVQUANT(value_levels),
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
         LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window),
-        LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin), LAYER(key_scales), LAYER(value_scales),
+        LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin), LAYER(key_scales), LAYER(value_scales), LAYER(quant),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_bytes),
         STEP(table_width), STEP(kv_format), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
         STEP(tile_end), STEP(path_width), STEP(tile_base), STEP(tile_path), STEP(tables), STEP(positions), STEP(slots), STEP(states),

@@ -63,6 +63,15 @@ TM_INLINE f32x8 f32x8_load_bf16(const uint16_t *p) {
     uint16x8_t h = vld1q_u16(p), zero = vdupq_n_u16(0);
     return (f32x8){vreinterpretq_f32_u16(vzip1q_u16(zero, h)), vreinterpretq_f32_u16(vzip2q_u16(zero, h))};
 }
+/* Sixteen numbers in bfloat16, looked up by eight indices. */
+typedef uint8x16x2_t f32x8_table; /* lower bytes, upper bytes */
+TM_INLINE f32x8_table f32x8_table_load(const uint16_t *p) { return vld2q_u8((const uint8_t *)p); }
+TM_INLINE f32x8 f32x8_look_up(f32x8_table table, const uint8_t *indices) {
+    uint8x8_t index = vld1_u8(indices);
+    uint8x8x2_t both = vzip_u8(vqtbl1_u8(table.val[0], index), vqtbl1_u8(table.val[1], index));
+    uint16x8_t h = vreinterpretq_u16_u8(vcombine_u8(both.val[0], both.val[1])), zero = vdupq_n_u16(0);
+    return (f32x8){vreinterpretq_f32_u16(vzip1q_u16(zero, h)), vreinterpretq_f32_u16(vzip2q_u16(zero, h))};
+}
 TM_INLINE uint32x4_t tm_round_bf16(float32x4_t x) { /* to nearest, ties to even, in the upper half */
     uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
@@ -203,6 +212,13 @@ TM_INLINE f32x8 f32x8_exp2_scale(f32x8 p, f32x8 t) {
 TM_INLINE f32x8 f32x8_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 TM_INLINE f32x8 f32x8_load_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+typedef struct { __m256 a, b; } f32x8_table;
+TM_INLINE f32x8_table f32x8_table_load(const uint16_t *p) { return (f32x8_table){f32x8_load_bf16(p), f32x8_load_bf16(p + 8)}; }
+TM_INLINE f32x8 f32x8_look_up(f32x8_table table, const uint8_t *indices) {
+    __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)indices));
+    __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.a, index), _mm256_permutevar8x32_ps(table.b, index), is_upper);
 }
 TM_INLINE void f32x8_store_bf16(uint16_t *p, f32x8 x) {
     __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

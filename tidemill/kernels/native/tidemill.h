@@ -25,7 +25,15 @@ void tm_unlock(void);
 /* ---- ops; those that return an int return 0, or -1 when there is no memory */
 
 /* How the KV cache stores values. The numbers are native_attention.py's, too. */
-enum { TM_KV_F32, TM_KV_BF16, TM_KV_F16, TM_KV_INT8, TM_KV_INT4 };
+enum { TM_KV_F32, TM_KV_BF16, TM_KV_F16, TM_KV_INT8, TM_KV_INT4, TM_KV_KVQUANT4, TM_KV_KVQUANT3 };
+
+/* KVQuant's constants of a layer (kvquant.c). */
+typedef struct {
+    long bits;
+    const float *scales, *factors, *offsets;       /* of channels of keys, [position 0, all others][kv head][head_dim]; factors: 1 / scales */
+    const float *key_bounds, *value_bounds;        /* [2^bits - 1]: a value's code is the number of bounds below it */
+    const uint16_t *key_levels, *value_levels;     /* [16] in bfloat16 */
+} tm_kvquant;
 
 /* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
@@ -37,7 +45,8 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
-    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none */
+    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. KVQuant: [4] of each */
+    const tm_kvquant *quant;               /* NULL: another format */
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
@@ -151,6 +160,13 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
               long num_out, float *out);
 /* qkv is normed and rotated in place. */
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out);
+/* Into the cache: a key before rotation, and a value. `keys`, `values`: of the layer, in the first page. */
+void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, long page, long head, long offset, long position,
+                 const float *key, const float *value);
+/* `num` keys, rotated, and values from position `first` on into [2][num_rows][head_dim]. keys, values: where their codes are; then where
+   they are in float32, those past the last as the last. */
+void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
+                  const char *const *key_extras, const char *const *value_extras, long num_rows, float *to);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,

@@ -1,0 +1,81 @@
+"""`tidemill calibrate-kv`: what KVQuant needs to know of a model's keys and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.weights.locate import locate
+
+
+@takes("model", "dtype", "threads")
+def calibrate_kv(
+    settings: Settings,
+    bits: Annotated[int, typer.Option(help="Of a key's or value's code: 4 or 3.")] = 4,
+    outliers: Annotated[
+        float,
+        typer.Option(help="The share of a key channel's values outside its range; the farthest are kept in bfloat16."),
+    ] = 0.01,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text to fit to: .txt, or .jsonl with an object of text, messages or ids a line. Default: the model's own."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write. Default: MODEL-kvquantBITS.safetensors, here.")
+    ] = None,
+) -> None:
+    """Fit the levels of KVQuant, a 4- or 3-bit KV cache, to a model: serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
+    from tidemill.engine.core import inspect  # brings torch
+    from tidemill.engine.llm import LLM
+    from tidemill.kvquant.calibrate import CalibrateOptions, calibrate
+
+    model = settings["model"]
+    target = out or Path(f"{locate(model, fetch=True).stem}-kvquant{bits}.safetensors")
+    options = CalibrateOptions(out=target.expanduser(), data=data, bits=bits, outliers=outliers, num_tokens=tokens, seed=seed)
+    options.check()
+    console = Console(stderr=True, highlight=False)
+    raise_on_interrupt()
+    sizes: dict[str, Any] = {"max_requests": 32, "max_context": min(1024, inspect(model)[2].max_context)}
+    llm = LLM(progress=console.is_terminal, device="cpu", **sizes, **settings.engine)
+    with _Shown(console) as shown:
+        _, about = calibrate(options, llm, shown)
+    said = Console(highlight=False)
+    per_token = llm.model_config.kv_bytes_per_token
+    saved = per_token("bfloat16") / per_token(options.kv_dtype)
+    said.print(
+        f"{options.out}: fitted to {about['text_tokens']:,} tokens; {saved:.1f} times the tokens of bfloat16.", markup=False
+    )
+    said.print(f"Use it with: --kv-dtype {options.kv_dtype} --kv-calibration {options.out}", markup=False, soft_wrap=True)
+
+
+class _Shown:
+    """A bar for each stage on a terminal, a line elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        self._console = console
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> _Shown:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.__exit__(*error)
+
+    def stage(self, name: str, total: int) -> None:
+        self._progress.add_task(name, total=total)
+        if not self._console.is_terminal:
+            self._console.print(f"{name}: {total:,}")
+
+    def at(self, done: int) -> None:
+        self._progress.update(self._progress.task_ids[-1], completed=done)

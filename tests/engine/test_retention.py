@@ -53,7 +53,7 @@ def test_a_held_prefix_gives_the_same_bits(model, is_pinned, index):
 
 
 def test_without_eviction_the_same_tokens_come_and_none_is_preempted(model):
-    prompts = {f"r{i}": ([(13 * i + j) % 300 + 4 for j in range(20)], SamplingParams(seed=i, max_tokens=60)) for i in range(5)}
+    prompts = {f"r{i}": ([(13 * i + j) % 300 + 4 for j in range(60)], SamplingParams(seed=i, max_tokens=40)) for i in range(3)}
     alone = {name: run(small(model), {name: prompts[name]})[name].tokens for name in prompts}
     for evict in (True, False):
         core = small(model, evict=evict)

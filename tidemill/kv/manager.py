@@ -20,6 +20,7 @@ from tidemill.kv.groups import GroupTable, PageChange
 from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
+from tidemill.kv_policy import CachePolicy
 
 INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 
@@ -34,11 +35,15 @@ class _Sequence:
     num_recorded: int = 0  # leading full pages that are in the prefix index
     stops: Sequence[int] = ()  # where in its prompt states are kept beside those at every interval
     given_back: list[tuple[int, int]] = field(default_factory=list)  # pages, and how often they had been taken
+    policy: CachePolicy | None = None  # which tokens stay; None: all
 
     def held(self) -> Iterator[int]:
         """Its pages in all groups."""
         for table in self.tables:
             yield from table.held
+
+    def num_slots(self, num_tokens: int) -> int:
+        return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +105,10 @@ class KVManager:
         """Pages that can be taken now; some may still hold cached content, which is evicted then."""
         return self._pool.num_free
 
-    def num_pages_for(self, num_tokens: int) -> int:
+    def num_pages_for(self, num_tokens: int, policy: CachePolicy | None = None) -> int:
         """What a sequence of so many tokens holds at most, in all groups."""
-        return sum(group.most_pages(num_tokens, self._most_at_once) for group in self.groups)
+        num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
+        return sum(group.most_pages(num_slots, self._most_at_once) for group in self.groups)
 
     def tables(self, seq: int) -> list[list[int]]:
         """The sequence's pages in token order, of each group; the null page stands for those given back."""
@@ -158,10 +164,10 @@ class KVManager:
             return next((i * per_page for i in range(end - 1, first - 1, -1) if not pages[i]), num)
         return next((i * per_page for i in range(end) if not pages[i]), num)
 
-    def num_pages_to_admit(self, num_tokens: int, path: Path) -> int:
+    def num_pages_to_admit(self, num_tokens: int, path: Path, policy: CachePolicy | None = None) -> int:
         """Free pages that `admit` takes, and what groups with a window take later: new ones, and cached ones that no sequence
         holds."""
-        return self._num_pages_to_admit(num_tokens, self._match(path))
+        return self._num_pages_to_admit(num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path))
 
     def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
         num = 0
@@ -192,22 +198,26 @@ class KVManager:
 
     # ---- taking and giving back
 
-    def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0) -> Start | None:
+    def admit(
+        self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None
+    ) -> Start | None:
         """Share what is cached of a new sequence, and give it pages for the rest of its tokens, except in groups with a window,
         which take them as they are written. Returns None if fewer than `reserve` pages would stay free (nothing is changed
-        then)."""
+        then). `policy`: which tokens stay in its pages; None: all."""
         assert seq not in self._sequences
         match, copies = self._match(path), []
-        if self._num_pages_to_admit(num_tokens, match) + reserve > self._pool.num_free:
+        num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
+        if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
             return None
         for table in match.tables:
             for page in table.held:
                 self._pool.share(page)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
-        self._sequences[seq] = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops)
+        made = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
+        self._sequences[seq] = made
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
-            num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_tokens) - at
+            num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
             table.pages += [self._take() for _ in range(num_new)]
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
@@ -243,7 +253,7 @@ class KVManager:
         any more."""
         changes, sequence = [], self._sequences[seq]
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            num_kept = max(group.num_pages_for(num_tokens), table.num_trimmed)
+            num_kept = max(group.num_pages_for(sequence.num_slots(num_tokens)), table.num_trimmed)
             given = table.pages[num_kept:]
             if given:
                 del table.pages[num_kept:]
@@ -254,6 +264,9 @@ class KVManager:
     def trim(self, seq: int, position: int) -> list[PageChange]:
         """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
         changes, sequence = [], self._sequences[seq]
+        if sequence.policy is not None:
+            next_end = position + 1
+            return self.shrink(seq, next_end) if sequence.policy.num_slots(next_end) < next_end else []
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = table.num_trimmed
             given = table.trim(group.first_needed(position))
@@ -279,7 +292,7 @@ class KVManager:
         for g, i in shared:
             copies.append((g, i, tables[g].pages[i]))
             tables[g].pages[i] = self._take()
-        self._give_back(sequence, [old for _, _, old in copies])  # only now: no source may be another copy's target
+        self._give_back(sequence, [old for _, _, old in reversed(copies)])  # only now: no source may be another copy's target
         return copies
 
     def record(self, seq: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -287,6 +300,8 @@ class KVManager:
         if not self.prefix_caching:
             return
         sequence = self._sequences[seq]
+        if sequence.policy is not None:
+            num_computed = sequence.policy.num_recordable(num_computed)
         start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
         sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
         stops = (end,) if start < end == num_computed and end in sequence.stops else ()
@@ -308,10 +323,14 @@ class KVManager:
         from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
 
+    def can_fork_from(self, seq: int) -> bool:
+        """Others may share its pages, which are written once."""
+        return self.can_fork and self._sequences[seq].policy is None
+
     def can_fork_at(self, seq: int, num_tokens: int) -> bool:
         """The sequence has all that tokens after the first `num_tokens` see."""
         tables = self._sequences[seq].tables
-        return self.can_fork and all(
+        return self.can_fork_from(seq) and all(
             table.num_trimmed <= group.first_needed(num_tokens) for group, table in zip(self.groups, tables, strict=True)
         )
 
@@ -387,19 +406,25 @@ class KVManager:
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
         """By group: pages that it lacks for so many tokens; negative: it has more."""
-        tables = zip(self.groups, self._sequences[seq].tables, strict=True)
+        sequence = self._sequences[seq]
+        num_slots, tables = sequence.num_slots(num_tokens), zip(self.groups, sequence.tables, strict=True)
         return [
-            group.num_pages_for(num_tokens) - len(table.pages) if windows or not group.window else 0 for group, table in tables
+            group.num_pages_for(num_slots) - len(table.pages) if windows or not group.window else 0 for group, table in tables
         ]
 
     def _shared(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Entries (group, index) of tokens start..end-1 whose pages are shared or in the prefix index."""
-        return [
+        sequence, ranges = self._sequences[seq], [(start, end)]
+        if sequence.policy is not None:
+            ranges = sequence.policy.written(start, end)
+        found = [
             (g, i)
-            for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True))
-            for i in range(start // group.page_size, min(group.num_pages_for(end), len(table.pages)))
+            for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True))
+            for first, last in ranges
+            for i in range(first // group.page_size, min(group.num_pages_for(last), len(table.pages)))
             if self._pool.references(table.pages[i]) > 1 or table.pages[i] in self._index
         ]
+        return found if len(ranges) == 1 else sorted(set(found))
 
     def _take(self) -> int:
         page = self._pool.take()

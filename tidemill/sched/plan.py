@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tidemill.kv.groups import PageChange
+from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import Request
 
@@ -22,6 +23,7 @@ class NewRow(msgspec.Struct, frozen=True):
     params: SamplingParams
     eos_token_ids: frozenset[int]
     adapter: int = -1  # its slot
+    cache: CachePolicy | None = None
 
 
 class RowPages(msgspec.Struct, frozen=True):
@@ -134,6 +136,7 @@ class Unsent:
                 new.params,
                 new.eos_token_ids,
                 new.adapter,
+                new.cache,
             )
             for row, new in self.rows.items()
         ]

@@ -19,6 +19,7 @@ from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
 from tidemill.kv.prefix import Path
+from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import StepItem, StepPlan, TokenWrite, Unsent
@@ -99,13 +100,16 @@ class Scheduler:
         arrival_s: float | None = None,
         tenant: str = "",
         adapter: int = -1,
+        cache: CachePolicy | None = None,
+        max_context: int | None = None,
         resumed: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
-        `resumed`: only these samples, each from the output it has; they are computed like preempted ones."""
-        now = self._clock.now()
-        assert 0 < len(prompt_ids) <= self.max_context, "checked by the engine"
-        room = self.max_context - len(prompt_ids)
+        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
+        stay in its pages. `max_context`: its own, if it has one."""
+        now, max_context = self._clock.now(), max_context or self.max_context
+        assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
+        room = max_context - len(prompt_ids)
         made: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
             request = Request(
@@ -120,6 +124,7 @@ class Scheduler:
                 salt=salt,
                 tenant=tenant,
                 adapter=adapter,
+                cache=cache,
                 parent=made[0] if made and resumed is None else None,
             )
             self._next_seq += 1
@@ -371,7 +376,7 @@ class Scheduler:
                 # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
                 if not self._make_writable(request, 1 + len(drafts)):
                     continue
-                request.writable_end = -(-end // page_size) * page_size
+                request.writable_end = -(-end // page_size) * page_size if request.cache is None else end
             self._schedule(request, 1, plan, state, drafts)
 
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
@@ -408,7 +413,7 @@ class Scheduler:
     def _try_to_make_writable(self, request: Request, count: int) -> bool:
         """False: there are not enough free pages."""
         end = request.num_computed + count
-        if self.kv.has_windows:
+        if self.kv.has_windows or request.cache is not None:
             first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
             self._unsent.update_pages(request.row, self.kv.trim(request.seq, first))
         new = self.kv.extend(request.seq, end)
@@ -499,7 +504,7 @@ class Scheduler:
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
         ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
-        return not self.kv.has_windows or self._make_writable(request, count, {item.seq for item in plan.items})
+        return not (self.kv.has_windows or request.cache) or self._make_writable(request, count, {item.seq for item in plan.items})
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:
@@ -532,8 +537,9 @@ class Scheduler:
                 return False
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
         else:
-            reserve = min(len(self.running), self.kv.num_pages - self.kv.num_pages_for(request.num_known))
-            start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve)
+            num_pages = self.kv.num_pages_for(request.num_known, request.cache)
+            reserve = min(len(self.running), self.kv.num_pages - num_pages)
+            start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve, request.cache)
             if start is None:
                 return False
             request.num_computed, copies = start.num_cached, start.copies
@@ -596,7 +602,7 @@ class Scheduler:
         Where a page is a state, they start from the last one that the prefix cache has."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1 if self.kv.can_fork else 0
+            num_shared = request.num_prompt - 1 if self.kv.can_fork_from(request.seq) else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)
@@ -647,12 +653,14 @@ class Scheduler:
         """Free pages that admission would take now."""
         if self.kv.holds(request.seq):
             return self.kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
-        return self.kv.num_pages_to_admit(request.num_known, self._path(request))
+        return self.kv.num_pages_to_admit(request.num_known, self._path(request), request.cache)
 
     def _path(self, request: Request) -> Path:
         """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
         if request.path is None:
-            request.path = self.kv.path(request.tokens, request.salt, request.params.num_reusable)
+            most = request.params.num_reusable
+            most = most if request.cache is None else min(most, request.cache.num_reusable)
+            request.path = self.kv.path(request.tokens, request.salt, most)
         return request.path
 
     def _victim(self) -> Request:
@@ -742,7 +750,8 @@ class Scheduler:
         for request in self.running:
             assert self.kv.holds(request.seq)
             for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
-                assert group.num_pages_for(request.num_computed) <= len(pages)
+                num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
+                assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
             assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"

@@ -106,7 +106,7 @@ def on_gpu(folder, monkeypatch):
     monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
     monkeypatch.setattr(cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs))
     for module, name, value in (
-        (config, "GPU_PAGE", 16),
+        (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),
         (attention, "SPLIT", 32),
         (cuda_work, "SPLIT", 32),

@@ -15,8 +15,9 @@ from tidemill.engine.outputs import Live
 from tidemill.errors import InvalidRequest
 from tidemill.events import EventSink
 from tidemill.sampling import MAX_LOGPROBS, Beams, SamplingParams
+from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.sched.scheduler import Progress, Scheduler
+from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Delta, Submit, Timings, TokenLogprobs
 
 

@@ -33,9 +33,10 @@ from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
+from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, Request, Status
-from tidemill.sched.scheduler import Progress, Scheduler
+from tidemill.sched.scheduler import Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings

@@ -12,8 +12,9 @@ from tidemill.runner.spec import Ask, Drafter, Drawn
 from tidemill.sched.clock import Clock
 from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
+from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request, Status
-from tidemill.sched.scheduler import Progress, Scheduler
+from tidemill.sched.scheduler import Scheduler
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried

@@ -9,8 +9,8 @@ import numpy as np
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request
-from tidemill.sched.scheduler import Progress
 from tidemill.wire import Delta, Timings, TokenLogprobs
 
 

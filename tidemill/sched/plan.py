@@ -125,6 +125,12 @@ class Unsent:
         for changes in (self.rows, self.row_copies, self.token_writes, self.page_updates, self.page_copies):
             changes.pop(row, None)
 
+    def check_integrity(self, rows: list[int]) -> None:
+        """`rows`: those in use."""
+        assert all(request.row == row for row, request in self.rows.items())
+        changed = (self.row_copies, self.token_writes, self.page_updates, self.page_copies)
+        assert {row for changes in changed for row in changes} <= set(rows)
+
     def send_with(self, plan: StepPlan, tables: Callable[[int], list[list[int]]]) -> None:
         """`tables`: a sequence's pages in each group. A new row's are complete by now, whatever changed since it was taken."""
         plan.new_rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,38 @@ class Request:
         self.num_prompt = self.num_prompt or len(self.tokens)
         self.root = self.seq if self.root < 0 else self.root
         self.in_background = self.priority >= BACKGROUND
+
+    def fork(self, request_id: str, seq: int, params: SamplingParams) -> Request:
+        """Another request with the same tokens, of which nothing is computed yet."""
+        return replace(
+            self,
+            request_id=request_id,
+            seq=seq,
+            tokens=list(self.tokens),
+            params=params,
+            children=[],
+            status=Status.WAITING,
+            row=-1,
+            num_computed=0,
+            num_in_flight=0,
+            drafts=(),
+            writable_end=0,
+            epoch=0,
+            path=None,
+        )
+
+    def leave_family(self) -> Request | None:
+        """It ends before its samples have forked from it. Returns the one that computes the prompt from now on, if any."""
+        if self.parent is not None:
+            self.parent.children.remove(self)
+            self.parent = None
+        if not self.children:
+            return None
+        heir, *others = self.children
+        heir.parent, heir.children, self.children = None, others, []
+        for child in others:
+            child.parent = heir
+        return heir
 
     @property
     def num_known(self) -> int:

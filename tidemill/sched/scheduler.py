@@ -8,33 +8,22 @@ request whose drafts are being verified waits for the result: how many tokens it
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-
-import msgspec
 
 from tidemill import events
 from tidemill.events import EventSink
-from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
-from tidemill.kv.prefix import Path
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
+from tidemill.sched import preemption
+from tidemill.sched.background import Background
 from tidemill.sched.clock import Clock
-from tidemill.sched.plan import StepItem, StepPlan, TokenWrite, Unsent
+from tidemill.sched.pages import Pages
+from tidemill.sched.plan import StepItem, StepPlan, TokenWrite
 from tidemill.sched.policies import Policy, StepState
+from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """What a step changed for one request: tokens that it has now, at least one."""
-
-    request: Request
-    token_ids: list[int]
-    finish_reason: str | None
-    num_drafts: int = 0  # that the step verified
 
 
 class Scheduler:
@@ -72,13 +61,12 @@ class Scheduler:
         self._emit = emit
         self._requests: dict[int, Request] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._unsent = Unsent()
+        self._pages = Pages(kv, clock, emit)
         self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
-        self._background_tokens = background_tokens
-        self._background_budget = background_budget or token_budget
+        most_saved = token_budget if whole_prompts else max(background_tokens, 1.0)
+        self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
-        self._background_saved = 0.0  # tokens that the background may have and has not had
         self._next_seq = 0
         self._step = 0
 
@@ -150,22 +138,7 @@ class Scheduler:
         was preempted), it starts from what the prefix cache has.
         `params`: its own, the same as the source's if not given."""
         now, tokens = self._clock.now(), request.tokens
-        child = replace(
-            request,
-            request_id=request_id,
-            seq=self._next_seq,
-            tokens=list(tokens),
-            params=params or request.params,
-            children=[],
-            status=Status.WAITING,
-            row=-1,
-            num_computed=0,
-            num_in_flight=0,
-            drafts=(),
-            writable_end=0,
-            epoch=0,
-            path=None,
-        )
+        child = request.fork(request_id, self._next_seq, params or request.params)
         self._next_seq += 1
         self._requests[child.seq] = child
         self.waiting.join(child)
@@ -179,7 +152,7 @@ class Scheduler:
         self._emit(events.Forked(now, request_id, request.request_id, num_pages))
         if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self._free_rows:
             self._take_row(child)
-            self._unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
+            self._pages.unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
             return child
         self.waiting.push(child, now)
         if num_pages:
@@ -192,7 +165,7 @@ class Scheduler:
         request.path = None
         request.is_held = False
         if request.status is Status.RUNNING:
-            self._unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
+            self._pages.unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
         elif request.parent is None:
             self.waiting.make_ready(request, self._clock.now())
 
@@ -218,9 +191,9 @@ class Scheduler:
         """Take its pages from a request that ends, because they hold NaN."""
         if request.status is not Status.FINISHED and self.kv.holds(request.seq):
             pages = self.kv.discard(request.seq)
-            self._unsent.page_zeroes += pages
-            for row in self._unsent.rows_that_copy(pages):
-                self._preempt(self._unsent.rows[row], "the page that it was to copy holds NaN")
+            self._pages.unsent.page_zeroes += pages
+            for row in self._pages.unsent.rows_that_copy(pages):
+                self._preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
@@ -251,11 +224,11 @@ class Scheduler:
         plan = StepPlan(self._step)
         evicted_before = self.kv.num_evicted
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
-        state.num_background_left = self._allow_background(state)
+        state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
         self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
-            state.num_background_left = self._background_budget  # no other request can use this step
+            state.num_background_left = self._background.budget  # no other request can use this step
             self._fill(plan, state)
             self._make_held_yield(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
@@ -264,33 +237,29 @@ class Scheduler:
         if not plan.items:
             return None
         self._step += 1
-        self._unsent.send_with(plan, self.kv.tables)
-        self._unsent = Unsent()
-        num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
-        self._emit(
-            events.StepPlanned(
-                self._clock.now(),
-                plan.step,
-                plan.num_tokens,
-                self.token_budget,
-                num_decoding=len(plan.items) - num_prefilling,
-                num_prefilling=num_prefilling,
-                num_running=len(self.running),
-                num_waiting=len(self.waiting),
-                num_free_pages=self.kv.num_free_pages,
-                tokens_of=self._tokens_of(plan),
-                drafts_of=tuple((self._requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts),
-            )
-        )
+        self._pages.send_with(plan)
+        self._emit(self._planned(plan))
         return plan
 
-    def _tokens_of(self, plan: StepPlan) -> tuple[tuple[str, int], ...]:
-        """By request id; beams have the same."""
-        num_tokens: dict[str, int] = {}
+    def _planned(self, plan: StepPlan) -> events.StepPlanned:
+        num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
+        num_tokens: dict[str, int] = {}  # by request id; beams have the same
         for item in plan.items:
             request_id = self._requests[item.seq].request_id
             num_tokens[request_id] = num_tokens.get(request_id, 0) + item.count
-        return tuple(num_tokens.items())
+        return events.StepPlanned(
+            self._clock.now(),
+            plan.step,
+            plan.num_tokens,
+            self.token_budget,
+            num_decoding=len(plan.items) - num_prefilling,
+            num_prefilling=num_prefilling,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_free_pages=self.kv.num_free_pages,
+            tokens_of=tuple(num_tokens.items()),
+            drafts_of=tuple((self._requests[i.seq].request_id, i.num_drafts) for i in plan.items if i.num_drafts),
+        )
 
     def _fill(self, plan: StepPlan, state: StepState) -> None:
         if self.policy.prefill_first:
@@ -323,38 +292,24 @@ class Scheduler:
                 continue
             request.num_in_flight -= 1
             request.is_held = request.params.beams is not None
-            kept, reason = _append(request, sampled[item.row])
+            kept, reason = append(request, sampled[item.row])
             if request.first_token_s is None:
                 request.first_token_s = now
                 self._emit(events.FirstToken(now, request.request_id, now - request.arrival_s))
             if reason:
                 self._finish(request, reason, now)
             elif item.num_drafts:
-                self._take_back_drafts(request)
+                self._pages.take_back_drafts(request)
             progress.append(Progress(request, kept, reason, item.num_drafts))
         if any(done.finish_reason for done in progress):
             self._emit_what_is_left(now)
         return progress
 
-    def _take_back_drafts(self, request: Request) -> None:
-        """Some of the tokens computed last were wrong guesses: their place is written again."""
-        request.num_computed = len(request.tokens) - 1
-        given = self.kv.shrink(request.seq, len(request.tokens))
-        if given:
-            self._unsent.update_pages(request.row, given)
-            request.writable_end = 0
-        self.kv.record(request.seq, request.tokens, request.num_computed)
-
-    def _allow_background(self, state: StepState) -> int:
-        """Tokens of the next step that the background may have: all of them, or its small part while others are here."""
-        others_run = bool(self.running) and not self.running[0].in_background
-        others_come = self.waiting.num_waiting(in_background=False) > 0 and self.policy.may_admit(state)
-        if not others_run and not others_come:
-            self._background_saved = float(self._background_budget)
-        else:
-            most = self.token_budget if self._whole_prompts else max(self._background_tokens, 1.0)
-            self._background_saved = min(self._background_saved + self._background_tokens, most)
-        return max(int(self._background_saved), 0)
+    def _others_run_or_come(self, state: StepState) -> bool:
+        """Requests that are not in the background."""
+        if self.running and not self.running[0].in_background:
+            return True
+        return self.waiting.num_waiting(in_background=False) > 0 and self.policy.may_admit(state)
 
     # ---- running requests: one more token each
 
@@ -392,8 +347,8 @@ class Scheduler:
             num_pages = (len(self.running) + len(drafts) // self.kv.page_size + 1) * len(self.kv.groups)
             if self.kv.num_free_pages < num_pages:  # others need theirs in this step
                 return ()
-            if not self._try_to_make_writable(request, 1 + len(drafts)):
-                self._unsent.update_pages(request.row, self.kv.shrink(request.seq, request.num_computed + 1))
+            if not self._pages.make_writable(request, 1 + len(drafts)):
+                self._pages.shrink(request, request.num_computed + 1)
                 return ()
         state.num_drafts_left -= len(drafts)
         return drafts
@@ -401,7 +356,7 @@ class Scheduler:
     def _make_writable(self, request: Request, count: int, planned: Collection[int] = ()) -> bool:
         """Private pages for the next `count` tokens, preempting the lowest-ranked if there are none. False: that was itself, or
         one of those that are `planned` already."""
-        while not self._try_to_make_writable(request, count):
+        while not self._pages.make_writable(request, count):
             victim = self._victim()
             if victim.seq in planned:
                 return False
@@ -409,30 +364,6 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _try_to_make_writable(self, request: Request, count: int) -> bool:
-        """False: there are not enough free pages."""
-        end = request.num_computed + count
-        if self.kv.has_windows or request.cache is not None:
-            first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
-            self._unsent.update_pages(request.row, self.kv.trim(request.seq, first))
-        new = self.kv.extend(request.seq, end)
-        if new is None:
-            return False
-        self._unsent.update_pages(request.row, new)
-        copies = self.kv.copies_to_write(request.seq, request.num_computed, end)
-        if copies is None:
-            return False
-        self._plan_copies(request, copies)
-        return True
-
-    def _plan_copies(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
-        tables = self.kv.tables(request.seq)
-        for group, index, source in copies:
-            target = tables[group][index]
-            self._unsent.copy_page(request.row, source, target)
-            self._unsent.update_pages(request.row, [PageChange(group, index, [target])])
-            self._emit(events.PageCopied(self._clock.now(), request.request_id, source, target))
 
     # ---- prompts: started ones first, then waiting ones while there is room
 
@@ -469,15 +400,12 @@ class Scheduler:
         other = self._next_waiting()
         if other is None or other.account is started.account or other.in_background is not started.in_background:
             return 0
-        num = self._num_to_compute(other)
+        num = self._pages.num_to_compute(other)
         return num if 2 * num <= state.num_left else 0
 
     def _next_waiting(self) -> Request | None:
         """The request that starts next. Prefixes are compared only while one could start."""
-        return self.waiting.first(self._clock.now(), self._num_cached if self._by_prefix and self._free_rows else None)
-
-    def _num_cached(self, request: Request) -> int:
-        return request.num_known - self._num_to_compute(request)
+        return self.waiting.first(self._clock.now(), self._pages.num_cached if self._by_prefix and self._free_rows else None)
 
     def _start_waiting(self, plan: StepPlan, state: StepState, in_background: bool) -> bool:
         """False: a request has to wait on."""
@@ -511,7 +439,7 @@ class Scheduler:
             return f"all {self.num_rows} slots are taken"
         if not self.policy.may_admit(state):
             return f"policy {self.policy.name}: no admission in this step"
-        if state.num_left > 0 and self._chunk(self._num_to_compute(request), state) == 0:
+        if state.num_left > 0 and self._chunk(self._pages.num_to_compute(request), state) == 0:
             return "does not fit the rest of this step's budget"
         return ""
 
@@ -519,37 +447,14 @@ class Scheduler:
         count = self.policy.chunk(num_needed, state)
         return 0 if self._whole_prompts and count < num_needed else count
 
-    def _num_to_compute(self, request: Request) -> int:
-        """Of a waiting request: what the prefix cache does not hold."""
-        if self.kv.holds(request.seq):
-            return request.num_needed
-        return request.num_known - self.kv.num_cached(self._path(request))
-
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
-        if forked:
-            if self.kv.extend(request.seq, request.num_known, windows=False) is None:
-                return False
-            copies = self.kv.copies_to_write(request.seq, request.num_computed, request.num_known)
-            if copies is None:
-                return False
-            reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
-        else:
-            num_pages = self.kv.num_pages_for(request.num_known, request.cache)
-            reserve = min(len(self.running), self.kv.num_pages - num_pages)
-            start = self.kv.admit(request.seq, request.num_known, self._path(request), reserve, request.cache)
-            if start is None:
-                return False
-            request.num_computed, copies = start.num_cached, start.copies
-            if request.started_s is None:
-                request.num_cached = start.num_cached
-            reason = f"prefix hit {start.num_cached} of {request.num_known}"
-            if start.num_matching > start.num_cached:
-                reason += f" ({start.num_matching} match)"
-            if request.params.num_reusable < self.kv.page_size:
-                reason = "prefix cache not used: the request asks about the whole prompt"
+        start = self._pages.start(request, reserve=len(self.running))
+        if start is None:
+            return False
+        reason, copies = start
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
@@ -562,8 +467,8 @@ class Scheduler:
         self._emit(
             events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
         )
-        self._plan_copies(request, copies)
-        self._unsent.rows[request.row] = request
+        self._pages.copy(request, copies)
+        self._pages.unsent.rows[request.row] = request
         return True
 
     def _take_row(self, request: Request) -> None:
@@ -586,7 +491,7 @@ class Scheduler:
         request.account.num_served += count
         if request.in_background:
             state.num_background_left -= count
-            self._background_saved -= count
+            self._background.spend(count)
         plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
         request.num_computed += count
@@ -620,48 +525,21 @@ class Scheduler:
         request = self._next_waiting() if self.policy.may_admit(state) else None
         if request is None:
             return
-        lower, reason = [running for running in self.running if running.yields_to(request)], f"has priority {request.priority}"
-        if not lower:
-            lower, reason = self._beyond_their_part(request), "is of a tenant with fewer slots"
+        lower, reason = preemption.lower(self.running, request), f"has priority {request.priority}"
+        if not lower and not self._free_rows:
+            num_tenants = self.waiting.num_tenants(request.in_background)
+            lower = preemption.beyond_their_part(self.running, request, num_tenants, self.num_rows)
+            reason = "is of a tenant with fewer slots"
         if not lower:
             return
         num_others = len(self.running) - len(lower)
         most = self.kv.num_free_pages + self.kv.num_freed_by([r.seq for r in lower])
-        if self._pages_to_start(request) + num_others > most:
+        if self._pages.num_to_start(request) + num_others > most:
             return  # it would not fit even then
         while lower and not (
-            self._free_rows and self._pages_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
+            self._free_rows and self._pages.num_to_start(request) + num_others + len(lower) <= self.kv.num_free_pages
         ):
             self._preempt(lower.pop(), f"{request.request_id} {reason}")
-
-    def _beyond_their_part(self, request: Request) -> list[Request]:
-        """Of the tenant that runs most, the requests beyond its part of the slots (the same for all tenants with requests), if
-        the request's tenant has not got its own."""
-        num_tenants = self.waiting.num_tenants(request.in_background)
-        if self._free_rows or num_tenants < 2:
-            return []
-        part = max(1, self.num_rows // num_tenants)
-        num_running = Counter(running.account for running in self.running if running.in_background is request.in_background)
-        most = max(num_running, key=lambda account: num_running[account], default=request.account)
-        if num_running[request.account] >= part or num_running[most] <= part:
-            return []
-        beyond = [running for running in self.running if running.account is most][part:]
-        # One that would come before the request in the queue would only start again.
-        return [running for running in beyond if running.priority >= request.priority and not running.is_aged]
-
-    def _pages_to_start(self, request: Request) -> int:
-        """Free pages that admission would take now."""
-        if self.kv.holds(request.seq):
-            return self.kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
-        return self.kv.num_pages_to_admit(request.num_known, self._path(request), request.cache)
-
-    def _path(self, request: Request) -> Path:
-        """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
-        if request.path is None:
-            most = request.params.num_reusable
-            most = most if request.cache is None else min(most, request.cache.num_reusable)
-            request.path = self.kv.path(request.tokens, request.salt, most)
-        return request.path
 
     def _victim(self) -> Request:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
@@ -689,13 +567,13 @@ class Scheduler:
     def _leave_row(self, request: Request) -> None:
         self.running.remove(request)
         self._free_rows.append(request.row)
-        self._unsent.forget(request.row)
+        self._pages.unsent.forget(request.row)
         request.row = -1
 
     def drop_computed(self, reason: str, page_zeroes: Iterable[int] = ()) -> None:
         """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `page_zeroes`: pages
         that plans were to clear and that may not have been."""
-        self._unsent.page_zeroes += page_zeroes
+        self._pages.unsent.page_zeroes += page_zeroes
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
                 self._preempt(request, reason)
@@ -717,16 +595,8 @@ class Scheduler:
                 self._forked.remove(request)
         if self.kv.holds(request.seq):
             self.kv.release(request.seq)
-        if request.parent is not None:
-            request.parent.children.remove(request)
-            request.parent = None
-        if request.children:  # the first of them takes over as the one that computes the prompt
-            heir, *others = request.children
-            heir.parent, heir.children = None, others
-            for child in others:
-                child.parent = heir
+        if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
-        request.children = []
         request.status = Status.FINISHED
         self.waiting.leave(request)
         del self._requests[request.seq]
@@ -743,9 +613,7 @@ class Scheduler:
         assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self._requests)
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
-        assert all(self._unsent.rows[row].row == row for row in self._unsent.rows)
-        changed = (self._unsent.row_copies, self._unsent.token_writes, self._unsent.page_updates, self._unsent.page_copies)
-        assert {row for changes in changed for row in changes} <= set(rows)
+        self._pages.unsent.check_integrity(rows)
         assert not any(request.is_held and request.num_in_flight for request in self.running)
         for request in self.running:
             assert self.kv.holds(request.seq)
@@ -763,27 +631,3 @@ def _rank(request: Request) -> tuple[bool, bool, int, int, int]:
 
 def _place(request: Request) -> tuple[int, int, int]:
     return request.place
-
-
-def _append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | None]:
-    """The tokens up to the one that ends the request, and why it does."""
-    kept = []
-    for token in tokens:
-        request.tokens.append(token)
-        kept.append(token)
-        if reason := _finish_reason(request, token):
-            return kept, reason
-    return kept, None
-
-
-def _finish_reason(request: Request, token: int) -> str | None:
-    if request.is_held:
-        return None  # its latest token is not decided
-    if request.num_output >= request.params.min_tokens:
-        if token in request.eos_token_ids and not request.params.ignore_eos:
-            return "stop"
-        if token in request.params.stop_token_ids:
-            return "stop"
-    if request.num_output >= request.max_tokens:
-        return "length"
-    return None

@@ -1,0 +1,24 @@
+"""The options of an engine, and one resolve() that settles every value and records why."""
+
+from tidemill.config.cache import decide_kv_dtype, sequence_bytes
+from tidemill.config.compute import DTYPES, MAX_LORA_RANK, decide_device, decide_dtype
+from tidemill.config.drafts import ACCEPTANCE, SPECULATE
+from tidemill.config.options import EngineOptions
+from tidemill.config.resolve import EngineConfig, resolve
+from tidemill.config.sizes import fmt_bytes, parse_bytes
+
+__all__ = [
+    "ACCEPTANCE",
+    "DTYPES",
+    "MAX_LORA_RANK",
+    "SPECULATE",
+    "EngineConfig",
+    "EngineOptions",
+    "decide_device",
+    "decide_dtype",
+    "decide_kv_dtype",
+    "fmt_bytes",
+    "parse_bytes",
+    "resolve",
+    "sequence_bytes",
+]

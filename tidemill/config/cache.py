@@ -1,0 +1,106 @@
+"""Decisions about the KV cache: its format, pages and prefixes."""
+
+from __future__ import annotations
+
+from tidemill.cache_layout import CacheLayout, StateLayout, lay_out, one_place
+from tidemill.config.compute import decide_max_requests, decide_token_budget
+from tidemill.config.options import Decision, EngineOptions, one_of
+from tidemill.config.sizes import fmt_bytes
+from tidemill.errors import ConfigError
+from tidemill.model_config import ModelConfig, StateSpec
+
+GPU_PAGE = 64
+STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
+
+
+def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
+    if dtype == "float32":
+        return "float32", "exact"
+    return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
+
+
+def decide_page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:
+    if options.page_size is None and device == "cpu" and model.state_bytes > 64 * 16 * model.kv_bytes_per_token(kv_dtype) > 0:
+        return 64, "tokens per KV page; with fewer, a state would take more than 64 pages, each with a page table"
+    page_size = options.page_size or (GPU_PAGE if device == "cuda" else 16)
+    if page_size not in (1, 2, 4, 8, 16, 32, 64):
+        raise ConfigError(f"page_size is {page_size}.", fix="It must be a power of two from 1 to 64.", param="page_size")
+    if device == "cuda" and page_size != GPU_PAGE:
+        raise ConfigError(
+            f"page_size is {page_size}; the GPU's kernels take pages of {GPU_PAGE}.",
+            fix="Leave --page-size out.",
+            param="page_size",
+        )
+    return page_size, "tokens per KV page" + (", the attention kernels' block" if device == "cuda" else "")
+
+
+def decide_prefix_caching(options: EngineOptions, model: ModelConfig) -> Decision[bool]:
+    if model.pooler is not None:
+        return False, "no prefix caching: a token of an encoder sees those after it, too"
+    return options.prefix_caching, "prefix caching: identical prefixes are computed once"
+
+
+def decide_prefix_index(options: EngineOptions, layout: CacheLayout) -> Decision[str]:
+    if one_of("prefix_index", options.prefix_index, ("hash", "radix")) == "hash":
+        return "hash", "prefixes are found by hashes of whole pages"
+    if layout.states is not None:
+        return "radix", "prefixes are found by their tokens; a hit ends where a state was kept"
+    return "radix", "prefixes are found by their tokens, also within a page, of which a copy is made"
+
+
+def decide_queue_order(options: EngineOptions, prefix_caching: bool) -> Decision[str]:
+    if one_of("queue_order", options.queue_order, ("arrival", "prefix")) == "arrival":
+        return "arrival", "queued requests start in the order in which they came"
+    if not prefix_caching:
+        raise ConfigError(
+            "queue_order is prefix, but there is no prefix caching.",
+            fix="Use --queue-order arrival, or a model and options with prefix caching.",
+            param="queue_order",
+        )
+    return "prefix", "queued requests with the longest cached prefix start first"
+
+
+def decide_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
+    if model.pooler is not None:
+        return one_place(model.num_layers, page_size), "an encoder's layers use one place in turn"
+    layout = lay_out([spec.window for spec in model.attention_layers], page_size, context)
+    windowed = [group.window for group in layout.groups if group.window]
+    if model.state_layers:
+        page_bytes = _kv_page_bytes(model, kv_dtype, page_size, layout)
+        states = _states(model, page_bytes)
+        each = f"{fmt_bytes(states.block_bytes)} in {states.block_pages} pages"
+        return layout.with_states(states, STATE_INTERVAL), f"a state has {each}, and is kept every {STATE_INTERVAL} tokens"
+    if not windowed:
+        return layout, "one page table for all layers"
+    per_page = f"pages hold {layout.layers_per_page} layers"
+    return layout, f"{per_page}; {len(windowed)} of {len(layout.groups)} page tables give back what their window has passed"
+
+
+def _states(model: ModelConfig, page_bytes: int) -> StateLayout:
+    """In pages as large as those of keys and values, if there are any."""
+    sizes = [spec.piece_bytes if isinstance(spec, StateSpec) else [] for spec in model.layers]
+    largest = max(size for layer in sizes for size in layer)
+    if page_bytes and (page_bytes < largest + 63 or page_bytes % 64):
+        raise ConfigError(
+            f"A page of {page_bytes} bytes does not hold the largest piece of a layer's state, {largest} bytes.",
+            fix="Use a larger --page-size.",
+            param="page_size",
+        )
+    return StateLayout.pack(sizes, page_bytes)
+
+
+def sequence_bytes(options: EngineOptions, model: ModelConfig, device: str, kv_dtype: str, num_tokens: int) -> Decision[int]:
+    """KV memory that a sequence of so many tokens holds at most, and how it is laid out."""
+    page_size, _ = decide_page_size(options, device, model, kv_dtype)
+    layout, why = decide_layout(model, kv_dtype, page_size, num_tokens)
+    token_budget, _ = decide_token_budget(options, device, decide_max_requests(options, device, model)[0], num_tokens, model)
+    return layout.num_pages_for(num_tokens, token_budget) * bytes_of_page(model, kv_dtype, page_size, layout), why
+
+
+def bytes_of_page(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    return layout.states.page_bytes if layout.states else _kv_page_bytes(model, kv_dtype, page_size, layout)
+
+
+def _kv_page_bytes(model: ModelConfig, kv_dtype: str, page_size: int, layout: CacheLayout) -> int:
+    num = model.num_kv_layers
+    return model.kv_bytes_per_token(kv_dtype) // num * layout.layers_per_page * page_size if num else 0

@@ -1,0 +1,167 @@
+"""Decisions: the device, and how much a step computes. Each returns a value and the reason for it, and refuses what cannot be."""
+
+from __future__ import annotations
+
+from tidemill.config.options import Decision, EngineOptions, at_least
+from tidemill.coverage import uncovered
+from tidemill.errors import ConfigError
+from tidemill.machine import Machine
+from tidemill.model_config import ModelConfig
+
+DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
+_ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
+_ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
+_MIN_LORAS = 8  # slots
+MAX_LORA_RANK = 256
+
+
+def decide_device(options: EngineOptions, machine: Machine) -> Decision[str]:
+    asked = options.device
+    if asked not in ("auto", *DTYPES):
+        raise ConfigError(f"device {asked!r} is not available.", fix=f"Choose auto, {', '.join(DTYPES)}.", param="device")
+    if asked == "cuda" and not machine.gpu:
+        raise ConfigError(
+            "device cuda was requested, but torch sees no GPU.",
+            fix="Use --device cpu, or install torch for CUDA.",
+            param="device",
+        )
+    if asked != "auto":
+        return asked, "given"
+    return ("cuda", machine.gpu) if machine.gpu else ("cpu", "no GPU")
+
+
+def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[str]:
+    asked, possible = options.dtype, DTYPES[device]
+    if asked not in ("auto", *possible):
+        fix = f"Choose auto, {', '.join(possible)}."
+        raise ConfigError(f"dtype {asked!r} is not available on {device}.", fix=fix, param="dtype")
+    if device == "cuda":
+        return "bfloat16", "given" if asked != "auto" else "the format of the tensor cores"
+    if asked == "quantized" and not machine.kernels:
+        raise ConfigError(
+            f"dtype quantized needs the compiled kernels: {machine.no_kernels}.",
+            fix="Install with a C compiler, or use --dtype float32.",
+            param="dtype",
+        )
+    if asked == "quantized" and not model.is_quantized:
+        fix = "Use --dtype float32."
+        raise ConfigError("dtype quantized is for quantized checkpoints, and this one is not.", fix=fix, param="dtype")
+    if asked != "auto":
+        return asked, "given"
+    if not model.is_quantized:
+        return "float32", "the checkpoint is not quantized; sums are exact float32"
+    if machine.kernels:
+        return "quantized", f"the checkpoint is quantized; {machine.kernels} kernels multiply 4- and 8-bit weights as they are"
+    return "float32", f"no compiled kernels: {machine.no_kernels}"
+
+
+def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
+    threads = options.threads or machine.num_cores
+    if not 1 <= threads <= 256:
+        raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
+    return threads, "given" if options.threads else "physical cores this process may use"
+
+
+def decide_max_requests(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
+    if options.max_requests is not None:
+        return at_least("max_requests", options.max_requests, 1), "given"
+    if device == "cuda" and model.pooler is not None:
+        return 512, "slots: inputs of two steps, one of which is computed while the next is gathered"
+    if device == "cuda":
+        return 256, "slots: the largest CUDA graph batch"
+    return 64, "slots; more would only make each request slower on a CPU"
+
+
+def decide_token_budget(
+    options: EngineOptions, device: str, max_requests: int, context: int, model: ModelConfig
+) -> Decision[int]:
+    if model.pooler is not None:
+        return _encoder_budget(options, device, max_requests, context)
+    if options.token_budget is None:
+        default, why = 2048 if device == "cuda" else 256, "keeps a step short beside a long prompt"
+        if device == "cuda" and (enough := _tokens_for_experts(model)) > default:
+            default, why = enough, "a step reads every expert: enough for each, and still short beside a long prompt"
+        return max(default, max_requests), f"tokens per step: {why}"
+    if at_least("token_budget", options.token_budget, 1) < max_requests:
+        raise ConfigError(
+            f"token_budget is {options.token_budget}, less than max_requests, {max_requests}: some requests would never decode.",
+            fix="Raise --token-budget or lower --max-requests.",
+            param="token_budget",
+        )
+    return options.token_budget, "given"
+
+
+def _tokens_for_experts(model: ModelConfig) -> int:
+    """So many that each expert multiplies _ROWS_OF_EXPERT on average: with fewer, its weights are read too often.
+
+    On an H200, experts of Qwen3-30B-A3B's shape take 0.22 us a token and layer with 2,048 tokens a step, 0.18 with 4,096 and 0.16
+    with 8,192; a step of 8,192 takes about 0.12 s, as long as one of 2,048 through a dense model of 18B."""
+    wanted = max((_ROWS_OF_EXPERT * moe.num_experts // moe.top_k for moe in model.experts if moe), default=0)
+    return min(wanted, _MOST_TOKENS)
+
+
+def _encoder_budget(options: EngineOptions, device: str, max_requests: int, context: int) -> Decision[int]:
+    least = max(context, max_requests)
+    if options.token_budget is None:
+        return max(_ENCODER_BUDGETS[device], least), "tokens per step: an encoder computes an input whole"
+    if options.token_budget < least:
+        raise ConfigError(
+            f"token_budget is {options.token_budget}; an encoder computes an input whole, so it must hold {least} tokens.",
+            fix=f"Raise --token-budget to {least}, or lower --max-context and --max-requests.",
+            param="token_budget",
+        )
+    return options.token_budget, "given"
+
+
+def decide_background_tokens(device: str, token_budget: int, model: ModelConfig) -> Decision[float]:
+    rest = "background requests hardly slow down others, and never stop"
+    if model.pooler is not None:
+        return token_budget / 32, f"added up until an input fits: {rest}"
+    if device == "cuda":
+        return token_budget / 32, f"a step loads the weights anyway: {rest}"
+    return 1 / 8, f"each token lengthens a step on a CPU: {rest}"
+
+
+def decide_background_budget(device: str, token_budget: int, model: ModelConfig) -> Decision[int]:
+    why = "a request that arrives meanwhile is queued for one step"
+    if device == "cuda" or model.pooler is not None:
+        return token_budget, why
+    return min(token_budget, 64), f"{why}; longer ones are no faster on a CPU"
+
+
+def decide_context(options: EngineOptions, model: ModelConfig) -> Decision[int]:
+    if options.max_context is None:
+        return at_least("max_context", model.max_context, 2), "the model's own"
+    if at_least("max_context", options.max_context, 2) > model.max_context:
+        raise ConfigError(
+            f"max_context is {options.max_context}, but the model was made for {model.max_context}.",
+            fix=f"Use --max-context {model.max_context} or less.",
+            param="max_context",
+        )
+    return options.max_context, "given"
+
+
+def decide_fast_math(options: EngineOptions, device: str, model: ModelConfig) -> Decision[bool]:
+    if options.fast_math and device != "cuda" and not uncovered("C", model.attention_layers):
+        raise ConfigError(
+            "fast_math is for GPUs, and on a CPU for models whose attention the compiled kernels do not have.",
+            fix="Leave --fast-math out.",
+            param="fast_math",
+        )
+    return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
+
+
+def decide_max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:
+    num = len(options.lora_paths)
+    if device == "cuda" and model.pooler is not None and (num or options.max_loras):
+        raise ConfigError("Adapters of encoders do not run on a GPU yet.", fix="Use --device cpu.", param="max_loras")
+    if options.max_loras is not None:
+        return at_least("max_loras", options.max_loras, 1), "given"
+    return (max(num, _MIN_LORAS), "the adapters given, and some more") if num else (0, "no adapters")
+
+
+def decide_max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int]:
+    rank = options.max_lora_rank or 64
+    if not 1 <= rank <= MAX_LORA_RANK:
+        raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
+    return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"

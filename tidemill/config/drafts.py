@@ -1,0 +1,68 @@
+"""Decisions about drafts of tokens to come."""
+
+from __future__ import annotations
+
+from tidemill.config.options import Decision, EngineOptions, one_of
+from tidemill.errors import ConfigError
+from tidemill.model_config import ModelConfig
+
+SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
+    "auto": ("forced", "ngram"),
+    "off": (),
+    **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit")},
+    "draft-model": ("forced", "draft-model"),
+}
+ACCEPTANCE = ("exact", "rejection")
+
+
+def decide_speculate(options: EngineOptions, model: ModelConfig) -> Decision[tuple[str, ...]]:
+    if options.speculate not in SPECULATE:
+        raise ConfigError(
+            f"There is no drafter {options.speculate!r}.", fix=f"Choose one of {', '.join(SPECULATE)}.", param="speculate"
+        )
+    names = SPECULATE[options.speculate]
+    why = "drafts are verified where that saves time" if options.speculate == "auto" else "given"
+    if options.draft_model is not None and options.speculate == "auto":
+        names, why = SPECULATE["draft-model"], "a draft model was given"
+    if ("draft-model" in names) != (options.draft_model is not None):
+        raise ConfigError(
+            f"speculate is {options.speculate}, and a draft model was {'given' if options.draft_model else 'not given'}.",
+            fix="Give --draft-model PATH together with --speculate draft-model.",
+            param="draft_model",
+        )
+    if model.pooler is not None:
+        return (), "the model generates nothing"
+    if names and model.state_layers:
+        if options.speculate != "auto" or options.draft_model is not None:
+            raise ConfigError(
+                "This model keeps states of constant size, which cannot be taken back where a draft was wrong.",
+                fix="Use --speculate off.",
+                param="speculate",
+            )
+        return (), "states of constant size cannot be taken back where a draft was wrong"
+    return names, why
+
+
+def decide_max_drafts(options: EngineOptions, speculate: tuple[str, ...]) -> Decision[int]:
+    if not speculate:
+        return 0, "no drafts"
+    if options.max_drafts is None:
+        return 8, "drafts for a request in a step, at most"
+    if not 1 <= options.max_drafts <= 64:
+        raise ConfigError(f"max_drafts is {options.max_drafts}.", fix="It must be from 1 to 64.", param="max_drafts")
+    return options.max_drafts, "given"
+
+
+def decide_acceptance(options: EngineOptions, device: str, speculate: tuple[str, ...]) -> Decision[str]:
+    asked = one_of("acceptance", options.acceptance, ACCEPTANCE)
+    if asked == "exact":
+        return asked, "tokens are those without drafts"
+    if device == "cuda":
+        raise ConfigError("acceptance rejection is for the CPU only.", fix="Use --acceptance exact.", param="acceptance")
+    if not speculate:
+        raise ConfigError(
+            "acceptance is rejection, but no tokens are guessed.",
+            fix="Use --acceptance exact, or a model and --speculate with a drafter.",
+            param="acceptance",
+        )
+    return asked, "sampled tokens are distributed as without drafts"

@@ -1,0 +1,157 @@
+"""Decisions about memory: what weights and activations leave for the KV cache, and how many tokens it holds."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from tidemill.cache_layout import CacheLayout
+from tidemill.config.cache import bytes_of_page
+from tidemill.config.options import Decision, EngineOptions
+from tidemill.config.sizes import GIB, MIB, fmt_bytes
+from tidemill.errors import ConfigError
+from tidemill.machine import Machine
+from tidemill.model_config import ModelConfig
+
+GPU_SPARE = 3 * 2**30  # CUDA graphs, the libraries' own memory, fragmentation
+_MAX_COPY_ROWS = 2**31  # what the 32-bit coordinates of bulk copies into shared memory address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the KV cache shares memory with, and the size of a page."""
+
+    available_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    page_bytes: int
+    page_size: int
+    layout: CacheLayout
+    token_budget: int
+    max_pages: int | None  # what the kernels can address, where there is a limit
+    gpu: str  # its name and size for messages, or empty
+    is_limited: bool  # a limit was given, below what is free
+    lora_bytes: int = 0
+    draft_bytes: int = 0
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """What a sequence of so many tokens holds at most."""
+        return self.layout.num_pages_for(num_tokens, self.token_budget)
+
+    @property
+    def spare_bytes(self) -> int:
+        return GPU_SPARE if self.gpu else 0
+
+    @property
+    def left_bytes(self) -> int:
+        return self.available_bytes - self.weight_bytes - self.activation_bytes - self.lora_bytes - self.draft_bytes
+
+    @property
+    def needs(self) -> str:
+        adapters = f", {fmt_bytes(self.lora_bytes)} for adapters" if self.lora_bytes else ""
+        draft = f", {fmt_bytes(self.draft_bytes)} for its draft model" if self.draft_bytes else ""
+        return f"The model needs {fmt_bytes(self.weight_bytes)} for weights{adapters}{draft}"
+
+    @property
+    def free(self) -> str:
+        if self.is_limited:
+            return f"it may use {fmt_bytes(self.available_bytes)}."
+        return f"{fmt_bytes(self.available_bytes)} are free" + (f" of the {self.gpu}." if self.gpu else ".")
+
+
+def measure(
+    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
+    max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
+) -> Memory:  # fmt: skip
+    on_gpu, max_pages = device == "cuda", None
+    activations = model.activation_bytes(max(token_budget, 256), max_draws)
+    if on_gpu and model.attention_layers:
+        # Partial results of attention: one for every 512 tokens of context.
+        activations += 4 * max_draws * -(-context // 512) * model.num_heads * (model.head_dim + 2)
+        # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
+        max_pages = (_MAX_COPY_ROWS - 1) // (2 * layout.layers_per_page * model.num_kv_heads * page_size) - 1
+    free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
+    limit = free if options.memory_bytes is None else options.memory_bytes
+    return Memory(
+        available_bytes=min(free, limit),
+        is_limited=limit < free,
+        weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
+        activation_bytes=activations,
+        page_bytes=bytes_of_page(model, kv_dtype, page_size, layout),
+        page_size=page_size,
+        layout=layout,
+        token_budget=token_budget,
+        max_pages=max_pages,
+        gpu=f"{fmt_bytes(machine.gpu_bytes)} of {machine.gpu}" if on_gpu else "",
+    )
+
+
+def decide_kv_bytes(options: EngineOptions, memory: Memory, wanted_pages: int) -> Decision[int]:
+    """Memory for the KV cache, before it is rounded to pages."""
+    if options.kv_memory_bytes is not None:
+        return options.kv_memory_bytes, "given"
+    room = memory.left_bytes - memory.spare_bytes
+    if room < memory.page_bytes:
+        more = "raise the limit" if memory.is_limited else "free memory"
+        raise ConfigError(
+            f"{memory.needs} and {fmt_bytes(memory.activation_bytes)} for activations; {memory.free}",
+            fix=f"Use a smaller model, lower --max-requests or --token-budget, or {more}.",
+            param="memory_bytes" if memory.is_limited else None,
+        )
+    limits = [(wanted_pages * memory.page_bytes, "every slot at full context")]
+    if memory.is_limited:
+        limits.append((room, f"what weights and activations leave of {fmt_bytes(memory.available_bytes)}"))
+    elif memory.gpu:
+        limits.append((room, "what is left of the GPU's memory"))
+    else:
+        limits.append((min(room // 2, 4 * GIB), "half of what memory is left after weights and activations, at most 4 GiB"))
+    if memory.max_pages is not None:
+        limits.append((memory.max_pages * memory.page_bytes, "the most that the attention kernels' 32-bit coordinates address"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def decide_possible_context(
+    options: EngineOptions, wanted: int, why: str, kv_bytes: int, memory: Memory, model: ModelConfig
+) -> Decision[int]:
+    """The context, or less if the KV memory does not hold one request of it."""
+    num_pages, page_size = kv_bytes // memory.page_bytes, memory.page_size
+    min_pages = memory.num_pages_for(min(wanted, 2 * page_size))
+    if num_pages < min_pages:
+        raise ConfigError(
+            f"{fmt_bytes(kv_bytes)} of KV memory hold {num_pages} pages of {fmt_bytes(memory.page_bytes)}.",
+            fix=f"Give at least {fmt_bytes(min_pages * memory.page_bytes)} with --kv-memory.",
+            param="kv_memory_bytes",
+        )
+    if memory.num_pages_for(wanted) <= num_pages:
+        return wanted, why
+    possible = bisect_right(range(page_size, wanted, page_size), num_pages, key=memory.num_pages_for) * page_size
+    if options.max_context is not None:
+        raise ConfigError(
+            f"A context of {wanted} tokens needs {fmt_bytes(memory.num_pages_for(wanted) * memory.page_bytes)} of KV memory; "
+            f"{fmt_bytes(kv_bytes)} are reserved.",
+            fix=f"Use --max-context {possible} or raise --kv-memory.",
+            param="max_context",
+        )
+    return possible, f"what {fmt_bytes(kv_bytes)} of KV memory can hold; the model's own is {model.max_context}"
+
+
+def decide_num_pages(kv_bytes: int, memory: Memory, most: int) -> Decision[int]:
+    """Pages for the KV memory, but no more than all slots could fill."""
+    num_pages = min(kv_bytes // memory.page_bytes, most)
+    num_bytes = num_pages * memory.page_bytes
+    if memory.max_pages is not None and num_pages > memory.max_pages:
+        raise ConfigError(
+            f"{fmt_bytes(num_bytes)} of KV memory are {num_pages:,} pages; the attention kernels' 32-bit coordinates address "
+            f"{memory.max_pages:,}.",
+            fix=f"Give at most {memory.max_pages * memory.page_bytes // MIB}M with --kv-memory, or leave it out.",
+            param="kv_memory_bytes",
+        )
+    if (memory.gpu or memory.is_limited) and num_bytes > memory.left_bytes:
+        raise ConfigError(
+            f"{memory.needs}, {fmt_bytes(memory.activation_bytes)} for activations and {fmt_bytes(num_bytes)} of KV memory; "
+            f"{memory.free}",
+            fix="Give less with --kv-memory, use a smaller model, or "
+            + ("raise the limit." if memory.is_limited else "stop what else uses the GPU."),
+            param="kv_memory_bytes",
+        )
+    return num_pages, f"{fmt_bytes(kv_bytes)} / {fmt_bytes(memory.page_bytes)} a page"

@@ -1,0 +1,72 @@
+"""What a user may set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+from tidemill.errors import ConfigError
+
+T = TypeVar("T")
+Decision: TypeAlias = tuple[T, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user may set. None means: derive it."""
+
+    model: str = "smollm2"
+    served_name: str | None = None
+    load_format: str = "auto"  # dummy: random weights of the shape in config.json
+    device: str = "auto"
+    dtype: str = "auto"
+    page_size: int | None = None
+    max_context: int | None = None
+    max_requests: int | None = None
+    max_waiting: int = 4096
+    token_budget: int | None = None
+    memory_bytes: int | None = None  # for weights, activations and KV cache together
+    kv_memory_bytes: int | None = None
+    policy: str = "continuous"
+    prefix_caching: bool = True
+    prefix_index: str = "hash"  # or radix
+    queue_order: str = "arrival"  # or prefix
+    threads: int | None = None
+    fast_math: bool = False
+    structured_backend: str = "llguidance"
+    speculate: str = "auto"  # a drafter
+    draft_model: str | None = None
+    max_drafts: int | None = None  # tokens guessed for a request in a step
+    draft_heads: str | None = None  # a folder that train-draft has written
+    adaptive_drafts: bool = True
+    acceptance: str = "exact"  # or rejection
+    sampling_defaults: str = "model"  # or neutral
+    default_max_tokens: int | None = None
+    chat_template: str | None = None  # a file or the template itself, instead of the model's own
+    loras: tuple[str, ...] = ()  # NAME=PATH of LoRA adapters
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+
+    @property
+    def lora_paths(self) -> dict[str, str]:
+        """The adapters by name."""
+        found: dict[str, str] = {}
+        for text in self.loras:
+            name, _, path = text.partition("=")
+            if not name or not path or name in found:
+                raise ConfigError(f"An adapter is given as {text!r}.", fix="Write NAME=PATH, each name once.", param="loras")
+            found[name] = path
+        return found
+
+
+def at_least(name: str, value: int, low: int) -> int:
+    if value < low:
+        raise ConfigError(f"{name} is {value}.", fix=f"It must be at least {low}.", param=name)
+    return value
+
+
+def one_of(name: str, value: str, choices: Iterable[str]) -> str:
+    if value not in choices:
+        raise ConfigError(f"{name} {value!r} is not known.", fix=f"Choose one of {', '.join(choices)}.", param=name)
+    return value

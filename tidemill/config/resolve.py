@@ -1,0 +1,203 @@
+"""resolve(): every value of an engine's configuration, settled, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tidemill.cache_layout import CacheLayout
+from tidemill.config.cache import (
+    decide_kv_dtype,
+    decide_layout,
+    decide_page_size,
+    decide_prefix_caching,
+    decide_prefix_index,
+    decide_queue_order,
+)
+from tidemill.config.compute import (
+    decide_background_budget,
+    decide_background_tokens,
+    decide_context,
+    decide_device,
+    decide_dtype,
+    decide_fast_math,
+    decide_max_lora_rank,
+    decide_max_loras,
+    decide_max_requests,
+    decide_threads,
+    decide_token_budget,
+)
+from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
+from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
+from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.errors import ConfigError
+from tidemill.machine import Machine
+from tidemill.model_config import KV_BYTES, ModelConfig
+
+_DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything settled. `reasons` maps a field to why it has its value."""
+
+    device: str
+    dtype: str
+    kv_dtype: str
+    page_size: int
+    layout: CacheLayout  # how layers share pages
+    num_pages: int  # that can hold tokens; the null page comes on top
+    max_context: int
+    max_requests: int
+    max_waiting: int
+    token_budget: int
+    background_tokens: float  # a step, on average, for the background beside others
+    background_budget: int  # a step, for the background alone
+    policy: str
+    prefix_caching: bool
+    prefix_index: str
+    queue_order: str
+    threads: int
+    fast_math: bool
+    structured_backend: str
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
+    max_drafts: int = 0
+    adaptive_drafts: bool = True
+    draft: EngineConfig | None = None  # of the draft model
+    acceptance: str = "exact"
+    draft_heads: str | None = None
+    max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
+    max_loras: int = 0  # slots for adapters; 0: none can be used
+    max_lora_rank: int = 0
+    lora_bytes: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that the engine needs of its device."""
+        spare = GPU_SPARE if self.device == "cuda" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+
+    @property
+    def draft_bytes(self) -> int:
+        """Of the draft model: weights, activations and KV cache."""
+        return _draft_bytes(self.draft)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that fit, in requests that fill the whole context where layers have windows."""
+        if not any(group.window for group in self.layout.groups):
+            return self.num_pages // len(self.layout.groups) * self.page_size
+        return self.num_pages * self.max_context // self.layout.num_pages_for(self.max_context, self.token_budget)
+
+    @property
+    def full_context_requests(self) -> float:
+        """How many requests fit if each fills the whole context."""
+        return self.num_kv_tokens / self.max_context
+
+
+def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_model: ModelConfig | None = None) -> EngineConfig:
+    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`."""
+    reasons: dict[str, str] = {}
+
+    def settle(name: str, decision: Decision[T]) -> T:
+        value, reasons[name] = decision
+        return value
+
+    device = settle("device", decide_device(options, machine))
+    dtype = settle("dtype", decide_dtype(options, device, model, machine))
+    kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
+    page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
+    threads = settle("threads", decide_threads(options, machine))
+    max_requests = settle("max_requests", decide_max_requests(options, device, model))
+    context = settle("max_context", decide_context(options, model))
+    token_budget = settle("token_budget", decide_token_budget(options, device, max_requests, context, model))
+    speculate = settle("speculate", decide_speculate(options, model))
+    max_drafts = settle("max_drafts", decide_max_drafts(options, speculate))
+    acceptance = settle("acceptance", decide_acceptance(options, device, speculate))
+    max_draws = max_requests if not speculate else min(token_budget, 2 * max_requests)
+    background_tokens = settle("background_tokens", decide_background_tokens(device, token_budget, model))
+    background_budget = settle("background_budget", decide_background_budget(device, token_budget, model))
+    fast_math = settle("fast_math", decide_fast_math(options, device, model))
+    max_loras = settle("max_loras", decide_max_loras(options, device, model))
+    max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
+    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
+    layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
+    memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
+    draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
+    memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
+    most_pages = max_requests * memory.num_pages_for(context)
+    if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
+        most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
+    kv_bytes = settle("kv_bytes", decide_kv_bytes(options, memory, most_pages))
+    context = settle("max_context", decide_possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
+    num_pages = settle("num_pages", decide_num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
+    reasons["policy"] = "scheduling policy"
+    prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
+    prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
+    queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    return EngineConfig(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        layout=layout,
+        num_pages=num_pages,
+        max_context=context,
+        max_requests=max_requests,
+        max_waiting=options.max_waiting,
+        token_budget=token_budget,
+        background_tokens=background_tokens,
+        background_budget=background_budget,
+        policy=options.policy,
+        prefix_caching=prefix_caching,
+        prefix_index=prefix_index,
+        queue_order=queue_order,
+        threads=threads,
+        fast_math=fast_math,
+        structured_backend=options.structured_backend,
+        weight_bytes=memory.weight_bytes,
+        kv_bytes=num_pages * memory.page_bytes,
+        activation_bytes=memory.activation_bytes,
+        speculate=speculate,
+        max_drafts=max_drafts,
+        adaptive_drafts=options.adaptive_drafts,
+        draft=draft,
+        acceptance=acceptance,
+        draft_heads=options.draft_heads,
+        max_draws=max_draws,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        lora_bytes=lora_bytes,
+        reasons=reasons,
+    )
+
+
+def _draft(
+    options: EngineOptions, speculate: tuple[str, ...], model: ModelConfig | None, machine: Machine,
+    device: str, context: int, max_requests: int, token_budget: int,
+) -> EngineConfig | None:  # fmt: skip
+    """The draft model's own settings: as many rows and tokens a step as the target has, and a small KV cache."""
+    if "draft-model" not in speculate or options.draft_model is None:
+        return None
+    if model is None:
+        raise ConfigError("The draft model's shape is not known.", param="draft_model")
+    name = options.draft_model
+    if model.pooler is not None or model.state_layers:
+        why = "generates nothing" if model.pooler is not None else "keeps states of constant size, which cannot be taken back"
+        raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
+    model = replace(model, max_context=min(model.max_context, context))
+    given = replace(
+        options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
+        max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
+        queue_order="arrival", acceptance="exact", draft_heads=None,
+    )  # fmt: skip
+    kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
+    num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
+    return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
+
+
+def _draft_bytes(draft: EngineConfig | None) -> int:
+    return 0 if draft is None else draft.weight_bytes + draft.activation_bytes + draft.kv_bytes

@@ -1,0 +1,115 @@
+"""The pages of requests: before they start, before a step writes to them, and what the runner has not been told of them."""
+
+from __future__ import annotations
+
+from tidemill import events
+from tidemill.events import EventSink
+from tidemill.kv.groups import PageChange
+from tidemill.kv.manager import KVManager
+from tidemill.kv.prefix import Path
+from tidemill.sched.clock import Clock
+from tidemill.sched.plan import StepPlan, Unsent
+from tidemill.sched.request import Request
+
+
+class Pages:
+    """Page tables as the runner has them: each change is noted until a plan sends it."""
+
+    def __init__(self, kv: KVManager, clock: Clock, emit: EventSink) -> None:
+        self.unsent = Unsent()
+        self._kv = kv
+        self._clock = clock
+        self._emit = emit
+
+    def send_with(self, plan: StepPlan) -> None:
+        self.unsent.send_with(plan, self._kv.tables)
+        self.unsent = Unsent()
+
+    # ---- before a request starts
+
+    def path(self, request: Request) -> Path:
+        """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
+        if request.path is None:
+            most = request.params.num_reusable
+            most = most if request.cache is None else min(most, request.cache.num_reusable)
+            request.path = self._kv.path(request.tokens, request.salt, most)
+        return request.path
+
+    def num_to_compute(self, request: Request) -> int:
+        """What the prefix cache does not hold."""
+        if self._kv.holds(request.seq):
+            return request.num_needed
+        return request.num_known - self._kv.num_cached(self.path(request))
+
+    def num_cached(self, request: Request) -> int:
+        return request.num_known - self.num_to_compute(request)
+
+    def num_to_start(self, request: Request) -> int:
+        """Free pages that it would take now."""
+        if self._kv.holds(request.seq):
+            return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
+        return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.cache)
+
+    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]]] | None:
+        """Pages for all its tokens, of which so many stay free, if possible. Returns what it starts from, and the pages to copy;
+        None: there are not enough."""
+        if self._kv.holds(request.seq):  # forked
+            if self._kv.extend(request.seq, request.num_known, windows=False) is None:
+                return None
+            copies = self._kv.copies_to_write(request.seq, request.num_computed, request.num_known)
+            if copies is None:
+                return None
+            return f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens", copies
+        reserve = min(reserve, self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
+        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.cache)
+        if start is None:
+            return None
+        request.num_computed = start.num_cached
+        if request.started_s is None:
+            request.num_cached = start.num_cached
+        reason = f"prefix hit {start.num_cached} of {request.num_known}"
+        if start.num_matching > start.num_cached:
+            reason += f" ({start.num_matching} match)"
+        if request.params.num_reusable < self._kv.page_size:
+            reason = "prefix cache not used: the request asks about the whole prompt"
+        return reason, start.copies
+
+    # ---- before a step writes
+
+    def make_writable(self, request: Request, count: int) -> bool:
+        """Private pages for its next `count` tokens. False: there are not enough free pages."""
+        end = request.num_computed + count
+        if self._kv.has_windows or request.cache is not None:
+            first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
+            self.unsent.update_pages(request.row, self._kv.trim(request.seq, first))
+        new = self._kv.extend(request.seq, end)
+        if new is None:
+            return False
+        self.unsent.update_pages(request.row, new)
+        copies = self._kv.copies_to_write(request.seq, request.num_computed, end)
+        if copies is None:
+            return False
+        self.copy(request, copies)
+        return True
+
+    def copy(self, request: Request, copies: list[tuple[int, int, int]]) -> None:
+        """As of `KVManager.copies_to_write`."""
+        tables = self._kv.tables(request.seq)
+        for group, index, source in copies:
+            target = tables[group][index]
+            self.unsent.copy_page(request.row, source, target)
+            self.unsent.update_pages(request.row, [PageChange(group, index, [target])])
+            self._emit(events.PageCopied(self._clock.now(), request.request_id, source, target))
+
+    def shrink(self, request: Request, num_tokens: int) -> bool:
+        """Give back pages past so many tokens. False: there were none."""
+        given = self._kv.shrink(request.seq, num_tokens)
+        self.unsent.update_pages(request.row, given)
+        return bool(given)
+
+    def take_back_drafts(self, request: Request) -> None:
+        """Some of the tokens computed last were wrong guesses: their place is written again."""
+        request.num_computed = len(request.tokens) - 1
+        if self.shrink(request, len(request.tokens)):
+            request.writable_end = 0
+        self._kv.record(request.seq, request.tokens, request.num_computed)

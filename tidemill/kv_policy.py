@@ -54,7 +54,9 @@ class KVPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     @property
     def settled(self) -> dict[str, Any]:
         """All fields of its kind."""
-        return {name: default if getattr(self, name) is None else getattr(self, name) for name, default in _FIELDS[self.kind].items()}
+        return {
+            name: default if getattr(self, name) is None else getattr(self, name) for name, default in _FIELDS[self.kind].items()
+        }
 
     def check(self) -> None:
         """Raises what is wrong with it."""
@@ -81,9 +83,12 @@ def _wrong(message: str, fix: str = "") -> InvalidRequest:
 
 
 def read_policy(given: Any) -> KVPolicy | None:
-    """From a name, an object with the policy's fields, or a policy; None where all stays as it is."""
+    """From a name, an object with the policy's fields (also as JSON), or a policy."""
     if isinstance(given, str):
-        given = msgspec.json.decode(given) if given.lstrip().startswith("{") else {"kind": given}
+        try:
+            given = msgspec.json.decode(given) if given.lstrip().startswith("{") else {"kind": given}
+        except msgspec.DecodeError as error:
+            raise _wrong(f"kv_policy is not JSON: {error}.") from None
     if isinstance(given, dict):
         known = KVPolicy.__struct_fields__
         if unknown := [name for name in given if name not in known]:
@@ -92,9 +97,11 @@ def read_policy(given: Any) -> KVPolicy | None:
     if given is None:
         return None
     if not isinstance(given, KVPolicy) or not isinstance(given.kind, str):
-        raise _wrong(f"kv_policy is {given!r}.", 'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.')
+        raise _wrong(
+            f"kv_policy is {given!r}.", 'Give a name or an object, such as {"kind": "streaming", "sinks": 4, "recent": 1020}.'
+        )
     given.check()
-    return None if given.kind == "full" else given
+    return given
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -209,7 +216,7 @@ class CachePolicy(msgspec.Struct, frozen=True):
 
 def settle(policy: KVPolicy | None, num_prompt: int, most_tokens: int, context: int) -> CachePolicy | None:
     """For a request of so many tokens in all. None: the policy would give up nothing. Raises what cannot be."""
-    if policy is None:
+    if policy is None or policy.kind == "full":
         return None
     have = policy.settled
     num_all = min(num_prompt + most_tokens, context) if policy.kind not in UNBOUNDED else num_prompt + most_tokens

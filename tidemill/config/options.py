@@ -29,6 +29,8 @@ class EngineOptions:
     memory_bytes: int | None = None  # for weights, activations and KV cache together
     kv_memory_bytes: int | None = None
     policy: str = "continuous"
+    kv_policy: str | None = None  # of requests that do not ask for one: a name, or JSON
+    max_stream: int | None = None  # tokens of a request whose policy bounds its cache
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix

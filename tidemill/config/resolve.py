@@ -29,7 +29,9 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.config.policies import decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.errors import ConfigError
+from tidemill.kv_policy import KVPolicy
 from tidemill.machine import Machine
 from tidemill.model_config import KV_BYTES, ModelConfig
 
@@ -68,6 +70,9 @@ class EngineConfig:
     draft: EngineConfig | None = None  # of the draft model
     acceptance: str = "exact"
     draft_heads: str | None = None
+    kv_policies: tuple[str, ...] = ()  # kinds that requests may ask for
+    kv_policy: KVPolicy | None = None  # of those that do not ask; None: all tokens stay
+    max_stream: int = 0  # tokens of a request whose policy bounds its cache
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -138,6 +143,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, fast_math, model))
+    kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
+    max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -167,6 +175,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         draft=draft,
         acceptance=acceptance,
         draft_heads=options.draft_heads,
+        kv_policies=kv_policies,
+        kv_policy=kv_policy,
+        max_stream=max_stream,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -192,7 +203,7 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None,
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_policy=None, max_stream=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

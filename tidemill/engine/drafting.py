@@ -160,4 +160,6 @@ class Drafting:
 
 def _can_have_drafts(request: Request) -> bool:
     params = request.params
+    if request.cache is not None:  # what it gives up cannot be taken back
+        return False
     return request.status is Status.RUNNING and request.num_needed <= 1 and params.pooling is None and params.beams is None

@@ -303,7 +303,17 @@ def enter_heads(
     kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, slots_GT: torch.Tensor, learned: HeadWeights
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, write keys and values into the cache. Returns the queries [T, N, D]."""
-    angles, at = kv.angles[layer], kv.places[layer]
+    queries, keys, values = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
+    at = kv.places[layer]
+    write_kv(kv.cache, at.index, slots_GT[at.group], keys, values)
+    return queries
+
+
+def rotate_heads(
+    kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, learned: HeadWeights
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, normed and rotated, and values: [T, heads, D]."""
+    angles = kv.angles[layer]
     heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
     num_rotated = kv.num_heads + kv.num_kv_heads
     turning = heads[:, :num_rotated]
@@ -313,5 +323,4 @@ def enter_heads(
         turning = torch.cat([F.rms_norm(q, shape, learned.q_norm, eps), F.rms_norm(k, shape, learned.k_norm, eps)], dim=1)
     if angles is not None:
         turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
-    write_kv(kv.cache, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
-    return turning[:, : kv.num_heads]
+    return turning[:, : kv.num_heads], turning[:, kv.num_heads :], heads[:, num_rotated:]

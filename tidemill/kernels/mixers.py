@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,11 +17,13 @@ from tidemill.kernels.kv_cache import HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
+from tidemill.kernels.policies import Round
+from tidemill.kernels.policy_attention import PolicyStep, plan_policies
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
 from tidemill.model_config import AttentionSpec, LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
-AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep
+AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep | PolicyStep
 
 
 def _choose_attention(kv: PagedKV, fast_math: bool) -> tuple[Attention, str]:
@@ -60,9 +63,22 @@ class Mixers:
         return isinstance(self.attention, NativeAttention | None) and isinstance(self.states, NativeStates | None)
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        positions_T: torch.Tensor,
+        slots_GT: torch.Tensor,
+        rounds: Sequence[Round] = (),
     ) -> MixedStep:
-        attention = None if self.attention is None else self.attention.plan(rows, starts, counts, positions_T, slots_GT)
+        """`rounds`: if rows have KV policies."""
+        attention: AttentionStep | None = None
+        if self.attention is not None and not rounds:
+            attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)
+        elif isinstance(self.attention, NativeAttention):
+            attention = self.attention.plan_policies(rounds, positions_T, slots_GT)
+        elif self.kv is not None:
+            attention = plan_policies(self.kv, rounds, positions_T)
         states = None if self.states is None else self.states.plan(rows, starts, counts)
         return MixedStep(self._numbers, attention, states, self._address(attention, states))
 

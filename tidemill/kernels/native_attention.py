@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from tidemill.coverage import uncovered
 from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
+from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
 from tidemill.model_config import AttentionSpec
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
@@ -34,7 +36,7 @@ class NativeAttention:
         biases = kv.by_distance()
         tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
         self._biases = [tables[id(bias)] for bias in biases]
-        self._specs = [_spec(*layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
+        self._specs = [_spec(i, *layer) for i, layer in enumerate(zip(kv.specs, kv.angles, kv.places, self._biases, strict=True))]
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
             for spec, at in zip(self._specs, kv.places, strict=True)
@@ -57,20 +59,40 @@ class NativeAttention:
     def plan(
         self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
     ) -> NativeStep:
-        kv = self.kv
-        balanced = int(counts.sum()) * kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
+        tiles = self._tiles(rows, np.cumsum(counts) - counts, starts, counts)
+        step = self._step(tiles, positions_T, slots_GT)
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
+
+    def plan_policies(self, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor) -> NativeStep:
+        """A step in which some rows have a KV policy. The first round is the step's own."""
+        tiles = [self._tiles(one.rows, one.tokens, one.slots, one.counts) for one in rounds]
+        steps = [self._step(of_round, positions_T, slots_GT) for of_round in tiles]
+        made, alive = (native.Round * len(rounds))(), list[Any]()
+        for i, one in enumerate(rounds):
+            segments, policies = _segments(one.segments)
+            alive += [segments, policies]
+            made[i] = native.Round(len(one.segments), ctypes.addressof(segments), ctypes.addressof(steps[i]) if i else None)
+        steps[0].num_rounds, steps[0].rounds = len(rounds), ctypes.addressof(made)
+        kept = (*steps, made, alive, tiles, positions_T, slots_GT)
+        return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, self._num_out, kept)
+
+    def _tiles(self, rows: np.ndarray, first_token: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """`_TILE_FIELDS` of the tiles. `starts`: where in the cache the first tokens are."""
+        balanced = int(counts.sum()) * self.kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         num_tiles = -(-counts // tile_tokens)
         request = np.repeat(np.arange(counts.size), num_tiles)
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
-        first_token = np.cumsum(counts) - counts
         lens = np.minimum(counts[request] - offset, tile_tokens)
         tiles = np.stack(
             [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
         )
         # Longest first, so that no thread starts the longest when the others are done.
-        tiles = np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
-        step = native.Step(
+        return np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
+
+    def _step(self, tiles: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> native.Step:
+        kv = self.kv
+        return native.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
             page_stride=kv.cache.stride(0),
@@ -82,7 +104,31 @@ class NativeAttention:
             positions=positions_T.data_ptr(),
             slots=slots_GT.data_ptr(),
         )
-        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
+
+
+def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
+    """For C; rows of one segment each, so a policy is named once."""
+    segments, policies = (native.Segment * len(placed))(), list[native.Policy]()
+    for i, part in enumerate(placed):
+        policy, memory = part.owner.policy, part.owner.memory_LGX
+        policies.append(
+            native.Policy(
+                NUMBERS[policy.kind],
+                RowPolicy.num_slots(policy),
+                policy.kept,
+                policy.recent,
+                policy.sinks,
+                policy.num_prompt - policy.observed,
+                policy.dense_layers,
+                memory.shape[2],
+                memory.ctypes.data,
+            )
+        )
+        segments[i] = native.Segment(
+            ctypes.addressof(policies[-1]), part.row, part.token, part.count, part.position, part.slot, part.evicts, part.num_read,
+            part.first_page, part.num_pages,
+        )  # fmt: skip
+    return segments, policies
 
 
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:
@@ -90,7 +136,7 @@ def _bias_table(bias: torch.Tensor) -> torch.Tensor:
     return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
-def _spec(spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
+def _spec(number: int, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
     return native.LayerSpec(
         group=place.group,
         num_heads=spec.num_heads,
@@ -103,6 +149,7 @@ def _spec(spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.
         bias=None if bias is None else bias.data_ptr(),
         cos=None if angles is None else angles.cos.data_ptr(),
         sin=None if angles is None else angles.sin.data_ptr(),
+        number=number,
         scale=spec.scale,
         softcap=spec.softcap,
     )

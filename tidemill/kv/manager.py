@@ -130,9 +130,12 @@ class KVManager:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens
 
-    def _match(self, path: Path) -> _Match:
+    def _match(self, path: Path, policy: CachePolicy | None = None) -> _Match:
         found, tables = self._index.find(path), []
-        num_tokens, partly = self._num_usable(found.pages, found.num_tokens // self.page_size) * self.page_size, []
+        num_pages = found.num_tokens // self.page_size
+        if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
+            num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
+        num_tokens, partly = self._num_usable(found.pages, num_pages) * self.page_size, []
         if self.can_fork and num_tokens < found.num_tokens < num_tokens + self.page_size:
             # What this step writes can be shared, but not copied, which is done before it.
             partly = next((pages for pages in found.partly if all(pages) and self._fresh.isdisjoint(pages)), [])
@@ -167,7 +170,9 @@ class KVManager:
     def num_pages_to_admit(self, num_tokens: int, path: Path, policy: CachePolicy | None = None) -> int:
         """Free pages that `admit` takes, and what groups with a window take later: new ones, and cached ones that no sequence
         holds."""
-        return self._num_pages_to_admit(num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path))
+        return self._num_pages_to_admit(
+            num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path, policy)
+        )
 
     def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
         num = 0
@@ -198,14 +203,12 @@ class KVManager:
 
     # ---- taking and giving back
 
-    def admit(
-        self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None
-    ) -> Start | None:
+    def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None) -> Start | None:
         """Share what is cached of a new sequence, and give it pages for the rest of its tokens, except in groups with a window,
         which take them as they are written. Returns None if fewer than `reserve` pages would stay free (nothing is changed
         then). `policy`: which tokens stay in its pages; None: all."""
         assert seq not in self._sequences
-        match, copies = self._match(path), []
+        match, copies = self._match(path, policy), []
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
         if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
             return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tidemill.kernels.policies import Policies, Round, slots_of
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
 
@@ -23,15 +25,20 @@ class Batch:
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
     types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
+    rounds: Sequence[Round] = ()  # if rows have KV policies
 
 
-def gather_batch(items: list[StepItem], state: RowState) -> Batch:
+def gather_batch(items: list[StepItem], state: RowState, policies: Policies | None = None) -> Batch:
     rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items]).T
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)
     positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-    pages, offsets = positions // state.page_size, positions % state.page_size
+    rounds = [] if policies is None else policies.rounds(rows, starts, counts)
+    places = slots_of(rounds, positions.size) if rounds else positions  # in the row's page table
+    pages, offsets = places // state.page_size, places % state.page_size
     slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
+    if rounds:
+        slots = [np.where(places < 0, -1, of_group) for of_group in slots]
     return Batch(
         rows=rows,
         starts=starts,
@@ -41,6 +48,7 @@ def gather_batch(items: list[StepItem], state: RowState) -> Batch:
         positions_T=torch.from_numpy(positions),
         slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
         types_T=_types(state, rows, counts, positions),
+        rounds=rounds,
     )
 
 

@@ -12,6 +12,7 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
+from tidemill.kernels.policies import Policies
 from tidemill.kernels.state import PagedStates
 from tidemill.layers.lora import Loras
 from tidemill.model_config import AttentionSpec, ModelConfig
@@ -40,9 +41,13 @@ class CpuRunner:
         shape = model.config
         num_pages = config.num_pages + 1  # and the null page
         self.cache = new_pool(num_pages, config, shape)
-        self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
+        longest = max(config.max_context, config.max_stream)
+        self.state = RowState(
+            config.max_requests, config.max_context, config.page_size, groups=config.layout.groups, max_tokens=longest
+        )
         self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
+        self._policies = Policies(self.mixers.kv)
         self._program = record_forward(model, self.mixers, self.cache) if native.lib and self.mixers.are_native else None
         self._lora_program = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
@@ -54,7 +59,7 @@ class CpuRunner:
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
-        angles, kv, states = self.model.angles(config.max_context), None, None
+        angles, kv, states = self.model.angles(config.max_context, longest=config.max_stream), None, None
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
@@ -85,7 +90,11 @@ class CpuRunner:
             self.cache[plan.page_zeroes] = 0
         if plan.page_copies:
             copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
-        batch = gather_batch(plan.items, self.state)
+        for copy in plan.row_copies:
+            self._policies.take(copy.target, None)  # whose source has none
+        for new in plan.new_rows:
+            self._policies.take(new.row, new.cache)
+        batch = gather_batch(plan.items, self.state, self._policies)
         hidden_TH = self.forward(batch)
         result = self._sample(plan, batch, hidden_TH)
         for observe in self.observers:
@@ -103,7 +112,7 @@ class CpuRunner:
             return self._forward(batch, self._lora_program)
 
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
-        step = self.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT)
+        step = self.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT, batch.rounds)
         embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
         if program:
             return step.replay(program, embedded_TH)

@@ -432,7 +432,9 @@ class Scheduler:
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
         ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
-        return not (self.kv.has_windows or request.cache) or self._make_writable(request, count, {item.seq for item in plan.items})
+        return not (self.kv.has_windows or request.cache) or self._make_writable(
+            request, count, {item.seq for item in plan.items}
+        )
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:

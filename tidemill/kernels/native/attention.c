@@ -19,15 +19,6 @@ being one chain of operations: bits depend on the query's position and the token
 #define MANY 6   /* query rows of a register tile otherwise */
 #define LOG2_E 1.44269504f
 
-typedef struct {
-    const tm_step *step;
-    const tm_layer *layer;
-    tm_learned learned;
-    float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
-    char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
-    float *out;          /* [token][q heads][head_dim] */
-} attention_job;
-
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
     long num_rows, group, start, dim; /* start: position of the first token */
@@ -67,7 +58,7 @@ static void put(char *cache, long at, const float *x, long dim, int is_bf16) {
 
 static void enter_token(void *arg, long token, int thread) {
     (void)thread;
-    const attention_job *j = arg;
+    const tm_attention_job *j = arg;
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
     long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
@@ -78,7 +69,7 @@ static void enter_token(void *arg, long token, int thread) {
         if (j->learned.q_norm) norm(q + h * dim, h < l->num_heads ? j->learned.q_norm : j->learned.k_norm, j->learned.eps, dim);
         if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
-    for (long h = 0; h < l->num_kv_heads; h++) {
+    for (long h = 0; h < l->num_kv_heads && slot >= 0; h++) { /* below 0: policy_rounds writes them */
         long at = page * s->page_stride + (h * s->page_size + offset) * dim;
         put(j->keys, at, k + h * dim, dim, s->is_bf16);
         put(j->values, at, v + h * dim, dim, s->is_bf16);
@@ -370,23 +361,20 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     }
 }
 
-static void attend_tile(void *arg, long task, int thread) {
-    const attention_job *j = arg;
+void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const int32_t *pages, long head, int thread) {
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
-    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads;
-    long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
-    long num_rows = s->tile_len[at] * group, end = l->is_bidirectional ? s->tile_end[at] : s->tile_start[at] + s->tile_len[at];
+    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
+    if (!l->is_bidirectional) end = start + len;
     long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
-    const int32_t *pages = s->tables[l->group] + s->tile_row[at] * s->table_width;
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
-    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = s->tile_start[at], .dim = dim, .window = l->window,
+    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
               .queries = queries, .sums = queries + padded * dim, .top = top, .total = total};
     for (long row = 0; row < padded; row++) {
-        long token = s->tile_token[at] + row / group;
+        long token = first_token + row / group;
         const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) {
             f32x8_store(t.queries + row * dim + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
@@ -409,18 +397,26 @@ static void attend_tile(void *arg, long task, int thread) {
         attend_block(&t, first, num, keys, values, (int)s->is_bf16, num_rows > FEW ? copied : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
-        float *to = j->out + ((s->tile_token[at] + row / group) * l->num_heads + head * group + row % group) * dim;
+        float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
 }
 
+static void attend_tile(void *arg, long task, int thread) {
+    const tm_attention_job *j = arg;
+    const tm_step *s = j->step;
+    long at = task / j->layer->num_kv_heads, head = task % j->layer->num_kv_heads;
+    const int32_t *pages = s->tables[j->layer->group] + s->tile_row[at] * s->table_width;
+    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], pages, head, thread);
+}
+
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out) {
-    attention_job j = {step, layer, learned, qkv, keys, values, out};
+    tm_attention_job j = {step, layer, learned, qkv, keys, values, out};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
     tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
-    return 0;
+    return step->num_rounds ? policy_rounds(&j) : 0;
 }
 
 TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, const float *sinks, float eps,

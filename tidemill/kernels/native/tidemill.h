@@ -34,6 +34,7 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
+    long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
@@ -62,6 +63,8 @@ typedef struct {
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */
+    long num_rounds;                  /* 0: all tokens stay in the cache */
+    const struct tm_round *rounds;    /* policy_attention.c */
 } tm_step;
 
 /* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
@@ -70,6 +73,47 @@ typedef struct {
     const float *sinks;           /* [num_heads]: a score that joins the softmax, without a value */
     float eps;
 } tm_learned;
+
+/* One layer's attention in a step. */
+typedef struct {
+    const tm_step *step;
+    const tm_layer *layer;
+    tm_learned learned;
+    float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
+    char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
+    float *out;          /* [token][q heads][head_dim] */
+} tm_attention_job;
+
+/* Tokens `token` .. of one sequence, in slots `start` .. of the cache: their queries of one KV head over all slots up to their own, or
+   up to `end` if the layer is bidirectional. */
+void attention_tile(const tm_attention_job *j, long token, long len, long start, long end, const int32_t *pages, long head, int thread);
+
+/* ---- policy_attention.c: sequences that give up tokens, or read few of them. Field by field as in policies.py. */
+
+/* What a row keeps beside its pages. */
+typedef struct {
+    long kind, capacity, kept, recent, sinks, first_observed, dense_layers; /* capacity: slots; kind: as in policies.py */
+    long stride;   /* values from a KV head's memory to the next's */
+    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages */
+} tm_policy;
+
+/* Tokens of a row in slots that follow each other. */
+typedef struct {
+    const tm_policy *policy;
+    long row, token, count, position, slot;
+    long evicts;                  /* after these tokens, slots are given up */
+    long num_read;                /* pages that the query reads; 0: all */
+    long first_page, num_pages;   /* that are full now, and whose keys are to be summed up */
+} tm_segment;
+
+/* Segments that can be computed together, and the tiles of their queries. */
+typedef struct tm_round {
+    long num_segments;
+    const tm_segment *segments;
+    const tm_step *tiles; /* NULL: the step's own */
+} tm_round;
+
+int policy_rounds(const tm_attention_job *job);
 
 typedef struct {
     const float *decay, *skip, *step_bias, *norm; /* NULL: none */

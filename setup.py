@@ -25,7 +25,7 @@ setup(
         Extension(
             f"tidemill.kernels.native.{name}",
             SOURCES,
-            depends=[f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear")],
+            depends=[f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear", "kv_codes")],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],

@@ -29,6 +29,7 @@ from tidemill.runner.spec import Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
 from tidemill.runner.spec.registry import SLOPES
 from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import RandomTensor
 from tidemill.wire import Submit
 
 # vLLM 0.25.1 on an H200, llama8b, n-gram with 4 drafts: output tokens a second.
@@ -153,26 +154,38 @@ def check_draft_model() -> None:
         print(f"draft model, {params}: {num_right} of {num_drafts} drafts right in {num_steps} steps, same tokens", flush=True)
 
 
+def time_oracles(core: EngineCore, draw: random.Random, turns: int) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
+    for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
+        for chance in chances:
+            line = compare(core, prompts[:num], 512, lambda answers, a=chance: Oracle(answers, a), 4, True, turns)
+            lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})
+            print(json.dumps(lines[-1]), flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--model", default="llama8b", choices=MODELS)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--weights", default="normal", choices=("normal", "vllm"), help="vllm: as its dummy weights are")
+    parser.add_argument("--only-ngram", action="store_true")
     given = parser.parse_args()
-    check_draft_model()
+    if given.weights == "vllm":
+        RandomTensor.read_into = lambda _, out: out.uniform_(-1e-3, 1e-3)  # type: ignore[method-assign,assignment,misc]
+    if not given.only_ngram:
+        check_draft_model()
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     begin = time.perf_counter()
     core = EngineCore.load(EngineOptions(model=str(folder), load_format="dummy", max_context=8192, max_waiting=10**6))
     print(f"{given.model}: ready in {time.perf_counter() - begin:.1f} s; {core.config.max_draws} draws a step", flush=True)
-    check_sampled(core)
     draw, lines = random.Random(0), []
-    prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
-    for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
-        for chance in chances:
-            line = compare(core, prompts[:num], 512, lambda answers, a=chance: Oracle(answers, a), 4, True, given.turns)
-            lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})
-            print(json.dumps(lines[-1]), flush=True)
+    if not given.only_ngram:
+        check_sampled(core)
+        lines += time_oracles(core, draw, given.turns)
     prompts = [[draw.randrange(10, 120_000) for _ in range(40)] * 12 for _ in range(64)]
     for num in (1, 8, 64):
         for adaptive in (True, False):

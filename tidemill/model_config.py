@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tidemill.errors import ConfigError, InvalidRequest
+from tidemill.kv_format import FORMATS
 
-KV_BYTES = {"float32": 4, "bfloat16": 2}
 PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
 # Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
 QUANTIZED_TYPES = {
@@ -365,7 +365,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
-        return 2 * self.num_kv_heads * self.head_dim * self.num_kv_layers * KV_BYTES[kv_dtype]
+        return 2 * self.num_kv_heads * self.num_kv_layers * FORMATS[kv_dtype].head_bytes(self.head_dim)
 
     def activation_bytes(self, num_tokens: int, num_samples: int) -> int:
         """Peak of one step: the widest layer's intermediates, and the logits with one working copy."""

@@ -227,7 +227,7 @@ class Scene:
         prompts = flash.Prompts.of(words, self.table) if by_flash else None
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
         lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
-        positions = torch.from_numpy(work.positions)
+        positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
         attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias)
         assert not done.any()
         return out
@@ -354,6 +354,24 @@ def test_attention_to_a_shared_beginning(members_per_tile, small_blocks):
         assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[i], out[i])
 
 
+@pytest.mark.parametrize("kind", [{}, {"window": 21, "softcap": 2.0, "has_sinks": True}])
+def test_a_token_and_the_drafts_after_it(kind, small_blocks):
+    """Within a split, and over its end; what they have in common is read once, and they have the bits that they have alone."""
+    requests = [(70, 5), (28, 8), (0, 1), (63, 2), (90, 10)]
+    scene = Scene(requests, 4, 2, **kind)
+    items = np.array([(row, before + i, 1) for row, (before, new) in enumerate(requests) for i in range(new)], np.int32)
+    works = [
+        cuda_work.make_work(items, np.ones(len(items), bool), [scene.table.numpy()], 16, 32, at_once) for at_once in (1, 3, 8)
+    ]
+    nums = [work.singles[:, 7].tolist() for work in works]
+    assert sorted(nums[2]) == [1, 1, 1, 1, 4, 4, 4, 5, 6]  # of 63 and 64, the latter has a whole split to itself
+    assert (max(nums[0]), max(nums[1])) == (1, 3)
+    outs = [scene.attend(work, 32, (7, 2, 0)) for work in works]
+    assert_close(outs[0], scene.expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
+
+
 def test_a_draw_is_a_function_of_seed_and_position():
     """The likeliest where the temperature is 0; elsewhere the token that the CPU's noise draws."""
     torch.manual_seed(0)
@@ -402,7 +420,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, lora, pooling, sampling, scan
+from tidemill.kernels.cuda import attention, elementwise, gemm, logprobs, lora, pooling, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -470,8 +488,8 @@ build(sampling._narrow, types, 8, ROUND=1, STRETCH=8192, STRETCHES=32, LANES=102
 build(sampling._collect, types, 8, ROUND=2, STRETCH=8192, STRETCHES=32, LANES=1024)
 build(sampling._finish, types, 16, STRETCH=8192, STRETCHES=32, TILE=2048)
 types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
-build(sampling._summarize, types, 8, STRETCH=8192, BLOCK=128)
-build(sampling._normalize, types, 1, STRETCHES=32)
+build(logprobs._summarize, types, 8, STRETCH=8192, BLOCK=128)
+build(logprobs._normalize, types, 1, STRETCHES=32)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource

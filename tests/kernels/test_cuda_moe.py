@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import moe
+from tidemill.kernels.cuda import expert_blocks, moe
 from tidemill.kernels.cuda.gemm import Tile
 from tidemill.kernels.glu import glu_reference
 
@@ -116,7 +116,7 @@ def test_tokens_of_experts_are_counted(num_tokens, live, tiles):
     """But for those that fill the step up; added to what was there."""
     tiles(PLAIN, BULK)
     x, logits, *weights = given(num_tokens, 5)
-    tally = moe.Tally(torch.full((5,), 100, dtype=torch.int32), torch.tensor([live], dtype=torch.int32))
+    tally = expert_blocks.Tally(torch.full((5,), 100, dtype=torch.int32), torch.tensor([live], dtype=torch.int32))
     out = moe.moe(x, logits, *weights, 2, True, "silu", tally=tally)
     chosen = torch.argsort(logits[:live], dim=1, descending=True)[:, :2]
     assert (tally.totals_E - 100).tolist() == torch.bincount(chosen.flatten(), minlength=5).tolist()
@@ -133,7 +133,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import moe
+from tidemill.kernels.cuda import moe, moe_direct
 
 B, F, I = "*bf16", "*fp32", "*i32"
 types = dict(x_ptr=B, weight=B, bias_ptr=B, out_ptr=B, order_ptr=I, list_ptr=I, logits_ptr=F, experts_ptr=I, weights_ptr=F,
@@ -158,8 +158,8 @@ if __name__ == "__main__":
     build(moe._place, **shape)
     build(moe._combine, **shape, HAS_SHARED=True, BLOCK=1024)
     few = dict(ROWS=16, OUTS=16, INS=64, BULK=False, HAS_SHARED=False, RANKS=8)
-    build(moe._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
-    build(moe._down_direct, **shape, **few)
+    build(moe_direct._up_direct, **shape | {"ACT": "swiglu_clamped"}, **few)
+    build(moe_direct._down_direct, **shape, **few)
     many = dict(ROWS=128, OUTS=32, INS=64, BULK=True)
     desc = "tensordesc<bf16[32, 64]>"
     build(moe._up, 8, descs=dict(weight=desc), **shape, **many)

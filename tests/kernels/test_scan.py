@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from tidemill.cache_layout import StateLayout
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.gate import gate_reference, gated
 from tidemill.kernels.native_state import NativeStates

@@ -11,13 +11,14 @@ from rich.table import Table
 from tidemill.cli.settings import Settings, takes
 from tidemill.config import decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes, sequence_bytes
 from tidemill.errors import ConfigError
-from tidemill.model_config import KV_BYTES, ModelConfig
+from tidemill.kv_format import FORMATS
+from tidemill.model_config import ModelConfig
 from tidemill.weights.locate import locate
 
 console = Console(highlight=False)
 
 
-@takes("model", "device", "dtype")
+@takes("model", "device", "dtype", "kv-dtype")
 def memory(
     settings: Settings,
     context: Annotated[
@@ -37,12 +38,12 @@ def memory(
     machine = detect()
     device, _ = decide_device(options, machine)
     dtype, why_dtype = decide_dtype(options, device, config, machine)
-    kv_dtype, _ = decide_kv_dtype(dtype, device)
+    kv_dtype, _ = decide_kv_dtype(options, dtype, device, config)
     tokens = context if context is not None else config.max_context
     if tokens < 1 or requests < 1:
         raise ConfigError("context and requests must be at least 1.")
     weights = config.weight_bytes(dtype, bool(machine.kernels))
-    per_token = config.kv_bytes_per_token(kv_dtype)
+    kind, per_token = FORMATS[kv_dtype], config.kv_bytes_per_token(kv_dtype)
     per_request, why_layout = sequence_bytes(options, config, device, kv_dtype, tokens)
     kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
@@ -57,8 +58,8 @@ def memory(
     table.add_row(
         "KV cache",
         fmt_bytes(kv),
-        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_kv_layers} layers · {KV_BYTES[kv_dtype]}"
-        f" bytes = {per_token:,} a token; {why_layout}",
+        f"2 · {config.num_kv_heads} heads · {config.head_dim} · {config.num_kv_layers} layers · {kind.bits / 8:g} bytes"
+        f"{' and scales' if kind.has_scales else ''} = {per_token:,} a token; {why_layout}",
     )
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")

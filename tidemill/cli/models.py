@@ -64,7 +64,7 @@ def _inspect(model: str) -> None:
     defaults = sampling_defaults(path, config.num_parameters)
     machine, options = detect(), EngineOptions(model=model)
     device, _ = decide_device(options, machine)
-    kv_dtype, _ = decide_kv_dtype(decide_dtype(options, device, config, machine)[0], device)
+    kv_dtype, _ = decide_kv_dtype(options, decide_dtype(options, device, config, machine)[0], device, config)
     types: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors():

@@ -13,6 +13,7 @@ from tidemill.config import ACCEPTANCE, DTYPES, MAX_LORA_RANK, SPECULATE, Engine
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
+from tidemill.kv_format import FORMATS, SHORT_NAMES
 from tidemill.sched.policies import POLICIES
 from tidemill.sched.queue import ORDERS
 
@@ -145,6 +146,12 @@ OPTIONS = (
         spellings=(("float", "float32"), ("f32", "float32"), ("bf16", "bfloat16")),
         help="Weights and matmuls: quantized (a quantized checkpoint keeps its 4 or 8 bits; CPU), float32 (CPU), bfloat16 (GPU), "
         "or auto.",
+    ),
+    Option(
+        "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
+        spellings=tuple(SHORT_NAMES.items()),
+        help="Format of the KV cache: bfloat16; on a CPU also float32, float16, and int8 or int4 with a scale for each token and "
+        "head; or auto.",
     ),
     Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),

@@ -34,7 +34,7 @@ allowed-host = ["llm.example.org"]
 """
 _SECTIONS = {
     ENGINE: "Taken by `serve` and by every command that loads a model: `generate`, `chat` and `bench latency`, `throughput` and "
-    "`policies`. `memory` takes `model`, `device` and `dtype`; `train-draft` takes `model`, `dtype` and `threads`.",
+    "`policies`. `memory` takes `model`, `device`, `dtype` and `kv-dtype`; `train-draft` takes `model`, `dtype` and `threads`.",
     ADAPTERS: "Of `serve`; `generate` and `chat` take one `--lora`, and `--max-lora-rank`. More in [lora.md](lora.md).",
     SERVING: "Of `serve`.",
     ACCESS: "Of `serve`. `explain` sends the first key of `TIDEMILL_API_KEY` unless it is given one.",

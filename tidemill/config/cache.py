@@ -7,16 +7,36 @@ from tidemill.config.compute import decide_max_requests, decide_token_budget
 from tidemill.config.options import Decision, EngineOptions, one_of
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
+from tidemill.kv_format import FORMATS, ON_DEVICE, SHORT_NAMES
 from tidemill.model_config import ModelConfig, StateSpec
 
 GPU_PAGE = 64
 STATE_INTERVAL = 256  # tokens between the states of a sequence that are kept; a multiple of every page size
 
 
-def decide_kv_dtype(dtype: str, device: str) -> Decision[str]:
+def decide_kv_dtype(options: EngineOptions, dtype: str, device: str, model: ModelConfig) -> Decision[str]:
+    if options.kv_dtype != "auto":
+        return _given_kv_dtype(SHORT_NAMES.get(options.kv_dtype, options.kv_dtype), device, model), "given"
     if dtype == "float32":
         return "float32", "exact"
     return "bfloat16", "as the activations" if device == "cuda" else "half the memory, finer than the weights"
+
+
+def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
+    def refuse(why: str, fix: str) -> ConfigError:
+        return ConfigError(f"kv_dtype {name!r}: {why}.", fix=fix, param="kv_dtype")
+
+    if name not in FORMATS:
+        raise refuse("there is no such format of the KV cache", f"Choose one of auto, {', '.join(FORMATS)}.")
+    if name not in ON_DEVICE[device]:
+        raise refuse(f"the kernels of {device} do not have it", f"Choose one of auto, {', '.join(ON_DEVICE[device])}.")
+    if not model.attention_layers:
+        raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
+    if model.pooler is not None and FORMATS[name].has_scales:
+        raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
+    if FORMATS[name].bits < 8 and model.head_dim % 2:
+        raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
+    return name
 
 
 def decide_page_size(options: EngineOptions, device: str, model: ModelConfig, kv_dtype: str) -> Decision[int]:

@@ -21,6 +21,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     page_size: int | None = None
     max_context: int | None = None
     max_requests: int | None = None

@@ -33,7 +33,7 @@ from tidemill.config.policies import decide_kv_policies, decide_kv_policy, decid
 from tidemill.errors import ConfigError
 from tidemill.kv_policy import KVPolicy
 from tidemill.machine import Machine
-from tidemill.model_config import KV_BYTES, ModelConfig
+from tidemill.model_config import ModelConfig
 
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 
@@ -113,7 +113,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
-    kv_dtype = settle("kv_dtype", decide_kv_dtype(dtype, device))
+    kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
@@ -128,7 +128,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     fast_math = settle("fast_math", decide_fast_math(options, device, model))
     max_loras = settle("max_loras", decide_max_loras(options, device, model))
     max_lora_rank = settle("max_lora_rank", decide_max_lora_rank(options, max_loras))
-    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * KV_BYTES["bfloat16" if device == "cuda" else "float32"]
+    lora_bytes = max_loras * max_lora_rank * model.lora_values_per_rank * (2 if device == "cuda" else 4)
     layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
     memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
@@ -203,9 +203,9 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_policy=None, max_stream=None,
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_policy=None, max_stream=None,
     )  # fmt: skip
-    kv_dtype = decide_kv_dtype(decide_dtype(given, device, model, machine)[0], device)[0]
+    kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))
     return resolve(replace(given, kv_memory_bytes=num_tokens * model.kv_bytes_per_token(kv_dtype)), model, machine)
 

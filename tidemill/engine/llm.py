@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import threading
@@ -10,18 +9,29 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tidemill.config import EngineOptions, parse_bytes
+from tidemill.config import EngineOptions
+from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
-from tidemill.errors import ConfigError, InvalidRequest, TidemillError
+from tidemill.engine.llm_inputs import (
+    check_messages,
+    conversation_list,
+    engine_options,
+    of_mapping,
+    params_list,
+    prompt_list,
+    shown,
+    wants_bar,
+)
+from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
+from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
@@ -29,103 +39,13 @@ from tidemill.frontend.scoring import check_scores, cosine, pairs_of
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import BeamSearchParams, SamplingParams, sample_seed
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Submit, Timings, TokenLogprobs
+from tidemill.wire import Abort, Delta, Finish, Submit
 
 _MAX_EVENTS = 100_000
-_LORAS = 8  # slots where vLLM's enable_lora is given, and no number
 _NO_LIMIT = 2**31 - 1  # a script may queue any number of requests
-
-# vLLM's names of options: those that are ours under another name, those that cannot change an answer, and those of which only
-# one value can be had.
-_SAME = {
-    "max_model_len": "max_context",
-    "max_num_seqs": "max_requests",
-    "max_num_batched_tokens": "token_budget",
-    "block_size": "page_size",
-    "enable_prefix_caching": "prefix_caching",
-    "kv_cache_memory_bytes": "kv_memory_bytes",
-    "served_model_name": "served_name",
-    "kv_memory": "kv_memory_bytes",
-}
-_WITHOUT_EFFECT = frozenset({
-    "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "disable_log_stats", "download_dir", "swap_space",
-    "cpu_offload_gb", "max_seq_len_to_capture", "disable_custom_all_reduce", "enable_chunked_prefill", "max_logprobs",
-    "tokenizer_mode", "disable_cascade_attn", "compilation_config", "distributed_executor_backend",
-})  # fmt: skip
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "quantization": (None, "gguf"),
-    "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,), "kv_cache_dtype": (None, "auto"),
-    "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
-    "runner": (None, "auto", "generate", "pooling"), "task": (None, "auto", "generate", "embed", "score"),
-}  # fmt: skip
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Completion:
-    """One sample of a request's output."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: str | None = None
-    timings: Timings | None = None
-    stop_reason: str | int | None = None  # the stop string or token that ended it
-    score: float | None = None  # of beam search
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The answer to one prompt. If that prompt failed, `error` says why, and its `outputs` cannot be read: they raise it."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    samples: list[Completion]
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    num_cached: int = 0  # prompt tokens found in the prefix cache
-    error: TidemillError | None = None
-    pooled: list[float] | None = None  # its embedding or scores, if they were asked for
-
-    @property
-    def outputs(self) -> list[Completion]:
-        if self.error is not None:
-            raise self.error
-        return self.samples
-
-    @property
-    def text(self) -> str:
-        """Of the first sample."""
-        return self.outputs[0].text
-
-    @property
-    def finished(self) -> bool:
-        return self.error is not None or all(sample.finish_reason for sample in self.samples)
-
-
-@dataclass(slots=True)
-class _Pooled:
-    prompt_token_ids: list[int]
-    error: TidemillError | None = None
-
-    @property
-    def outputs(self) -> Self:
-        """As vLLM has it: `output.outputs.embedding`."""
-        if self.error is not None:
-            raise self.error
-        return self
-
-
-@dataclass(slots=True)
-class EmbeddingOutput(_Pooled):
-    embedding: list[float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ScoreOutput(_Pooled):
-    score: float = 0.0
 
 
 @dataclass(slots=True)
@@ -141,16 +61,16 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", *, progress: bool = True, seed: int | None = None, **options: Any) -> None:
-        settings = _engine_options(options, model)
+        settings = engine_options(options, model)
         if seed is not None:
             SamplingParams(seed=seed)  # checked
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
-        engine_options = EngineOptions(**defaults | settings)
-        self.tokenizer = Tokenizer.load(path, engine_options.chat_template)
-        with _loading_bar(progress) as (bar, task):
+        given = EngineOptions(**defaults | settings)
+        self.tokenizer = Tokenizer.load(path, given.chat_template)
+        with loading_bar(progress) as (bar, task):
             self.core = EngineCore.load(
-                engine_options,
+                given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )
         self._progress = progress
@@ -158,7 +78,7 @@ class LLM:
         self._pending: dict[str, _Pending] = {}
         self.config = self.core.config
         self.model_config = self.core.model_config
-        chosen = engine_options.sampling_defaults, engine_options.default_max_tokens
+        chosen = given.sampling_defaults, given.default_max_tokens
         self.defaults = sampling_defaults(path, self.model_config.num_parameters, *chosen)
         self._seed = seed
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
@@ -194,8 +114,8 @@ class LLM:
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. A prompt of a list that cannot be
         served fails alone: its output has `error`.
         """
-        batch, is_list = _prompt_list(prompts)
-        return self._run(batch, is_list, self._encode, sampling_params, _shows(progress, use_tqdm), priority, lora)
+        batch, is_list = prompt_list(prompts)
+        return self._run(batch, is_list, self._encode, sampling_params, wants_bar(progress, use_tqdm), priority, lora)
 
     def chat(
         self,
@@ -211,13 +131,13 @@ class LLM:
         lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation (a list of messages) or many. One of many that cannot be served fails alone."""
-        batch, is_list = _conversation_list(messages)
+        batch, is_list = conversation_list(messages)
 
         def encode(conversation: Any) -> tuple[str | None, list[int]]:
             how = {"tools": tools, "add_generation_prompt": add_generation_prompt, "variables": chat_template_kwargs}
             return None, self._encode_chat(conversation, continue_final_message=continue_final_message, **how)
 
-        return self._run(batch, is_list, encode, sampling_params, _shows(progress, use_tqdm), 0, lora)
+        return self._run(batch, is_list, encode, sampling_params, wants_bar(progress, use_tqdm), 0, lora)
 
     def beam_search(
         self,
@@ -231,10 +151,10 @@ class LLM:
         """The best `params.beam_width` outputs for each prompt, as Transformers' beam search finds them. Prompts as in
         `generate`."""
         if not isinstance(params, BeamSearchParams):
-            what = f"beam_search() takes BeamSearchParams; got {_shown(params)}."
+            what = f"beam_search() takes BeamSearchParams; got {shown(params)}."
             raise InvalidRequest(what, fix="Write BeamSearchParams(beam_width=4, max_tokens=100).", param="params")
-        batch, is_list = _prompt_list(prompts)
-        made = self._run(batch, is_list, self._encode, params.sampling(), _shows(progress, use_tqdm), 0, lora)
+        batch, is_list = prompt_list(prompts)
+        made = self._run(batch, is_list, self._encode, params.sampling(), wants_bar(progress, use_tqdm), 0, lora)
         return [
             BeamSearchOutput.of(self.tokenizer, one.prompt_token_ids, one.samples, one.error, params.include_stop_str_in_output)
             for one in made
@@ -251,11 +171,11 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Embeddings of texts or token ids. `pooling`: mean, last or cls; by default the model's own, or the mean.
         `truncate_prompt_tokens`: keep so many of each text, -1: what the model takes; otherwise a text that is too long fails."""
-        batch, is_list = _prompt_list(prompts)
+        batch, is_list = prompt_list(prompts)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling or self.model_config.own_pooling or "mean")
         self.model_config.check_pooling("mean" if params.pooling == "score" else params.pooling)
         encode = partial(self._encode_cut, num=self._num_kept(truncate_prompt_tokens))
-        made = self._run(batch, is_list, encode, params, _shows(progress, use_tqdm), 0, None)
+        made = self._run(batch, is_list, encode, params, wants_bar(progress, use_tqdm), 0, None)
         return [EmbeddingOutput(one.prompt_token_ids, one.error, one.pooled or []) for one in made]
 
     def score(
@@ -271,15 +191,15 @@ class LLM:
         `truncate_prompt_tokens`: as of `embed`."""
         texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
         pairs = pairs_of(texts[0], texts[1], ("first", "second"), most=_NO_LIMIT)
-        most, shows = self._num_kept(truncate_prompt_tokens), _shows(progress, use_tqdm)
+        most, progress = self._num_kept(truncate_prompt_tokens), wants_bar(progress, use_tqdm)
         if not check_scores(self.model_config):
             given = [*texts[0], *texts[1]]
-            made = self.embed(given, truncate_prompt_tokens=truncate_prompt_tokens, progress=shows)
+            made = self.embed(given, truncate_prompt_tokens=truncate_prompt_tokens, progress=progress)
             return [_cosine_output(made[i], made[len(texts[0]) + j]) for i, j in pairs]
         how: Any = {"max_tokens": most or self.config.max_context, "truncate": most is not None}
         encoded = [self.tokenizer.encode_pair(texts[0][i], texts[1][j], **how) for i, j in pairs]
         params = [SamplingParams(max_tokens=1, temperature=0.0, pooling="score", pair_start=start) for _, start in encoded]
-        outputs = self._run([ids for ids, _ in encoded], True, self._encode, params, shows, 0, None)
+        outputs = self._run([ids for ids, _ in encoded], True, self._encode, params, progress, 0, None)
         return [ScoreOutput(one.prompt_token_ids, one.error, (one.pooled or [0.0])[0]) for one in outputs]
 
     def _num_kept(self, num: int | None) -> int | None:
@@ -317,19 +237,19 @@ class LLM:
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            prompt = _of_mapping(prompt)
+            prompt = of_mapping(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt, max_tokens=self.config.max_context)
         if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
             raise InvalidRequest(
-                f"A prompt is a text or a list of token ids; got {_shown(prompt)}.",
+                f"A prompt is a text or a list of token ids; got {shown(prompt)}.",
                 fix='Give "text", [1, 2, 3], {"prompt": "text"} or {"prompt_token_ids": [1, 2, 3]}.',
                 param="prompt",
             )
         return None, list(prompt)
 
     def _encode_chat(self, messages: Any, **how: Any) -> list[int]:
-        _check_messages(messages)
+        check_messages(messages)
         return self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context, **how)
 
     def _run(
@@ -342,7 +262,7 @@ class LLM:
         priority: int,
         lora: str | Sequence[str | None] | None,
     ) -> list[RequestOutput]:
-        each, adapters = _params_list(params, len(batch)), self._adapter_list(lora, len(batch))
+        each, adapters = params_list(params, len(batch)), self._adapter_list(lora, len(batch))
         self.events.clear()
         outputs: list[RequestOutput] = []
         ids: list[str] = []
@@ -357,7 +277,7 @@ class LLM:
                     outputs.append(RequestOutput(prompt if isinstance(prompt, str) else None, [], [], error=error))
                     if not is_list:
                         raise
-            with _request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
+            with request_bar(self._progress if progress is None else progress, len(ids)) as (bar, task):
                 unfinished = set(ids)
                 while unfinished:
                     self.step()
@@ -380,11 +300,11 @@ class LLM:
         each = [lora] * num if lora is None or isinstance(lora, str) else list(lora)
         if len(each) != num or not all(one is None or isinstance(one, str) for one in each):
             what = f"lora is the name of an adapter, or one or None for each of {num} prompts"
-            raise InvalidRequest(f"{what}; got {_shown(lora)}.", param="lora")
+            raise InvalidRequest(f"{what}; got {shown(lora)}.", param="lora")
         return [self._adapter(one) if one else 0 for one in each]
 
     def _stream(self, prompt_ids: list[int], params: SamplingParams | None, lora: str | None) -> Iterator[str]:
-        (checked,) = _params_list(params, 1)
+        (checked,) = params_list(params, 1)
         (adapter,) = self._adapter_list(lora, 1)
         self.events.clear()
         request_id, output = self.submit(prompt_ids, checked, adapter=adapter)
@@ -466,106 +386,6 @@ def _cosine_output(first: EmbeddingOutput, second: EmbeddingOutput) -> ScoreOutp
     return ScoreOutput([*first.prompt_token_ids, *second.prompt_token_ids], error, score)
 
 
-# ---- what a script gives
-
-
-def _engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
-    """The fields of EngineOptions. Options of vLLM that cannot change an answer are dropped with a warning."""
-    known = {field.name for field in fields(EngineOptions)} - {"model"}
-    made: dict[str, Any] = {}
-    dropped = []
-    if given.pop("enable_lora", None):
-        made["max_loras"] = _LORAS
-    for name, value in given.items():
-        target = _SAME.get(name, name)
-        if target in known:
-            if target in made and target != "max_loras":
-                raise ConfigError(f"{target} is given twice, also as {name}.", fix="Give one.", param=name)
-            if value is not None:
-                made[target] = value
-        elif name in _ONLY:
-            if value not in _ONLY[name] and not (name == "tokenizer" and value == model):
-                raise ConfigError(f"{name}={value!r} is not supported.", fix=f"Leave {name} out.", param=name)
-        elif name in _WITHOUT_EFFECT:
-            dropped.append(name)
-        else:
-            nearest = difflib.get_close_matches(name, [*known, *_SAME, *_ONLY, "progress", "seed"], n=1, cutoff=0.5)
-            fix = f"Did you mean {nearest[0]}?" if nearest else f"There are {', '.join(sorted(known))}."
-            raise ConfigError(f"LLM has no option {name!r}.", fix=fix, param=name)
-    if dropped:
-        warnings.warn(f"LLM: without effect: {', '.join(sorted(dropped))}.", stacklevel=3)
-    if "dtype" in made:  # also as torch.float32
-        dtype = str(made["dtype"]).removeprefix("torch.")
-        made["dtype"] = {"float": "float32"}.get(dtype, dtype)
-    if isinstance(made.get("loras"), Mapping):
-        made["loras"] = tuple(f"{name}={path}" for name, path in made["loras"].items())
-    if isinstance(made.get("kv_memory_bytes"), str):
-        made["kv_memory_bytes"] = parse_bytes(made["kv_memory_bytes"])
-    return made
-
-
-def _params_list(params: Any, num: int) -> list[SamplingParams]:
-    each = [params or SamplingParams()] * num if params is None or isinstance(params, SamplingParams) else params
-    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
-        raise InvalidRequest(
-            f"sampling_params is a SamplingParams or a list of them; got {_shown(params)}.",
-            fix="Write SamplingParams(temperature=0, max_tokens=100).",
-            param="sampling_params",
-        )
-    if len(each) != num:
-        raise InvalidRequest(f"{num} prompts and {len(each)} sets of sampling parameters.", param="sampling_params")
-    return list(each)
-
-
-def _prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts, and whether they came as a list of them."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts], False
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(
-            f"generate() takes a prompt or a list of prompts; got {_shown(prompts)}.",
-            fix='Give "text", a list of token ids, or a list of these.',
-            param="prompts",
-        )
-    is_ids = len(prompts) > 0 and isinstance(prompts[0], int)
-    return ([prompts], False) if is_ids else (list(prompts), True)
-
-
-def _conversation_list(messages: Any) -> tuple[list[Any], bool]:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        _check_messages(messages)
-    return ([messages], False) if isinstance(messages[0], Mapping) else (list(messages), True)
-
-
-def _check_messages(messages: Any) -> None:
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-    if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise InvalidRequest(
-            f"chat() takes a list of messages; got {_shown(messages)}.",
-            fix='Write [{"role": "user", "content": "text"}], or use generate() to continue a text.',
-            param="messages",
-        )
-
-
-def _of_mapping(prompt: Mapping[str, Any]) -> Any:
-    """vLLM's {"prompt": text} and {"prompt_token_ids": ids}; of both, the ids are the prompt."""
-    unknown = [name for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids", "cache_salt") and value]
-    if unknown or (prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None):
-        what = f"not {unknown[0]!r}" if unknown else "neither is there"
-        raise InvalidRequest(f"A prompt as a dict has prompt or prompt_token_ids; {what}.", param="prompt")
-    return prompt["prompt"] if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:50]}... ({type(value).__name__})"
-
-
-def _shows(progress: bool | None, use_tqdm: bool | Callable[..., Any] | None) -> bool | None:
-    """`use_tqdm` is vLLM's name of `progress`; a tqdm class is taken as True."""
-    return progress if use_tqdm is None else bool(use_tqdm)
-
-
 def _reported(outputs: list[RequestOutput], is_list: bool) -> list[RequestOutput]:
     """Failures of prompts in a list are named with their indices, in their errors and in a warning. A single one is raised."""
     failed = [(i, output.error) for i, output in enumerate(outputs) if output.error is not None]
@@ -593,27 +413,3 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if arrived and callable(previous):
         previous(*arrived[-1])
-
-
-class _Bar:
-    """A progress bar that may be switched off."""
-
-    def __init__(self, progress: Progress, total: float | None, label: str) -> None:
-        self._progress, self._total, self._label = progress, total, label
-
-    def __enter__(self) -> tuple[Progress, TaskID]:
-        self._progress.__enter__()
-        return self._progress, self._progress.add_task(self._label, total=self._total)
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.__exit__(*error)
-
-
-def _loading_bar(enabled: bool) -> _Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    return _Bar(Progress(*columns, disable=not enabled, transient=True), None, "Loading weights")
-
-
-def _request_bar(enabled: bool, total: int) -> _Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return _Bar(Progress(*columns, disable=not enabled, transient=True), total, "Requests")

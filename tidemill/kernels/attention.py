@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
 from tidemill.kernels import masks
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, runs_of_pages, write_kv
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
 from tidemill.model_config import AttentionSpec
 
@@ -193,7 +193,7 @@ def _unseen(mask: masks.Mask, queries: np.ndarray, lo: int, hi: int) -> np.ndarr
 
 def paged_attention(
     q_TND: torch.Tensor,
-    cache: torch.Tensor,
+    kv: PagedKV,
     layer: int,
     plan: AttentionPlan,
     spec: AttentionSpec,
@@ -202,7 +202,7 @@ def paged_attention(
 ) -> torch.Tensor:
     out = torch.empty_like(q_TND)
     for group in plan.groups:
-        result = _attend(q_TND, cache, layer, group, spec, sinks_N, bias_NW)
+        result = _attend(q_TND, kv, layer, group, spec, sinks_N, bias_NW)
         tokens = group.tokens
         if group.valid is not None:
             result, tokens = result[group.valid], tokens[group.valid]
@@ -211,14 +211,13 @@ def paged_attention(
 
 
 def _attend(
-    q_TND: torch.Tensor, cache: torch.Tensor, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None,
+    q_TND: torch.Tensor, kv: PagedKV, layer: int, group: _Tiles, spec: AttentionSpec, sinks_N: torch.Tensor | None,
     bias_NW: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """All tiles of a group over all their blocks. Returns [n * tile_len, N, D]."""
-    num_kv_heads, page_size, dim = cache.shape[3:]
+    num_kv_heads, dim = kv.num_kv_heads, kv.head_dim
     n, tile_len = group.num_tiles, group.tile_len
     num_repeats = q_TND.shape[1] // num_kv_heads
-    flat = cache.view(-1, page_size * dim)
     q = q_TND.index_select(0, group.tokens).mul_(spec.scale).view(n, tile_len, num_kv_heads, num_repeats, dim)
     q = q.transpose(1, 2).reshape(n * num_kv_heads, tile_len * num_repeats, dim)
     if q.shape[1] == 1:
@@ -234,7 +233,7 @@ def _attend(
     heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = flat.index_select(0, block.runs + 2 * layer * num_kv_heads).view(batch, block.num_keys, dim).float()
+        k = read_runs(kv, block.runs, layer, False).view(batch, block.num_keys, dim)
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if change is not None:
             keys = torch.arange(block.first_key, block.first_key + block.num_keys)
@@ -243,7 +242,7 @@ def _attend(
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = flat.index_select(0, block.runs + (2 * layer + 1) * num_kv_heads).view(batch, block.num_keys, dim).float()
+        v = read_runs(kv, block.runs, layer, True).view(batch, block.num_keys, dim)
         # Longer tiles come first, so those that reach this block are a leading part of the state.
         old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
         shrink = old_top.sub_(new_top).exp_()
@@ -291,7 +290,7 @@ class TorchStep:
         kv, spec, at = self.kv, self.kv.specs[layer], self.kv.places[layer]
         queries = enter_heads(kv, layer, qkv_TC, self.positions_T, self.slots_GT, learned)
         plan = self.plans[_kind(at, spec)]
-        return paged_attention(queries, kv.cache, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
+        return paged_attention(queries, kv, at.index, plan, spec, learned.sinks, kv.biases[layer]).flatten(1)
 
 
 def _kind(place: Place, spec: AttentionSpec) -> tuple[int, int, bool]:
@@ -305,7 +304,7 @@ def enter_heads(
     """Norm and rotate queries and keys, write keys and values into the cache. Returns the queries [T, N, D]."""
     queries, keys, values = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
     at = kv.places[layer]
-    write_kv(kv.cache, at.index, slots_GT[at.group], keys, values)
+    write_kv(kv, at.index, slots_GT[at.group], keys, values)
     return queries
 
 

@@ -1,5 +1,5 @@
 """The KV cache: [P, layers of a page, 2, G, S, D]. Page by page, so that memory is used as pages are; a page of one head is one
-run."""
+run. In a format with scales a page is bytes: the values, then the scales (`kv_format.py`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tidemill.cache_layout import Place
 from tidemill.kernels import masks
+from tidemill.kv_format import FORMATS, KVFormat
 from tidemill.model_config import AttentionSpec
 
 
@@ -39,12 +40,13 @@ PLAIN = HeadWeights()
 class PagedKV:
     """What an attention backend works on."""
 
-    cache: torch.Tensor  # [P, layers of a page, 2, G, S, D]
+    cache: torch.Tensor  # [P, layers of a page, 2, G, S, D]; int4: D / 2 bytes, see `quantize`
     tables: list[torch.Tensor]  # of each group: [rows, pages] int32: which page holds a row's tokens S * i .. S * i + S - 1
     specs: tuple[AttentionSpec, ...]  # of each layer
     angles: list[Angles | None]  # of each layer
     places: tuple[Place, ...]  # of each layer
     biases: Sequence[torch.Tensor | None] = field(default_factory=list)  # of each layer, by distance: `Model.distance_biases`
+    scales: torch.Tensor | None = None  # [P, layers of a page, 2, G, S], of a format that has them
 
     def __post_init__(self) -> None:
         if not self.biases:
@@ -64,7 +66,11 @@ class PagedKV:
 
     @property
     def head_dim(self) -> int:
-        return self.cache.shape[5]
+        return self.cache.shape[5] * 8 * self.cache.element_size() // self.format.bits
+
+    @property
+    def format(self) -> KVFormat:
+        return FORMATS[_FORMAT_OF[self.cache.dtype]]
 
     def by_distance(self) -> list[torch.Tensor | None]:
         """What each layer adds to scores, as a table where the cache is; layers that add the same share one."""
@@ -75,14 +81,73 @@ class PagedKV:
         return [on_device[kind] for kind in kinds]
 
 
+# int4: two values of a byte.
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "int4": torch.uint8,
+}
+_FORMAT_OF = {dtype: name for name, dtype in _DTYPES.items()}
+LARGEST = {"fp8": 448, "int8": 127, "int4": 7}
+_TINY = 1e-30  # a row without a larger value is zero
+
+
 def new_cache(
     num_pages: int, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: str = "float32"
 ) -> torch.Tensor:
-    """numpy's zeros are mapped lazily (torch's are written): memory is used as pages are."""
-    shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+    """[P, layers of a page, 2, G, S, D], or [P, bytes of a page] in a format with scales; `views` are what kernels take.
+    numpy's zeros are mapped lazily (torch's are written): memory is used as pages are."""
+    kind, shape = FORMATS[dtype], (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+    if kind.has_scales:
+        num_bytes = num_layers * 2 * num_kv_heads * page_size * kind.head_bytes(head_dim)
+        return torch.from_numpy(np.zeros((num_pages, num_bytes), np.uint8))
     if dtype == "bfloat16":  # which numpy does not know
         return torch.from_numpy(np.zeros(shape, np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.zeros(shape, dtype))
+
+
+def views(
+    pool: torch.Tensor, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values and scales of a pool that `new_cache` has made, as `PagedKV` has them."""
+    if not FORMATS[dtype].has_scales:
+        return pool, None
+    shape = (pool.shape[0], num_layers, 2, num_kv_heads, page_size)
+    row_bytes = FORMATS[dtype].row_bytes(head_dim)
+    num_bytes = num_layers * 2 * num_kv_heads * page_size * row_bytes
+    values = pool[:, :num_bytes].unflatten(1, (*shape[1:], row_bytes)).view(_DTYPES[dtype])
+    return values, pool[:, num_bytes:].view(torch.bfloat16).unflatten(1, shape[1:])
+
+
+def quantize(x: torch.Tensor, kind: KVFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., D] to values and one scale a row, rounded up to bfloat16; NaN where a value is not finite. int4: a byte has value i
+    and, in its upper half, value D / 2 + i."""
+    x, largest = x.float(), LARGEST[kind.name]
+    top = x.abs().amax(-1, keepdim=True)
+    top = torch.where(top < _TINY, 0.0, top)
+    bits = (top / largest).view(torch.int32)
+    scale = ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    factor = torch.where(top > 0, 1 / scale, 0.0)
+    is_finite = top.isfinite()
+    codes = torch.where(is_finite, x * factor, 0.0)
+    scale = torch.where(is_finite, scale, float("nan")).squeeze(-1).bfloat16()
+    if kind.name == "fp8":
+        return codes.to(torch.float8_e4m3fn), scale
+    codes = codes.round().to(torch.int8)
+    if kind.name == "int8":
+        return codes, scale
+    low, high = codes.view(torch.uint8).chunk(2, dim=-1)
+    return (low & 15) | (high << 4), scale
+
+
+def dequantize(values: torch.Tensor, scales: torch.Tensor, kind: KVFormat) -> torch.Tensor:
+    if kind.name == "int4":
+        signed = values.view(torch.int8)
+        values = torch.cat([(signed << 4) >> 4, signed >> 4], dim=-1)
+    return values.float() * scales.float().unsqueeze(-1)
 
 
 def runs_of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
@@ -93,12 +158,24 @@ def runs_of_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return pages.to(torch.int64).unsqueeze(-2) * (num_layers * 2 * num_kv_heads) + heads
 
 
-def write_kv(cache: torch.Tensor, layer: int, slots_T: torch.Tensor, keys_TGD: torch.Tensor, values_TGD: torch.Tensor) -> None:
-    """`slots_T`: page * page_size + offset."""
-    page_size = cache.shape[4]
-    pages, offsets = slots_T // page_size, slots_T % page_size
-    cache[pages, layer, 0, :, offsets] = keys_TGD.to(cache.dtype)
-    cache[pages, layer, 1, :, offsets] = values_TGD.to(cache.dtype)
+def write_kv(kv: PagedKV, layer: int, slots_T: torch.Tensor, keys_TGD: torch.Tensor, values_TGD: torch.Tensor) -> None:
+    """`layer`: of a page; `slots_T`: page * page_size + offset."""
+    pages, offsets = slots_T // kv.page_size, slots_T % kv.page_size
+    for i, given in enumerate((keys_TGD, values_TGD)):
+        if kv.scales is None:
+            kv.cache[pages, layer, i, :, offsets] = given.to(kv.cache.dtype)
+        else:
+            kv.cache[pages, layer, i, :, offsets], kv.scales[pages, layer, i, :, offsets] = quantize(given, kv.format)
+
+
+def read_runs(kv: PagedKV, runs: torch.Tensor, layer: int, is_value: bool) -> torch.Tensor:
+    """Keys or values of `runs_of_pages` in float32, [runs, S, D]. `layer`: of a page."""
+    num_heads = kv.num_kv_heads
+    if kv.scales is None:
+        flat = kv.cache.view(-1, kv.page_size * kv.head_dim)
+        return flat.index_select(0, runs + (2 * layer + is_value) * num_heads).view(-1, kv.page_size, kv.head_dim).float()
+    at = runs // (kv.cache.shape[1] * 2 * num_heads), layer, int(is_value), runs % num_heads
+    return dequantize(kv.cache[at], kv.scales[at], kv.format)
 
 
 def copy_pages(cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:

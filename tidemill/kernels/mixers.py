@@ -31,7 +31,7 @@ def _choose_attention(kv: PagedKV, fast_math: bool) -> tuple[Attention, str]:
     if NativeAttention.can_run(kv):
         return NativeAttention(kv), ""
     why, no_flex = NativeAttention.uncovered(kv), unavailable_on_cpu() if fast_math else ""
-    if fast_math and not no_flex:
+    if fast_math and not no_flex and kv.scales is None:
         return FlexAttention(kv), f"{why}; torch's FlexAttention computes it, several times slower"
     return TorchAttention(kv), "; ".join(filter(None, (why, no_flex, "torch computes it, several times slower")))
 

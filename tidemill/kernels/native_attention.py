@@ -25,6 +25,8 @@ _MIN_TILE_ROWS, _MAX_TILE_ROWS = 32, 192  # the latter as in attention.c
 _TASKS_PER_THREAD = 8
 _TILE_FIELDS = ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
 _BLOCK = 32  # keys; as in attention.c
+_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}  # as in tidemill.h
+_MAX_CODE_DIM = 1024  # as in kv_codes.h
 
 
 class NativeAttention:
@@ -36,7 +38,9 @@ class NativeAttention:
         biases = kv.by_distance()
         tables = {id(bias): None if bias is None else _bias_table(bias) for bias in biases}  # layers may share one
         self._biases = [tables[id(bias)] for bias in biases]
-        self._specs = [_spec(i, *layer) for i, layer in enumerate(zip(kv.specs, kv.angles, kv.places, self._biases, strict=True))]
+        self._specs = [_spec(kv, *layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
+        for number, spec in enumerate(self._specs):
+            spec.number = number
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
             for spec, at in zip(self._specs, kv.places, strict=True)
@@ -52,6 +56,10 @@ class NativeAttention:
         """What of this cache or its layers the kernel does not do, or empty."""
         if kv.page_size & (kv.page_size - 1):
             return f"the C attention kernel takes pages of a power of two, not of {kv.page_size}"
+        if kv.format.name not in _FORMATS:
+            return f"the C attention kernel does not read keys and values in {kv.format.name}"
+        if kv.scales is not None and kv.head_dim > _MAX_CODE_DIM:
+            return f"the C attention kernel takes heads of up to {_MAX_CODE_DIM} in {kv.format.name}"
         if kv.num_heads // kv.num_kv_heads > _MIN_TILE_ROWS:
             return f"the C attention kernel takes up to {_MIN_TILE_ROWS} query heads a KV head"
         return uncovered("C", kv.specs)
@@ -95,9 +103,9 @@ class NativeAttention:
         return native.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
-            page_stride=kv.cache.stride(0),
+            page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
             table_width=kv.tables[0].stride(0),
-            is_bf16=kv.cache.dtype == torch.bfloat16,
+            kv_format=_FORMATS[kv.format.name],
             num_tiles=tiles.shape[1],
             **{name: tiles[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
             tables=ctypes.addressof(self._tables),
@@ -136,7 +144,9 @@ def _bias_table(bias: torch.Tensor) -> torch.Tensor:
     return F.pad(bias, (_BLOCK + 1, _BLOCK)).contiguous()
 
 
-def _spec(number: int, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
+def _spec(kv: PagedKV, spec: AttentionSpec, angles: Angles | None, place: Place, bias: torch.Tensor | None) -> native.LayerSpec:
+    scales = (None, None) if kv.scales is None else (kv.scales[0, place.index, i].data_ptr() for i in (0, 1))
+    key_scales, value_scales = scales
     return native.LayerSpec(
         group=place.group,
         num_heads=spec.num_heads,
@@ -149,7 +159,8 @@ def _spec(number: int, spec: AttentionSpec, angles: Angles | None, place: Place,
         bias=None if bias is None else bias.data_ptr(),
         cos=None if angles is None else angles.cos.data_ptr(),
         sin=None if angles is None else angles.sin.data_ptr(),
-        number=number,
+        key_scales=key_scales,
+        value_scales=value_scales,
         scale=spec.scale,
         softcap=spec.softcap,
     )

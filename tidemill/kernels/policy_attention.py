@@ -37,11 +37,9 @@ class PolicyStep:
         queries, keys, values = rotate_heads(kv, layer, qkv_TC, self.positions_T, learned)
         out = torch.empty_like(queries)
         for one in self.rounds:
-            write_kv(kv.cache, at, one.slots, keys[one.written], values[one.written])
+            write_kv(kv, at, one.slots, keys[one.written], values[one.written])
             if one.plan is not None:
-                out[one.tokens] = paged_attention(
-                    queries[one.tokens], kv.cache, at, one.plan, spec, learned.sinks, kv.biases[layer]
-                )
+                out[one.tokens] = paged_attention(queries[one.tokens], kv, at, one.plan, spec, learned.sinks, kv.biases[layer])
             for segment in one.round.segments:
                 _Segment(kv, layer, segment).run(queries, out, learned)
         return out.flatten(1)

@@ -306,6 +306,8 @@ class KVManager:
         if sequence.policy is not None:
             num_computed = sequence.policy.num_recordable(num_computed)
         start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
+        if end - start < self.page_size and not sequence.stops:
+            return
         sequence.num_recorded = max(sequence.num_recorded, end // self.page_size)
         stops = (end,) if start < end == num_computed and end in sequence.stops else ()
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):

@@ -52,8 +52,8 @@ class PrefixIndex(ABC, Generic[P]):
         self._copies = Copies()
 
     @abstractmethod
-    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> P:
-        """`num_findable`: tokens of which `find` may find pages."""
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> P:
+        """`num_indexed`: tokens of which `find` may find pages."""
 
     @abstractmethod
     def find(self, path: P) -> Found: ...
@@ -187,9 +187,9 @@ class HashIndex(PrefixIndex[HashPath]):
     def pages(self) -> Iterable[int]:
         return self._key_of
 
-    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> HashPath:
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
         path = HashPath(self._page_size, root_key(salt, self._page_size))
-        path.extend(token_ids, num_findable)
+        path.extend(token_ids, num_indexed)
         return path
 
     def find(self, path: HashPath) -> Found:

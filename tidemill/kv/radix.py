@@ -48,15 +48,15 @@ class Node:
 @dataclass(slots=True)
 class RadixPath(Path):
     salt: str
-    findable: bytes  # tokens of which pages may be found
+    indexed: bytes  # tokens of which pages may be found
     node: Node | None = None  # the place up to which its pages were put last: tokens before `end`, which is in this node
     end: int = 0
     num_cuts: int = 0  # of the node
 
     def until(self, num_tokens: int) -> RadixPath:
         if num_tokens < self.end:
-            return RadixPath(self.salt, self.findable[: num_tokens * _WIDTH], self.node, num_tokens, self.num_cuts)
-        return RadixPath(self.salt, self.findable, self.node, self.end, self.num_cuts)
+            return RadixPath(self.salt, self.indexed[: num_tokens * _WIDTH], self.node, num_tokens, self.num_cuts)
+        return RadixPath(self.salt, self.indexed, self.node, self.end, self.num_cuts)
 
 
 class RadixIndex(PrefixIndex[RadixPath]):
@@ -73,13 +73,13 @@ class RadixIndex(PrefixIndex[RadixPath]):
     def pages(self) -> Iterable[int]:
         return self._at
 
-    def path(self, token_ids: Sequence[int], salt: str, num_findable: int) -> RadixPath:
-        return RadixPath(salt, _packed(token_ids, 0, num_findable))
+    def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> RadixPath:
+        return RadixPath(salt, _packed(token_ids, 0, num_indexed))
 
     # ---- finding
 
     def find(self, path: RadixPath) -> Found:
-        tokens, pages, end = path.findable, [list[int]() for _ in self._sizes], 0
+        tokens, pages, end = path.indexed, [list[int]() for _ in self._sizes], 0
         node = self._roots.get(path.salt)
         if node is None:
             return Found(0, pages)

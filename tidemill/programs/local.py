@@ -12,7 +12,8 @@ from tidemill.programs.expressions import Gen
 from tidemill.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from tidemill.engine.llm import LLM, RequestOutput
+    from tidemill.engine.llm import LLM
+    from tidemill.engine.llm_outputs import RequestOutput
 
 
 @dataclass(slots=True)

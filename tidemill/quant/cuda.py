@@ -14,7 +14,7 @@ from tidemill.quant.base import ExpertParts, ExpertStacks, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:
-    from tidemill.kernels.cuda.moe import Tally
+    from tidemill.kernels.cuda.expert_blocks import Tally
 
 
 class CudaWeight(Weight):
@@ -83,7 +83,7 @@ class CudaExperts(ExpertWeights):
         self._tally: Tally | None = None
 
     def count(self, live: torch.Tensor) -> None:
-        from tidemill.kernels.cuda.moe import Tally
+        from tidemill.kernels.cuda.expert_blocks import Tally
 
         self.counts = torch.zeros(self._spec.num_experts, dtype=torch.int32, device=live.device)
         self._tally = Tally(self.counts, live)

@@ -9,7 +9,7 @@ import torch
 
 from tidemill.config import EngineConfig
 from tidemill.kernels import native
-from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache
+from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, views
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import Policies
@@ -63,7 +63,9 @@ class CpuRunner:
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
-            kv = PagedKV(self.cache, state.kv_tables, shape.attention_layers, own, layout.places, biases)
+            sizes = layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+            values, scales = views(self.cache, *sizes, config.kv_dtype)
+            kv = PagedKV(values, state.kv_tables, shape.attention_layers, own, layout.places, biases, scales)
         if layout.states is not None:
             pool, tables = self.cache.flatten(1).view(torch.uint8), state.tables[layout.num_kv_groups :]
             states = PagedStates(pool, tables, layout.states, shape.layers, layout.interval)

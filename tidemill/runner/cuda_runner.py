@@ -23,7 +23,16 @@ from tidemill.config import EngineConfig
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.kernels.cuda import flash
-from tidemill.kernels.cuda.attention import SPLIT, Lists, attend, by_roles, num_prompt_programs, prompt_rows, shared_rows
+from tidemill.kernels.cuda.attention import (
+    SPLIT,
+    Lists,
+    attend,
+    by_roles,
+    num_prompt_programs,
+    prompt_rows,
+    shared_rows,
+    single_rows,
+)
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import enter_heads, look_up
 from tidemill.kernels.cuda.launch import compile_only
@@ -125,8 +134,8 @@ class CudaRunner:
         self._by_roles = by_roles(shape.attention_layers)
         self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
         group = shape.num_heads // max(1, shape.num_kv_heads)
-        self._members_per_tile, self._prompt_tile = (
-            rows // max(1, group) for rows in (shared_rows(group), prompt_rows(group, self._by_roles))
+        self._at_once, self._members_per_tile, self._prompt_tile = (
+            rows // max(1, group) for rows in (single_rows(group), shared_rows(group), prompt_rows(group, self._by_roles))
         )
         num_slots = config.max_draws * -(-config.max_context // SPLIT)
         self._partial = torch.empty(num_slots, shape.num_heads, shape.head_dim + 2, device=self._device)
@@ -279,7 +288,7 @@ class CudaRunner:
         by_flash = may_flash and self.flash.is_taken and counts.sum() >= FROM_TOKENS and (counts > 1).sum() <= flash.MOST_PROMPTS
         tile = flash.WHOLE if by_flash else self._prompt_tile
         tables = self._tables[: self._num_kv_groups]
-        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile)
+        work = make_work(table[:, :3], table[:, 3].astype(bool), tables, self._members_per_tile, tile, self._at_once)
         if self._states is not None:
             work.chains = chains(table[:, :3])
         return work, by_flash

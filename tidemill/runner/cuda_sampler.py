@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidemill.kernels.cuda import sampling as kernels
+from tidemill.kernels.cuda import logprobs
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
 from tidemill.models.base import CausalLM
 from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host, to_host
@@ -52,7 +52,7 @@ class LogprobsReport:
 
 
 def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> Scores:
-    return Scores(*kernels.score(logits_NV, ids_N, num_top))
+    return Scores(*logprobs.score(logits_NV, ids_N, num_top))
 
 
 class CudaSampler:

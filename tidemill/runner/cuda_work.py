@@ -66,10 +66,11 @@ class Work:
 
 
 def singles(
-    rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray], members_per_tile: int
+    rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, tables: list[np.ndarray], members_per_tile: int, at_once: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The work of sequences with one new token each: a record for every split that a sequence has to itself; splits that
-    sequences share, and their members. `tables`: the page tables of all rows, of each KV group.
+    sequences share, and their members. `tables`: the page tables of all rows, of each KV group. `at_once`: tokens of a record, at
+    most: of a token and the drafts after it.
 
     A page that two requests have at the same place says that they are the same up to its end: a split whose last page they have
     in common in every group, they have in common. Where both have given the page back, neither sees it."""
@@ -92,6 +93,8 @@ def singles(
             shared, members, own[complete[order[np.repeat(counts > 1, counts)]]] = *_groups(
                 complete[order], starts[counts > 1], counts[counts > 1], members_per_tile, request, split, rows, tokens
             ), False  # fmt: skip
+    counts = _with_drafts(rows, positions, num_splits, at_once)
+    own[(first_slot + num_splits - 1)[counts == 0]] = False  # the last split of those that are in another's record
     mine = np.flatnonzero(own)
     num_here = np.bincount(request[mine], minlength=rows.size)
     who = request[mine]
@@ -104,8 +107,24 @@ def singles(
         (records.SINGLE_SLOT, first_slot[who]),
         (records.SINGLE_SPLITS, num_splits[who]),
         (records.SINGLE_LISTED, num_here[who]),
+        (records.SINGLE_TOKENS, np.where(split[mine] == num_splits[who] - 1, counts[who], 1)),
     )
     return made, shared, members
+
+
+def _with_drafts(rows: np.ndarray, positions: np.ndarray, num_splits: np.ndarray, at_once: int) -> np.ndarray:
+    """For each token, how many are in its record: it and those after it, or 0, if it is in the record of one before it. All but
+    their last split, such tokens share in any case, so that they have one record."""
+    counts = np.ones(rows.size, np.int32)
+    goes_on = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1) & (num_splits[1:] == num_splits[:-1])
+    if at_once == 1 or not goes_on.any():
+        return counts
+    begins = np.flatnonzero(np.concatenate([[True], ~goes_on]))
+    place = np.arange(rows.size) - np.repeat(begins, np.diff(np.append(begins, rows.size)))
+    firsts = np.flatnonzero(place % at_once == 0)
+    counts[:] = 0
+    counts[firsts] = np.diff(np.append(firsts, rows.size))
+    return counts
 
 
 def _last_pages(tables: list[np.ndarray], rows: np.ndarray, split: np.ndarray) -> np.ndarray:
@@ -174,16 +193,18 @@ def chains(items: np.ndarray) -> np.ndarray:
     return made[np.argsort(-counts, kind="stable")]
 
 
-def make_work(items: np.ndarray, samples: np.ndarray, tables: list[np.ndarray], members_per_tile: int, prompt_tile: int) -> Work:
-    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits."""
+def make_work(
+    items: np.ndarray, samples: np.ndarray, tables: list[np.ndarray], members_per_tile: int, prompt_tile: int, at_once: int = 1
+) -> Work:
+    """`items`: [n, 3] row, start, count. `samples`: which of them yield logits. The rest: tokens of a tile or a record."""
     rows, starts, counts = items.T
     ends = np.cumsum(counts, dtype=np.int32)
     firsts = ends - counts
     one = counts == 1
     if one.all():
-        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile)
+        single, shared, members = singles(rows, starts, firsts, tables, members_per_tile, at_once)
         return Work(rows, starts, single, shared, members, _NONE, np.flatnonzero(samples).astype(np.int32))
-    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile)
+    single, shared, members = singles(rows[one], starts[one], firsts[one], tables, members_per_tile, at_once)
     more = ~one
     longer = prompts(rows[more], starts[more], counts[more], firsts[more], prompt_tile)
     positions = np.repeat(starts - firsts, counts) + np.arange(ends[-1], dtype=np.int32)

@@ -75,7 +75,9 @@ class StepTimes:
     _scale: float = 0.0
     _shape: dict[tuple[bool, int], float] = field(default_factory=dict)
     _num_seen: Counter[tuple[bool, int]] = field(default_factory=Counter)
+    _num_with: int = 0  # steps with drafts that were measured
     _num_without: int = 0  # steps since the last with drafts
+    _nearest: dict[tuple[bool, int], tuple[bool, int] | None] = field(default_factory=dict)  # to what was not measured
 
     def add(self, num_tokens: int, drafted: bool, seconds: float) -> None:
         key = drafted, _bucket(num_tokens)
@@ -86,11 +88,14 @@ class StepTimes:
             return  # something else happened
         if drafted:
             self._num_without = 0
+            self._num_with += 1
         else:
             self._num_without += 1
             if self._num_without == _FORGET_AFTER:  # they may have been slow for another reason
                 self._shape = {known: value for known, value in self._shape.items() if not known[0]}
-                self._num_seen = Counter()
+                self._num_seen, self._num_with = Counter(), 0
+        if self._num_with <= _FIRST or key not in self._shape:
+            self._nearest = {}
         found = self._shape.get(key)
         self._num_seen[key] += 1
         if found is None or self._num_seen[key] <= _FIRST:  # the first ones may be slow: something is done for the first time
@@ -106,7 +111,7 @@ class StepTimes:
     @property
     def is_believed(self) -> bool:
         """More than a few steps with drafts were measured."""
-        return sum(num for (has_drafts, _), num in self._num_seen.items() if has_drafts) >= _FIRST
+        return self._num_with >= _FIRST
 
     def of(self, num_tokens: int, drafted: bool) -> float:
         """In any unit: only ratios mean something before the first is measured."""
@@ -115,11 +120,14 @@ class StepTimes:
     def _relative(self, num_tokens: int, drafted: bool) -> float:
         """With drafts, the first few measurements are not believed: something may have been done for the first time."""
         is_believed = not drafted or self.is_believed
-        found = self._shape.get((drafted, _bucket(num_tokens)))
+        key = drafted, _bucket(num_tokens)
+        found = self._shape.get(key)
         if found is not None and is_believed:
             return found
-        known = [key for key in self._shape if is_believed or not key[0]]
-        near = min(known, key=lambda key: (key[0] is not drafted, abs(key[1] - num_tokens)), default=None)
+        if key not in self._nearest:
+            known = [key for key in self._shape if is_believed or not key[0]]
+            self._nearest[key] = min(known, key=lambda one: (one[0] is not drafted, abs(one[1] - key[1])), default=None)
+        near = self._nearest[key]
         line = 1 + self.slope * (num_tokens - 1)
         return line if near is None else self._shape[near] * line / (1 + self.slope * (near[1] - 1))
 

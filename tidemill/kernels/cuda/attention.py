@@ -5,7 +5,8 @@ The order of summation depends on a query's position alone. Keys are taken in bl
 a split of 512 positions are merged by the online softmax, splits are merged in order. Three kernels keep that order:
 
 - `_attend_prompts`: tiles of a request's new tokens, which take their splits one after the other;
-- `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them;
+- `_attend_single`: one token of a request, each of its splits by a program of its own; the last to finish merges them. A token
+  and the drafts after it have their last split in common, which is read once;
 - `_attend_shared`: a split that several requests have in common (they share its pages), read once for all of them.
 
 With a window, blocks and splits that a row does not see change none of its bits, so they are left out where no row sees them. A
@@ -54,6 +55,7 @@ from tidemill.kernels.cuda.records import (
     SINGLE_SPLIT,
     SINGLE_SPLITS,
     SINGLE_TOKEN,
+    SINGLE_TOKENS,
     SINGLE_WIDTH,
 )
 from tidemill.model_config import AttentionSpec
@@ -307,29 +309,31 @@ def _attend_single(
     kv_head = tl.program_id(0)
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     rows, columns = tl.arange(0, ROWS), tl.arange(0, DIM)
-    head, valid = kv_head * group + rows, rows < group
+    head, behind = kv_head * group + rows % group, rows // group  # `behind`: its token after the record's first
     # The first record was there long before the kernel that this one waits for.
     tile = singles_ptr + tl.program_id(1) * SINGLE_WIDTH
     token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
     row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
     num_splits, num_here = tl.load(tile + SINGLE_SPLITS), tl.load(tile + SINGLE_LISTED)
+    num_tokens = tl.load(tile + SINGLE_TOKENS)
     begin(AHEAD)
     while num_splits > 0:
         tile += tl.num_programs(1) * SINGLE_WIDTH
         num_next = tl.load(tile + SINGLE_SPLITS)  # asked for early, it does not keep the program from ending
         token, slot0, table = token.to(tl.int64), slot0.to(tl.int64), table_ptr + row.to(tl.int64) * table_width
-        q = _queries(qkv_ptr, token + rows * 0, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
+        valid, positions, end = behind < num_tokens, position + behind, position + num_tokens
+        q = _queries(qkv_ptr, token + behind, head, valid, NUM_HEADS, NUM_KV_HEADS, DIM)
         acc, total = tl.zeros((ROWS, DIM), tl.float32), tl.zeros((ROWS, 4), tl.float32)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         begins = split * SPLIT
         if WINDOW:
             begins = tl.maximum(begins, tl.maximum(position - window + 1, 0) // BLOCK * BLOCK)
-        for first in range(begins, min(split * SPLIT + SPLIT, position + 1), BLOCK):
+        for first in range(begins, min(split * SPLIT + SPLIT, end), BLOCK):
             keys = first + tl.arange(0, BLOCK)
-            there = keys <= position
-            seen = there
+            there = keys < end
+            seen = keys[None, :] <= positions[:, None]
             if WINDOW:
-                seen = there & (keys > position - window)
+                seen &= keys[None, :] > positions[:, None] - window
             keys_ptr = cache_ptr + (tl.load(table + first // BLOCK).to(tl.int64) * runs_per_page + layer_run + kv_head) * (
                 BLOCK * DIM
             )
@@ -337,8 +341,8 @@ def _attend_single(
             k = tl.load(keys_ptr + (at[None, :] + columns[:, None]), mask=there[None, :], other=0.0)
             scores = _capped(tl.dot(q, k), scale, softcap, SOFTCAP)
             biased = valid[:, None] & there[None, :]
-            scores = _biased(scores, bias_ptr, bias_width, head, position + rows * 0, keys, biased, scale, SOFTCAP, BIAS)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            scores = _biased(scores, bias_ptr, bias_width, head, positions, keys, biased, scale, SOFTCAP, BIAS)
+            scores = tl.where(seen, scores, float("-inf"))
             weights, top, shrink = _weigh(scores, top, factor)
             total = _add_up(weights, total, shrink, ROWS, BLOCK)
             weights = weights.to(cache_ptr.dtype.element_ty)
@@ -349,24 +353,27 @@ def _attend_single(
             if SINKS:
                 sink, one = _sink(sinks_ptr, head, valid, tl.zeros((ROWS,), tl.float32), factor, SINKS)
                 acc, top, weight = _merge(tl.zeros((ROWS, DIM), tl.float32), sink, one, acc, top, weight, factor)
-            out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
+            out_at = ((token + behind) * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
             tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=valid[:, None])
         else:
-            part = partial_ptr + ((slot0 + split) * NUM_HEADS + head) * (DIM + 2)
+            part = partial_ptr + ((slot0 + split + behind * num_splits) * NUM_HEADS + head) * (DIM + 2)
             tl.store(part[:, None] + columns[None, :], acc, mask=valid[:, None])
             tl.store(part + DIM, top, mask=valid)
             tl.store(part + DIM + 1, weight, mask=valid)
             tl.debug_barrier()
-            done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
-            if done == num_here - 1:  # the last of them merges all
-                tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
-                _merge_parts(
-                    partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS, DIM,
-                    TOGETHER, SINKS,
-                )  # fmt: skip
+            for _ in range(num_tokens):
+                done = tl.atomic_add(done_ptr + token * NUM_KV_HEADS + kv_head, 1, sem="acq_rel", scope="gpu")
+                if done == num_here - 1:  # the last of them merges all
+                    tl.store(done_ptr + token * NUM_KV_HEADS + kv_head, 0)
+                    _merge_parts(
+                        partial_ptr, out_ptr, sinks_ptr, token, slot0, num_splits, kv_head, factor, NUM_HEADS, NUM_KV_HEADS,
+                        DIM, TOGETHER, SINKS,
+                    )  # fmt: skip
+                token, slot0 = token + 1, slot0 + num_splits
         token, position = tl.load(tile + SINGLE_TOKEN), tl.load(tile + SINGLE_POSITION)
         row, split, slot0 = tl.load(tile + SINGLE_ROW), tl.load(tile + SINGLE_SPLIT), tl.load(tile + SINGLE_SLOT)
         num_splits, num_here = num_next, tl.load(tile + SINGLE_LISTED)
+        num_tokens = tl.load(tile + SINGLE_TOKENS)
 
 
 class PromptAttention(Protocol):
@@ -430,7 +437,7 @@ def attend(
         launch(
             _attend_single, (num_kv_heads, lists.num_single),
             qkv_TC, cache, table, out_TC, lists.partial, lists.done, lists.singles, sinks, bias, *where, *how_much,
-            ROWS=max(SINGLE_ROWS, triton.next_power_of_2(group)), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
+            ROWS=single_rows(group), **_single_how(qkv_TC.shape[0], group), **has_sinks, **common,
         )  # fmt: skip
     if lists.prompts is not None:
         lists.prompts.attend(qkv_TC, cache, layer, out_TC, num_heads)
@@ -470,6 +477,10 @@ def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> in
     if not by_roles:
         return num_tiles + 16
     return min(num_tiles * num_kv_heads, torch.cuda.get_device_properties().multi_processor_count)
+
+
+def single_rows(group: int) -> int:
+    return max(SINGLE_ROWS, triton.next_power_of_2(group))
 
 
 def shared_rows(group: int) -> int:

@@ -21,66 +21,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import gated
+from tidemill.kernels.cuda.expert_blocks import (
+    PIECE,
+    PIECES,
+    Tally,
+    fetch,
+    gated_block,
+    matrices,
+    options_of,
+    rows_of,
+    tile_of,
+    to_keys,
+    weigh,
+)
 from tidemill.kernels.cuda.gemm import Tile, choice_of, measured_tile
 from tidemill.kernels.cuda.launch import HOW, IS_INTERPRETED, begin, launch
+from tidemill.kernels.cuda.moe_direct import MOST_DIRECT, is_direct, multiply_directly, multiply_gated_directly
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
-MOST_DIRECT = 4  # tokens; a choice of tiles ends there too, so that every kernel is compiled at start
-_MOST_EXPERTS_DIRECT = 128  # each program compares all with all
-_MOST_RANKS = 8  # of a token there: a program has a tile of each
-LET_IN = True  # the second product's programs while the first one's run, with few tokens
 FETCHED = 24 << 20  # bytes of weights that fit in the L2 cache beside what is being read
 _ENTRY = tl.constexpr(4)  # words of a block in a list: expert, first place, rows, unused
 _AT_ONCE = tl.constexpr(16)  # experts that are compared with all at once
 _LISTED = tl.constexpr(32)  # blocks that a program lists
-_PIECE = tl.constexpr(2048)  # bytes that a thread fetches
-_PIECES = tl.constexpr(128)
-
-
-@triton.jit
-def _fetch(addresses, num_bytes):
-    """Have memory read into the L2 cache; nobody waits for it. Addresses and sizes are multiples of 16."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [addresses, tl.zeros(addresses.shape, tl.int32) + num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-# ---- routing
-
-
-@triton.jit
-def _to_keys(logits, experts, num_experts):
-    """Different integers in the order of the logits, of equals the first first. What is not a number has a place in it too, so
-    that every token gets experts that exist."""
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 equals 0
-    keys = tl.where(experts < num_experts, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
-    return (keys.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
-
-
-@triton.constexpr_function
-def _log2(n: int) -> int:
-    return n.bit_length() - 1
-
-
-@triton.jit
-def _weigh(logits, chosen, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr):
-    """The softmax of each row, among all experts or the chosen ones. The sum is a tree of additions that is written out: a
-    reduction across threads adds in an order that depends on the number of rows."""
-    values = tl.exp(logits - tl.max(logits, 1)[:, None])
-    parts = values if OF_ALL else tl.where(chosen, values, 0.0)
-    for step in tl.static_range(_log2(EXPERTS)):
-        parts = tl.sum(tl.reshape(parts, (logits.shape[0], 2, EXPERTS >> (step + 1))), 1)
-    return values / parts
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
@@ -94,7 +62,7 @@ def _route(
     chunk = tl.program_id(0)
     if FETCH:  # noqa: SIM102 (known when compiled; what follows is not)
         if chunk >= num_chunks:
-            _fetch(fetched_ptr.to(tl.int64) + ((chunk - num_chunks) * _PIECES + tl.arange(0, _PIECES)) * _PIECE, _PIECE)
+            fetch(fetched_ptr.to(tl.int64) + ((chunk - num_chunks) * PIECES + tl.arange(0, PIECES)) * PIECE, PIECE)
             begin(AHEAD)
             return
     begin(AHEAD)
@@ -102,14 +70,14 @@ def _route(
     there = tokens < num_tokens
     inside = there[:, None] & (experts < num_experts)
     logits = tl.load(logits_ptr + tokens[:, None].to(tl.int64) * num_experts + experts, mask=inside, other=float("-inf"))
-    keys = _to_keys(logits, experts, num_experts)
+    keys = to_keys(logits, experts, num_experts)
     ranks = tl.full((CHUNK, EXPERTS), TOP_K, tl.int32)
     for rank in range(TOP_K):
         best = keys == tl.max(keys, 1)[:, None]
         ranks = tl.where(best, rank, ranks)
         keys = tl.where(best, -0x8000000000000000, keys)
     chosen = ranks < TOP_K
-    weights = _weigh(logits, chosen, OF_ALL, EXPERTS)
+    weights = weigh(logits, chosen, OF_ALL, EXPERTS)
     chosen = chosen & there[:, None]
     pairs = tokens[:, None] * TOP_K + ranks
     tl.store(experts_ptr + pairs, tl.broadcast_to(experts, (CHUNK, EXPERTS)), mask=chosen)
@@ -175,49 +143,6 @@ def _place(
 
 
 @triton.jit
-def _tile_of(weight, at, k, num_at, num_in, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr):
-    """Rows of a matrix from `at` on, transposed. Past the expert's last row comes what is not stored."""
-    if BULK:
-        return weight.load([at, k]).T
-    else:
-        outs, ins = tl.arange(0, OUTS)[None, :], k + tl.arange(0, INS)[:, None]
-        there = outs < num_at
-        if not EVEN:
-            there = there & (ins < num_in)
-        return tl.load(weight + (at.to(tl.int64) * num_in + outs.to(tl.int64) * num_in + ins), mask=there, other=0.0)
-
-
-@triton.jit
-def _rows_of(x, rows, there, k, num_in, INS: tl.constexpr, EVEN: tl.constexpr):
-    ins = k + tl.arange(0, INS)[None, :]
-    if EVEN:
-        return tl.load(x + (rows[:, None].to(tl.int64) * num_in + ins), mask=there[:, None], other=0.0)
-    else:
-        return tl.load(x + (rows[:, None].to(tl.int64) * num_in + ins), mask=there[:, None] & (ins < num_in), other=0.0)
-
-
-@triton.jit
-def _gated(
-    x_ptr, rows, there, weight, bias_ptr, expert, n, num_in, num_out,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """act(gate) * up of OUTS outputs of one expert."""
-    gate, up = tl.zeros((ROWS, OUTS), tl.float32), tl.zeros((ROWS, OUTS), tl.float32)
-    at, left = expert * 2 * num_out + n * OUTS, num_out - n * OUTS
-    for k in range(0, num_in, INS):
-        x = _rows_of(x_ptr, rows, there, k, num_in, INS, EVEN)
-        gate = tl.dot(x, _tile_of(weight, at, k, left, num_in, OUTS, INS, EVEN, BULK), gate)
-        up = tl.dot(x, _tile_of(weight, at + num_out, k, left, num_in, OUTS, INS, EVEN, BULK), up)
-    if HAS_BIAS:
-        outs = tl.arange(0, OUTS)
-        gate += tl.load(bias_ptr + at + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + at + num_out + outs, mask=outs < left, other=0.0).to(tl.float32)[None, :]
-    # Of rounded values, as if they had been stored in between.
-    return gated(gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32), ACT).to(DTYPE)
-
-
-@triton.jit
 def _up_block(
     x_ptr, weight, bias_ptr, out_ptr, order_ptr, expert, first, num, n, num_in, num_out,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, BULK: tl.constexpr,
@@ -226,7 +151,7 @@ def _up_block(
     rows = tl.arange(0, ROWS)
     there = rows < num
     tokens = tl.load(order_ptr + first + rows, mask=there, other=0) // TOP_K
-    out = _gated(
+    out = gated_block(
         x_ptr, tokens, there, weight, bias_ptr, expert, n, num_in, num_out,
         ROWS, OUTS, INS, EVEN, BULK, HAS_BIAS, ACT, out_ptr.dtype.element_ty,
     )  # fmt: skip
@@ -270,8 +195,8 @@ def _down_block(
     acc = tl.zeros((ROWS, OUTS), tl.float32)
     at, left = expert * num_out + n * OUTS, num_out - n * OUTS
     for k in range(0, num_in, INS):
-        values = x.load([first, k]) if BULK else _rows_of(x, first + rows, there, k, num_in, INS, EVEN)
-        acc = tl.dot(values, _tile_of(weight, at, k, left, num_in, OUTS, INS, EVEN, BULK), acc)
+        values = x.load([first, k]) if BULK else rows_of(x, first + rows, there, k, num_in, INS, EVEN)
+        acc = tl.dot(values, tile_of(weight, at, k, left, num_in, OUTS, INS, EVEN, BULK), acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * num_out + outs, mask=outs < num_out, other=0.0).to(tl.float32)[None, :]
     pairs = tl.load(order_ptr + first + rows, mask=there, other=0)
@@ -322,109 +247,7 @@ def _combine(
     tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# ---- a few tokens
-
-
-@triton.jit
-def _ranks(logits_ptr, num_experts, EXPERTS: tl.constexpr):
-    """Of one token: its logits [1, E] and how many experts are before each."""
-    experts = tl.arange(0, EXPERTS)[None, :]
-    logits = tl.load(logits_ptr + experts, mask=experts < num_experts, other=float("-inf"))
-    keys = _to_keys(logits, experts, num_experts)
-    ahead = tl.zeros((_AT_ONCE, EXPERTS), tl.int32)
-    for first in tl.static_range(0, EXPERTS, _AT_ONCE):
-        others = first + tl.arange(0, _AT_ONCE)[:, None]
-        other = tl.load(logits_ptr + others, mask=others < num_experts, other=float("-inf"))
-        ahead += (_to_keys(other, others, num_experts) > keys).to(tl.int32)
-    return logits, tl.sum(ahead, 0)[None, :]
-
-
-@triton.jit
-def _up_direct(
-    x_ptr, logits_ptr, weight, bias_ptr, out_ptr, totals_ptr, live_ptr, num_in, num_out, num_experts,
-    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
-    BULK: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, LET: tl.constexpr, COUNT: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """A tile has one pair, in its first row."""
-    begin(AHEAD)
-    if LET and AHEAD:  # when all programs have come so far, so that the logits are there
-        gdc_launch_dependents()
-    tiles = tl.cdiv(num_out, OUTS)
-    n, pair = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    experts, token = tl.arange(0, EXPERTS)[None, :], pair // TOP_K
-    _, ranks = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
-    expert = tl.sum(tl.sum(tl.where(ranks == pair % TOP_K, experts, 0), 1), 0)
-    if COUNT:
-        tl.atomic_add(totals_ptr + expert, 1, mask=(n == 0) & (token < tl.load(live_ptr)), sem="relaxed")
-    rows = tl.arange(0, ROWS)
-    out = _gated(
-        x_ptr, rows * 0 + token, rows < 1, weight, bias_ptr, expert, n, num_in, num_out,
-        ROWS, OUTS, INS, EVEN, BULK, HAS_BIAS, ACT, out_ptr.dtype.element_ty,
-    )  # fmt: skip
-    outs = n * OUTS + tl.arange(0, OUTS)
-    where = out_ptr + (pair + rows)[:, None].to(tl.int64) * num_out + outs[None, :]
-    tl.store(where, out, mask=(rows < 1)[:, None] & (outs[None, :] < num_out))
-
-
-@triton.jit
-def _down_direct(
-    x_ptr, logits_ptr, weight_ptr, bias_ptr, shared_ptr, out_ptr, num_in, num_out, num_experts,
-    TOP_K: tl.constexpr, OF_ALL: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHARED: tl.constexpr,
-    FETCH: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Some outputs of one token, of all its experts side by side: each has its own sum, and they are added in the order of ranks.
-    What is read before the wait was there before the kernel that this one waits for."""
-    tiles = tl.cdiv(num_out, OUTS)
-    n, token = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    ranks, outs = tl.arange(0, RANKS), n * OUTS + tl.arange(0, OUTS)
-    logits, ranks_E = _ranks(logits_ptr + token * num_experts, num_experts, EXPERTS)
-    here = ranks_E == tl.minimum(ranks, TOP_K - 1)[:, None]
-    experts = tl.sum(tl.where(here, tl.arange(0, EXPERTS)[None, :], 0), 1)
-    rows = experts[:, None].to(tl.int64) * num_out + tl.minimum(outs, num_out - 1)[None, :]
-    if FETCH:
-        _fetch((weight_ptr + rows * num_in).to(tl.int64), num_in * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8))
-    weights = tl.sum(tl.where(here, _weigh(logits, ranks_E < TOP_K, OF_ALL, EXPERTS), 0.0), 1)
-    begin(AHEAD)
-    there = (ranks < TOP_K)[:, None, None]
-    acc = tl.zeros((RANKS, ROWS, OUTS), tl.float32)
-    for k in range(0, num_in, INS):
-        ins = k + tl.arange(0, INS)
-        inside, stored = there, there & (outs < num_out)[None, None, :]
-        if not EVEN:
-            inside, stored = inside & (ins < num_in)[None, None, :], stored & (ins < num_in)[None, :, None]
-        x = tl.load(x_ptr + (token * TOP_K + ranks)[:, None, None] * num_in + ins[None, None, :], mask=inside, other=0.0)
-        values = tl.load(weight_ptr + (rows * num_in)[:, None, :] + ins[None, :, None], mask=stored, other=0.0)
-        acc = tl.dot(tl.broadcast_to(x, (RANKS, ROWS, INS)), values, acc)  # all rows are the same
-    value = tl.sum(tl.where(tl.arange(0, ROWS)[None, :, None] == 0, acc, 0.0), 1)
-    if HAS_BIAS:
-        value += tl.load(bias_ptr + rows, mask=(outs < num_out)[None, :], other=0.0).to(tl.float32)
-    value = value.to(out_ptr.dtype.element_ty).to(tl.float32)
-    total = tl.zeros((OUTS,), tl.float32)
-    for rank in tl.static_range(TOP_K):
-        weight = tl.sum(tl.where(ranks == rank, weights, 0.0), 0)
-        total = tl.fma(tl.zeros((OUTS,), tl.float32) + weight, tl.sum(tl.where((ranks == rank)[:, None], value, 0.0), 0), total)
-    where = token.to(tl.int64) * num_out + outs
-    if HAS_SHARED:
-        total += tl.load(shared_ptr + where, mask=outs < num_out, other=0.0).to(tl.float32)
-    tl.store(out_ptr + where, total.to(out_ptr.dtype.element_ty), mask=outs < num_out)
-
-
 # ---- the host's part
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """How many tokens each expert of a layer got since the start, modulo 2^32. `live`: how many of a step's tokens count, [1];
-    those that only fill it up come after them."""
-
-    totals_E: torch.Tensor  # int32
-    live: torch.Tensor  # int32
-
-    @staticmethod
-    def of(tally: Tally | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A kernel's arguments."""
-        return (unused, unused) if tally is None else (tally.totals_E, tally.live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,28 +284,11 @@ def most_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
     return used + (num_pairs - used) // rows
 
 
-def is_direct(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    return num_tokens <= MOST_DIRECT and num_experts <= _MOST_EXPERTS_DIRECT and top_k <= _MOST_RANKS
-
-
-def _how(tile: Tile, num_in: int, bias: torch.Tensor | None, act: str | None = None) -> dict[str, Any]:
-    how = {
-        "ROWS": tile.rows, "INS": tile.ins, "EVEN": num_in % tile.ins == 0, "HAS_BIAS": bias is not None,
-        "num_stages": tile.stages, "num_warps": tile.warps, **HOW,
-    }  # fmt: skip
-    return how | ({"OUTS": tile.outs} if act is None else {"OUTS": tile.outs // 2, "ACT": act})
-
-
-def _matrices(weight: torch.Tensor, outs: int, tile: Tile) -> torch.Tensor | TensorDescriptor:
-    """All experts' rows below one another, as a kernel takes them."""
-    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [outs, tile.ins]) if tile.bulk else weight
-
-
 def _num_fetched(weight: torch.Tensor, num_tokens: int, num_pairs: int) -> int:
     """Programs that fetch weights meanwhile: where nearly every expert has a token, and memory is what the product waits for."""
     if IS_INTERPRETED or num_tokens > 512 or num_pairs < 4 * len(weight):
         return 0
-    return min(FETCHED, weight.nbytes) // (_PIECE.value * _PIECES.value)
+    return min(FETCHED, weight.nbytes) // (PIECE.value * PIECES.value)
 
 
 def route(
@@ -523,9 +329,9 @@ def multiply_gated(
     out = x_TH.new_empty(len(routing.order_P), num_out)
     launch(
         _up, (len(routing.up_blocks) * triton.cdiv(num_out, tile.outs // 2),),
-        x_TH, _matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
+        x_TH, matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
         routing.order_P, routing.up_blocks, num_in, num_out,
-        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **_how(tile, num_in, bias_E2I, act),
+        TOP_K=top_k, HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(tile, num_in, bias_E2I, act),
     )  # fmt: skip
     return out
 
@@ -539,9 +345,9 @@ def multiply(
     x = [TensorDescriptor.from_tensor(x_PI, [rows, tile.ins]) if tile.bulk else x_PI for rows in (tile.rows, tile.rows // 2)]
     launch(
         _down, (len(routing.down_blocks) * triton.cdiv(num_out, tile.outs),),
-        *x, _matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
+        *x, matrices(weight_EHI, tile.outs, tile), weight_EHI if bias_EH is None else bias_EH, out,
         routing.order_P, routing.down_blocks, num_in, num_out,
-        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **_how(tile, num_in, bias_EH),
+        HALVES=bool(tile.halves), BULK=bool(tile.bulk), **options_of(tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 
@@ -553,41 +359,6 @@ def combine(pairs_PH: torch.Tensor, weights_P: torch.Tensor, top_k: int, shared_
         _combine, (num_tokens, triton.cdiv(width, 1024)),
         pairs_PH, weights_P, out if shared_TH is None else shared_TH, out, width,
         TOP_K=top_k, HAS_SHARED=shared_TH is not None, BLOCK=1024, num_warps=4, **HOW,
-    )  # fmt: skip
-    return out
-
-
-def multiply_gated_directly(
-    x_TH: torch.Tensor, logits_TE: torch.Tensor, weight_E2IH: torch.Tensor, tile: Tile, top_k: int, act: str,
-    bias_E2I: torch.Tensor | None = None, tally: Tally | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """act(gate) * up of each pair of token and rank."""
-    num_tokens, num_experts = logits_TE.shape
-    num_in, num_out = weight_E2IH.shape[2], weight_E2IH.shape[1] // 2
-    out = x_TH.new_empty(num_tokens * top_k, num_out)
-    launch(
-        _up_direct, (len(out) * triton.cdiv(num_out, tile.outs // 2),),
-        x_TH, logits_TE, _matrices(weight_E2IH, tile.outs // 2, tile), weight_E2IH if bias_E2I is None else bias_E2I, out,
-        *Tally.of(tally, out), num_in, num_out, num_experts,
-        TOP_K=top_k, EXPERTS=triton.next_power_of_2(num_experts), LET=LET_IN, COUNT=tally is not None, BULK=bool(tile.bulk),
-        **_how(tile, num_in, bias_E2I, act),
-    )  # fmt: skip
-    return out
-
-
-def multiply_directly(
-    x_PI: torch.Tensor, logits_TE: torch.Tensor, weight_EHI: torch.Tensor, tile: Tile, top_k: int, of_all: bool,
-    bias_EH: torch.Tensor | None = None, shared_TH: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The second product and the sum of each token's experts. The kernel before may not have written `logits`."""
-    (num_tokens, num_experts), (_, num_out, num_in) = logits_TE.shape, weight_EHI.shape
-    out = x_PI.new_empty(num_tokens, num_out)
-    launch(
-        _down_direct, (num_tokens * triton.cdiv(num_out, tile.outs),),
-        x_PI, logits_TE, weight_EHI, weight_EHI if bias_EH is None else bias_EH, out if shared_TH is None else shared_TH, out,
-        num_in, num_out, num_experts,
-        TOP_K=top_k, OF_ALL=of_all, EXPERTS=triton.next_power_of_2(num_experts), RANKS=triton.next_power_of_2(top_k),
-        HAS_SHARED=shared_TH is not None, FETCH=not IS_INTERPRETED and num_in % 8 == 0, **_how(tile, num_in, bias_EH),
     )  # fmt: skip
     return out
 

@@ -17,8 +17,9 @@ def _words(num: int) -> list[tl.constexpr]:
 
 
 # A split of a sequence with one new token: the token's index in the step, its position, the row of its page table, which split;
-# the slot of its first partial result, how many splits it has, how many of them are in this list. One word is unused.
-SINGLE_TOKEN, SINGLE_POSITION, SINGLE_ROW, SINGLE_SPLIT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_LISTED = _words(7)
+# the slot of its first partial result, how many splits it has, how many of them are in this list. Tokens that follow it in the
+# step and in the sequence may be in the same record, up to so many in all: those that end in the same split.
+SINGLE_TOKEN, SINGLE_POSITION, SINGLE_ROW, SINGLE_SPLIT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_LISTED, SINGLE_TOKENS = _words(8)
 SINGLE_WIDTH = tl.constexpr(8)
 
 # A split that sequences share: its first member and how many, which split, the row of a page table that has it.

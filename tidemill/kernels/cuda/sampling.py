@@ -36,7 +36,6 @@ from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 PICK_STRETCH = 4096
 SEARCH_STRETCH = 8192
-_BLOCK = 128  # tokens whose maximum decides whether they are looked at for the best logprobs
 _TILE = 2048  # candidates a program of _finish looks at together
 _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-2139095041)  # place of -inf in the order of floats
@@ -224,7 +223,7 @@ def _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRET
     top_k = tl.load(record_ptr + _TOP_K)
     needed = top_k.to(tl.float32)
     if top_k <= 0:
-        needed = _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * _float(record_ptr + _TOP_P)
+        needed = total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES) * _float(record_ptr + _TOP_P)
     return needed
 
 
@@ -269,14 +268,14 @@ def _survey(
 
 
 @triton.jit
-def _highest(stats_ptr, s, num_stretches, STRETCHES: tl.constexpr):
+def highest_of(stats_ptr, s, num_stretches, STRETCHES: tl.constexpr):
     number = tl.arange(0, STRETCHES)
     there = number < num_stretches
     return tl.max(tl.load(stats_ptr + (s * num_stretches + number) * 2, mask=there, other=_NEVER), 0)
 
 
 @triton.jit
-def _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.constexpr):
+def total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES: tl.constexpr):
     """Sum of exponentials of all of a sequence's logits, relative to the maximum."""
     number = tl.arange(0, STRETCHES)
     there = number < num_stretches
@@ -297,7 +296,7 @@ def _narrow(
     record_ptr, bracket_ptr = records_ptr + s * _WORDS, brackets_ptr + s * 3
     temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
     if (temperature > 0) & ((top_k > 0) | (_float(record_ptr + _TOP_P) < 1)):
-        highest, unit = _highest(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
+        highest, unit = highest_of(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
         low, high = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32)
         if ROUND > 0:
             needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
@@ -341,7 +340,7 @@ def _collect(
     temperature, top_k = _float(draws_ptr + tl.load(record_ptr + _ROW) * 3), tl.load(record_ptr + _TOP_K)
     top_p, typical_p = _float(record_ptr + _TOP_P), _float(record_ptr + _TYPICAL_P)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (typical_p < 1)):
-        highest, unit = _highest(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
+        highest, unit = highest_of(stats_ptr, s, num_stretches, STRETCHES), tl.where(top_k > 0, 1.0, temperature)
         low, high, above = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32), tl.full((), 0.0, tl.float32)
         if (top_k > 0) | (top_p < 1):
             needed = _needed(record_ptr, stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
@@ -456,7 +455,7 @@ def _finish(
     top_p, typical_p = _float(record_ptr + _TOP_P), _float(record_ptr + _TYPICAL_P)
     low, high = tl.full((), _NEVER, tl.float32), tl.full((), -_NEVER, tl.float32)
     if temperature > 0:
-        highest = _highest(stats_ptr, s, num_stretches, STRETCHES)
+        highest = highest_of(stats_ptr, s, num_stretches, STRETCHES)
         stretch = tl.arange(0, TILE) // (TILE // STRETCHES)
         size = tl.zeros((TILE,), tl.int32)
         if (top_k > 0) | (top_p < 1) | (typical_p < 1):
@@ -475,7 +474,7 @@ def _finish(
             if top_k > 0:
                 total, _ = _moments(kept_ptr, size, most, highest, temperature, _in_order(base), STRETCH, STRETCHES, TILE)
             else:
-                total = _total(stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
+                total = total_of(stats_ptr, s, num_stretches, highest, temperature, STRETCHES)
             needed = total * top_p - tl.load(limits_ptr + 1)
             base = _search(
                 kept_ptr, size, most, highest, temperature, base, last, needed, _NEVER, 0.0,
@@ -577,64 +576,3 @@ def redraw(
         work.best, work.best_at, records, records, records, tokens, out_N, tokens.shape[1], num_stretches, records,
         BLOCK=triton.next_power_of_2(num_stretches), AGAIN=True, num_warps=1, **HOW,
     )  # fmt: skip
-
-
-# ---- logprobs
-
-
-@triton.jit(do_not_specialize_on_alignment=["stats_ptr", "tops_ptr"])
-def _summarize(
-    logits_ptr, stats_ptr, tops_ptr, num_tokens, num_stretches, STRETCH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Of each stretch: the maximum, the sum of exponentials relative to it, and the maxima of its blocks. NaNs propagate."""
-    begin(AHEAD)
-    s, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = stretch * STRETCH + tl.arange(0, STRETCH)
-    value = tl.load(logits_ptr + s * num_tokens + token, mask=token < num_tokens, other=_NEVER)
-    top, place = tl.max(value, 0), s * num_stretches + stretch
-    tl.store(stats_ptr + place * 2, top)
-    tl.store(stats_ptr + place * 2 + 1, tl.sum(tl.where(value != _NEVER, tl.exp(value - top), 0.0), 0))
-    blocks: tl.constexpr = STRETCH // BLOCK
-    tl.store(tops_ptr + place * blocks + tl.arange(0, blocks), tl.max(tl.reshape(value, (blocks, BLOCK)), 1))
-
-
-@triton.jit(do_not_specialize_on_alignment=["stats_ptr", "ids_ptr", "chosen_ptr", "norms_ptr"])
-def _normalize(
-    logits_ptr, stats_ptr, ids_ptr, chosen_ptr, norms_ptr, num_tokens, num_stretches,
-    STRETCHES: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    begin(AHEAD)
-    s = tl.program_id(0).to(tl.int64)
-    highest = _highest(stats_ptr, s, num_stretches, STRETCHES)
-    norm = highest + tl.log(_total(stats_ptr, s, num_stretches, highest, 1.0, STRETCHES))
-    token = tl.maximum(tl.load(ids_ptr + s), 0)  # -1: a draw that failed
-    tl.store(norms_ptr + s, norm)
-    tl.store(chosen_ptr + s, tl.load(logits_ptr + s * num_tokens + token) - norm)
-
-
-def score(logits_NV: torch.Tensor, ids_N: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs of the given tokens (NaN where the maximum of the logits is not finite), and the best logprobs with their tokens.
-    The n best are in the n blocks with the highest maxima: two small selections instead of one over all tokens."""
-    num, num_tokens = logits_NV.shape
-    num_stretches, per_stretch = triton.cdiv(num_tokens, SEARCH_STRETCH), SEARCH_STRETCH // _BLOCK
-    stats, tops = logits_NV.new_empty(num, num_stretches, 2), logits_NV.new_empty(num, num_stretches * per_stretch)
-    chosen, norms = logits_NV.new_empty(num), logits_NV.new_empty(num, 1)
-    launch(
-        _summarize, (num, num_stretches),
-        logits_NV, stats, tops, num_tokens, num_stretches, STRETCH=SEARCH_STRETCH, BLOCK=_BLOCK, num_warps=8, **HOW,
-    )  # fmt: skip
-    launch(
-        _normalize, (num,),
-        logits_NV, stats, ids_N, chosen, norms, num_tokens, num_stretches,
-        STRETCHES=triton.next_power_of_2(num_stretches), num_warps=1, **HOW,
-    )  # fmt: skip
-    num_top, num_blocks = min(num_top, num_tokens), triton.cdiv(num_tokens, _BLOCK)
-    if not num_top:
-        return chosen, norms[:, :0], norms[:, :0].long()
-    blocks = tops[:, :num_blocks].topk(min(num_top, num_blocks), dim=-1, sorted=False).indices
-    inside = torch.arange(_BLOCK, device=logits_NV.device)
-    tokens = (blocks.unsqueeze(-1) * _BLOCK + inside).flatten(1)
-    there = tokens < num_tokens
-    tokens = tokens.clamp_(max=num_tokens - 1)
-    values, at = logits_NV.gather(1, tokens).masked_fill_(~there, float("-inf")).topk(num_top, dim=-1)
-    return chosen, values - norms, tokens.gather(1, at)

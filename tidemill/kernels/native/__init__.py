@@ -43,7 +43,7 @@ class LayerSpec(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
         *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
-        *((name, _POINTER) for name in ("bias", "cos", "sin")),
+        *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales")),
         ("number", _LONG),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
@@ -53,7 +53,7 @@ class Step(ctypes.Structure):
     """tm_step of tidemill.h."""
 
     _fields_ = [
-        *((name, _LONG) for name in ("num_tokens", "page_size", "page_stride", "table_width", "is_bf16", "num_tiles")),
+        *((name, _LONG) for name in ("num_tokens", "page_size", "page_bytes", "table_width", "kv_format", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")),
         *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
         ("num_rounds", _LONG),

@@ -10,6 +10,7 @@ being one chain of operations: bits depend on the query's position and the token
 #include <math.h>
 #include <stddef.h>
 
+#include "kv_codes.h"
 #include "simd.h"
 #include "tidemill.h"
 
@@ -29,10 +30,12 @@ typedef struct {
     long bias_stride;
     float softcap; /* of scores as they are here, logarithms to base 2 */
     float *queries, *sums, *top, *total;
+    code_factor *factors; /* queries in whole numbers, and what one of each row is worth */
+    float *worth;
 } tile;
 
 /* Of a thread: a block of keys and values, and a tile's queries and sums. */
-static long scratch_bytes(long dim) { return 2 * (BLOCK + MAX_TILE_ROWS + 2) * dim * (long)sizeof(float); }
+static long scratch_bytes(long dim) { return 2 * (BLOCK + MAX_TILE_ROWS + 2) * padded_dim(dim) * (long)sizeof(float); }
 
 static void rotate(float *x, const float *cos, const float *sin, long half) {
     for (long i = 0; i < half; i++) {
@@ -49,11 +52,23 @@ static void norm(float *x, const float *weight, float eps, long dim) {
     for (long i = 0; i < dim; i += 8) f32x8_store(x + i, f32x8_mul(f32x8_mul1(f32x8_load(x + i), factor), f32x8_load(weight + i)));
 }
 
-static void put(char *cache, long at, const float *x, long dim, int is_bf16) {
-    if (is_bf16)
-        for (long i = 0; i < dim; i += 8) f32x8_store_bf16((uint16_t *)cache + at + i, f32x8_load(x + i));
+TM_INLINE long row_bytes(long dim, int format) {
+    static const int bits[] = {32, 16, 16, 8, 4};
+    return dim * bits[format] / 8;
+}
+
+static void put(char *row, const float *x, long dim, int format) {
+    if (format == TM_KV_BF16)
+        for (long i = 0; i < dim; i += 8) f32x8_store_bf16((uint16_t *)row + i, f32x8_load(x + i));
+    else if (format == TM_KV_F16)
+        for (long i = 0; i < dim; i += 8) f32x8_store_f16((uint16_t *)row + i, f32x8_load(x + i));
     else
-        memcpy((float *)cache + at, x, dim * sizeof(float));
+        memcpy(row, x, dim * sizeof(float));
+}
+
+/* A scale of a page, of a head's token. */
+TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, long head, long offset) {
+    return (uint16_t *)(scales + page * s->page_bytes) + head * s->page_size + offset;
 }
 
 static void enter_token(void *arg, long token, int thread) {
@@ -63,6 +78,7 @@ static void enter_token(void *arg, long token, int thread) {
     const tm_layer *l = j->layer;
     long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
     long page = slot / s->page_size, offset = slot % s->page_size;
+    int format = (int)s->kv_format;
     float *q = j->qkv + token * (l->num_heads + 2 * l->num_kv_heads) * dim;
     float *k = q + l->num_heads * dim, *v = k + l->num_kv_heads * dim;
     for (long h = 0; h < l->num_heads + l->num_kv_heads; h++) {
@@ -70,51 +86,69 @@ static void enter_token(void *arg, long token, int thread) {
         if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
     for (long h = 0; h < l->num_kv_heads && slot >= 0; h++) { /* below 0: policy_rounds writes them */
-        long at = page * s->page_stride + (h * s->page_size + offset) * dim;
-        put(j->keys, at, k + h * dim, dim, s->is_bf16);
-        put(j->values, at, v + h * dim, dim, s->is_bf16);
+        long at = page * s->page_bytes + (h * s->page_size + offset) * row_bytes(dim, format);
+        if (l->key_scales) {
+            put_codes(j->keys + at, scale_at(s, l->key_scales, page, h, offset), k + h * dim, dim, format);
+            put_codes(j->values + at, scale_at(s, l->value_scales, page, h, offset), v + h * dim, dim, format);
+        } else {
+            put(j->keys + at, k + h * dim, dim, format);
+            put(j->values + at, v + h * dim, dim, format);
+        }
     }
 }
 
 /* A block of keys or values: where each position's numbers lie. */
 typedef const char *block_rows[BLOCK];
 
-TM_INLINE f32x8 load(const char *row, long i, int is_bf16) {
-    return is_bf16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
+TM_INLINE f32x8 load(const char *row, long i, int format) {
+    if (format == TM_KV_F16) return f32x8_load_f16((const uint16_t *)row + i);
+    return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
 }
 
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
 static void find_rows(const tm_step *s, long dim, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
-    long row_bytes = dim * (s->is_bf16 ? 2 : 4), shift = __builtin_ctzl(s->page_size); /* a power of two */
+    long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        const char *row = cache + pages[position >> shift] * s->page_stride * (s->is_bf16 ? 2 : 4) + ((head << shift) + offset) * row_bytes;
-        for (long end = i + run; i < end; i++, row += row_bytes) rows[i] = row;
+        const char *row = cache + pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        for (long end = i + run; i < end; i++, row += num_bytes) rows[i] = row;
     }
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
-/* A block in float32, for many query rows. Keys in pairs: eight dimensions of one, then the same of the other. What is past the last
-   position is zero. */
-static void copy_keys(const block_rows rows, long num, long dim, int is_bf16, float *to) {
-    for (long k = 0; k < BLOCK; k++, to += k & 1 ? 8 : 2 * dim - 8)
-        for (long i = 0; i < dim; i += 8) f32x8_store(to + 2 * i, k < num ? load(rows[k], i, is_bf16) : f32x8_set(0));
-}
-static void copy_values(const block_rows rows, long num, long dim, int is_bf16, float *to) {
-    for (long k = 0; k < BLOCK; k++, to += dim)
-        for (long i = 0; i < dim; i += 8) f32x8_store(to + i, k < num ? load(rows[k], i, is_bf16) : f32x8_set(0));
+/* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
+static void find_scales(const tm_step *s, const char *scales, const int32_t *pages, long head, long first, long num, float *to) {
+    float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
+    long shift = __builtin_ctzl(s->page_size);
+    for (long i = 0; i < BLOCK; i++) {
+        uint32_t bits = 0;
+        if (i < num) bits = (uint32_t)*scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & (s->page_size - 1)) << 16;
+        memcpy(to + i, &bits, 4);
+        to[i] *= factor;
+    }
 }
 
-/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `is_bf16` are constants where
+/* A block in float32, for many query rows. Keys in pairs: eight dimensions of one, then the same of the other. What is past the last
+   position is zero. */
+static void copy_keys(const block_rows rows, long num, long dim, int format, float *to) {
+    for (long k = 0; k < BLOCK; k++, to += k & 1 ? 8 : 2 * dim - 8)
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + 2 * i, k < num ? load(rows[k], i, format) : f32x8_set(0));
+}
+static void copy_values(const block_rows rows, long num, long dim, int format, float *to) {
+    for (long k = 0; k < BLOCK; k++, to += dim)
+        for (long i = 0; i < dim; i += 8) f32x8_store(to + i, k < num ? load(rows[k], i, format) : f32x8_set(0));
+}
+
+/* scores[r][0 .. 31] = q_r . k for `n` rows, at most three: their sums must fit the registers. `n` and `format` are constants where
    this is called, and so is `dim` for the usual sizes. */
-TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int is_bf16, float *scores) {
+TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n, int format, float *scores) {
     for (long b = 0; b < BLOCK; b += 4) {
         f32x8 acc[3][4];
         for (int r = 0; r < n; r++)
             for (int k = 0; k < 4; k++) acc[r][k] = f32x8_set(0);
         for (long i = 0; i < dim; i += 8)
             for (int k = 0; k < 4; k++) {
-                f32x8 key = load(keys[b + k], i, is_bf16);
+                f32x8 key = load(keys[b + k], i, format);
                 for (int r = 0; r < n; r++) acc[r][k] = f32x8_fma(acc[r][k], f32x8_load(q + r * dim + i), key);
             }
         for (int r = 0; r < n; r++)
@@ -125,14 +159,14 @@ TM_INLINE void score_rows(const float *q, const block_rows keys, long dim, int n
 #define MIX_KEY(f)                                                                                       \
     {                                                                                                    \
         f32x8 value[2];                                                                                  \
-        for (int w = 0; w < width; w++) value[w] = load(values[k + f], i + 8 * w, is_bf16);             \
+        for (int w = 0; w < width; w++) value[w] = load(values[k + f], i + 8 * w, format);             \
         for (int r = 0; r < n; r++)                                                                      \
             for (int w = 0; w < width; w++) sum[r][w] = f32x8_fma_lane(sum[r][w], value[w], prob[r], f); \
     }
 
 /* acc[r] += sum over keys of probability * value, in the order of the keys, for 8 * `width` dimensions from `i` on. Keys are taken
    four at a time; those past the last have probability 0. */
-TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int is_bf16, int width,
+TM_INLINE void mix_part(const float *probs, const block_rows values, long num_keys, long dim, long i, int n, int format, int width,
                         float *acc) {
     f32x8 sum[FEW][2];
     for (int r = 0; r < n; r++)
@@ -146,34 +180,34 @@ TM_INLINE void mix_part(const float *probs, const block_rows values, long num_ke
         for (int w = 0; w < width; w++) f32x8_store(acc + r * dim + i + 8 * w, sum[r][w]);
 }
 
-TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_keys, long dim, int n, int is_bf16, float *acc) {
+TM_INLINE void mix_rows(const float *probs, const block_rows values, long num_keys, long dim, int n, int format, float *acc) {
     long i = 0;
-    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, is_bf16, 2, acc);
-    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, is_bf16, 1, acc);
+    for (; i + 16 <= dim; i += 16) mix_part(probs, values, num_keys, dim, i, n, format, 2, acc);
+    if (i < dim) mix_part(probs, values, num_keys, dim, i, n, format, 1, acc);
 }
 
-#define SCORE(n) case n: score_rows(q, keys, dim, n, is_bf16, scores); break;
-#define MIX(n) case n: mix_rows(probs, values, num, dim, n, is_bf16, acc); break;
+#define SCORE(n) case n: score_rows(q, keys, dim, n, format, scores); break;
+#define MIX(n) case n: mix_rows(probs, values, num, dim, n, format, acc); break;
 
-TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int is_bf16, float *scores) {
+TM_INLINE void score_any(const float *q, const block_rows keys, long dim, int n, int format, float *scores) {
     switch (n) {
         SCORE(1) SCORE(2) SCORE(3)
     default:
-        score_rows(q, keys, dim, 2, is_bf16, scores);
-        score_rows(q + 2 * dim, keys, dim, 2, is_bf16, scores + 2 * BLOCK);
+        score_rows(q, keys, dim, 2, format, scores);
+        score_rows(q + 2 * dim, keys, dim, 2, format, scores + 2 * BLOCK);
     }
 }
-TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int is_bf16, float *acc) {
+TM_INLINE void mix_any(const float *probs, const block_rows values, long num, long dim, int n, int format, float *acc) {
     switch (n) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
-#define FOR_DIM(name, dim, is_bf16)                                                                             \
+#define FOR_DIM(name, dim, format)                                                                             \
     static void score_##name(const float *q, const block_rows keys, long any, int n, float *scores) {            \
         (void)any;                                                                                               \
-        score_any(q, keys, dim, n, is_bf16, scores);                                                            \
+        score_any(q, keys, dim, n, format, scores);                                                            \
     }                                                                                                            \
     static void mix_##name(const float *probs, const block_rows values, long num, long any, int n, float *acc) { \
         (void)any;                                                                                               \
-        mix_any(probs, values, num, dim, n, is_bf16, acc);                                                      \
+        mix_any(probs, values, num, dim, n, format, acc);                                                      \
     }
 FOR_DIM(64, 64, 0)
 FOR_DIM(128, 128, 0)
@@ -181,10 +215,13 @@ FOR_DIM(any_dim, any, 0)
 FOR_DIM(bf16_64, 64, 1)
 FOR_DIM(bf16_128, 128, 1)
 FOR_DIM(bf16_any, any, 1)
-static void (*const SCORES[2][3])(const float *, const block_rows, long, int, float *) = {
-    {score_64, score_128, score_any_dim}, {score_bf16_64, score_bf16_128, score_bf16_any}};
-static void (*const MIXES[2][3])(const float *, const block_rows, long, long, int, float *) = {
-    {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}};
+FOR_DIM(f16_64, 64, 2)
+FOR_DIM(f16_128, 128, 2)
+FOR_DIM(f16_any, any, 2)
+static void (*const SCORES[3][3])(const float *, const block_rows, long, int, float *) = {
+    {score_64, score_128, score_any_dim}, {score_bf16_64, score_bf16_128, score_bf16_any}, {score_f16_64, score_f16_128, score_f16_any}};
+static void (*const MIXES[3][3])(const float *, const block_rows, long, long, int, float *) = {
+    {mix_64, mix_128, mix_any_dim}, {mix_bf16_64, mix_bf16_128, mix_bf16_any}, {mix_f16_64, mix_f16_128, mix_f16_any}};
 
 /* Register tiles of the functions below have 6 rows, or 3; what else fits: */
 #if defined(__AVX512F__)
@@ -324,9 +361,10 @@ static void add_bias(const tile *t, long row, long first, float *scores) {
         f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(bias + k), f32x8_set(LOG2_E)));
 }
 
-/* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL. */
-static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int is_bf16,
-                         const float *copied) {
+/* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL; `codes`: in 8 or 4
+   bits, or NULL. */
+static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int format,
+                         const float *copied, const code_block *codes) {
     float scores[MANY * BLOCK], shrink[MANY];
     long dim = t->dim, together = copied ? MANY : FEW;
     int size = dim == 64 ? 0 : dim == 128 ? 1 : 2;
@@ -335,10 +373,12 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         long last = last_key(t, row + n - 1);
         if (last < first || (t->window && first + BLOCK <= t->start + row / t->group - t->window + 1)) continue;
         const float *q = t->queries + row * dim;
-        if (copied)
+        if (codes)
+            CODE_SCORES[size](t->factors + row * FACTOR_PARTS * padded_dim(dim), t->worth + row, codes, num, padded_dim(dim), n, scores);
+        else if (copied)
             COPIED_SCORES[size](q, copied, dim, n, scores);
         else
-            SCORES[is_bf16][size](q, keys, dim, n, scores);
+            SCORES[format][size](q, keys, dim, n, scores);
         if (t->softcap) cap(scores, n, t->softcap);
         if (t->bias)
             for (int r = 0; r < n && row + r < t->num_biased; r++) add_bias(t, row + r, first, scores + r * BLOCK);
@@ -354,10 +394,12 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
             if (shrink[r] != 1)
                 for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
         long num_keys = last + 1 - first < num ? last + 1 - first : num;
-        if (copied)
+        if (codes)
+            CODE_MIXES[size](scores, codes, num_keys, dim, n, acc);
+        else if (copied)
             COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
         else
-            MIXES[is_bf16][size](scores, values, num_keys, dim, n, acc);
+            MIXES[format][size](scores, values, num_keys, dim, n, acc);
     }
 }
 
@@ -366,35 +408,44 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
     const tm_layer *l = j->layer;
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
     if (!l->is_bidirectional) end = start + len;
-    long padded = num_rows > FEW ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
+    int format = (int)s->kv_format, has_codes = l->key_scales != NULL, is_copied = num_rows > FEW && !has_codes;
+    long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
-    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * dim;
+    float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *queries = copied + 2 * BLOCK * padded_dim(dim);
     tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
-              .queries = queries, .sums = queries + padded * dim, .top = top, .total = total};
+              .queries = queries, .sums = queries + padded * padded_dim(dim), .top = top, .total = total,
+              .factors = (code_factor *)queries, .worth = worth};
     for (long row = 0; row < padded; row++) {
         long token = first_token + row / group;
         const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
+        float scaled[MAX_CODE_DIM], *query = has_codes ? scaled : t.queries + row * dim;
         for (long i = 0; i < dim; i += 8) {
-            f32x8_store(t.queries + row * dim + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
+            f32x8_store(query + i, row < num_rows ? f32x8_mul1(f32x8_load(q + i), l->scale * LOG2_E) : f32x8_set(0));
             f32x8_store(t.sums + row * dim + i, f32x8_set(0));
         }
         /* A sink is a key that was seen before all others, of which only the score counts. */
+        if (has_codes) worth[row] = query_factors(query, dim, t.factors + row * FACTOR_PARTS * padded_dim(dim));
         top[row] = j->learned.sinks ? j->learned.sinks[head * group + row % group] * LOG2_E : -1e30f; /* lower than any score */
         total[row] = j->learned.sinks ? 1 : 0;
     }
     long seen = l->window ? t.start - l->window + 1 : 0; /* the first position that any row sees */
     for (long first = seen > 0 ? seen / BLOCK * BLOCK : 0; first < end; first += BLOCK) {
         block_rows keys, values;
+        code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
         find_rows(s, dim, j->keys, pages, head, first, num, keys);
         find_rows(s, dim, j->values, pages, head, first, num, values);
-        if (num_rows > FEW) {
-            copy_keys(keys, num, dim, (int)s->is_bf16, copied);
-            copy_values(values, num, dim, (int)s->is_bf16, copied + BLOCK * dim);
+        if (has_codes) {
+            take_block(keys, values, num, dim, format, (char *)copied, &codes);
+            find_scales(s, l->key_scales, pages, head, first, num, codes.key_scales);
+            find_scales(s, l->value_scales, pages, head, first, num, codes.value_scales);
+        } else if (is_copied) {
+            copy_keys(keys, num, dim, format, copied);
+            copy_values(values, num, dim, format, copied + BLOCK * dim);
         }
-        attend_block(&t, first, num, keys, values, (int)s->is_bf16, num_rows > FEW ? copied : NULL);
+        attend_block(&t, first, num, keys, values, format, is_copied ? copied : NULL, has_codes ? &codes : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
         float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * dim;

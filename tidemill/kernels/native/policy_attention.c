@@ -23,13 +23,14 @@ static const int32_t *pages_of(const tm_attention_job *j, const tm_segment *g) {
     return j->step->tables[j->layer->group] + g->row * j->step->table_width;
 }
 
-static long row_bytes(const tm_attention_job *j) { return j->layer->head_dim * (j->step->is_bf16 ? 2 : 4); }
+static int has_bf16(const tm_attention_job *j) { return j->step->kv_format == TM_KV_BF16; } /* else float32 */
+static long row_bytes(const tm_attention_job *j) { return j->layer->head_dim * (has_bf16(j) ? 2 : 4); }
 
 /* Where a slot's keys or values lie. */
 static char *row_at(const tm_attention_job *j, char *cache, const int32_t *pages, long head, long slot) {
     const tm_step *s = j->step;
     long page = pages[slot / s->page_size], offset = slot % s->page_size;
-    return cache + page * s->page_stride * (s->is_bf16 ? 2 : 4) + (head * s->page_size + offset) * row_bytes(j);
+    return cache + page * s->page_bytes + (head * s->page_size + offset) * row_bytes(j);
 }
 
 TM_INLINE f32x8 load(const char *row, long i, int is_bf16) {
@@ -64,8 +65,8 @@ static void enter_segment(void *arg, long task, int thread) {
     long head = task % l->num_kv_heads, dim = l->head_dim;
     for (long i = 0; i < g->count; i++) {
         const float *k = j->qkv + ((g->token + i) * (l->num_heads + 2 * l->num_kv_heads) + l->num_heads + head) * dim;
-        put(row_at(j, j->keys, pages, head, g->slot + i), k, dim, (int)j->step->is_bf16);
-        put(row_at(j, j->values, pages, head, g->slot + i), k + l->num_kv_heads * dim, dim, (int)j->step->is_bf16);
+        put(row_at(j, j->keys, pages, head, g->slot + i), k, dim, has_bf16(j));
+        put(row_at(j, j->values, pages, head, g->slot + i), k + l->num_kv_heads * dim, dim, has_bf16(j));
     }
 }
 
@@ -98,7 +99,7 @@ static void soften(float *probs, long num) {
 /* Scores of up to four heads' queries over the first slots of a row. */
 static void score(const tm_attention_job *j, const float *q, int num_heads, const int32_t *pages, long head, long num, float *probs, long stride) {
     long dim = j->layer->head_dim;
-    int is_bf16 = (int)j->step->is_bf16;
+    int is_bf16 = has_bf16(j);
     float scale = j->layer->scale * LOG2_E;
     for (long k = 0; k < num; k++) {
         const char *key = row_at(j, j->keys, pages, head, k);
@@ -197,14 +198,14 @@ static void move_sinks(const tm_attention_job *j, const tm_segment *g, long head
         float *key = first + k * dim, turned[dim];
         char *row = row_at(j, j->keys, pages, head, k);
         if (end == p->capacity)
-            for (long i = 0; i < dim; i += 8) f32x8_store(key + i, load(row, i, (int)j->step->is_bf16));
+            for (long i = 0; i < dim; i += 8) f32x8_store(key + i, load(row, i, has_bf16(j)));
         memcpy(turned, key, dim * sizeof(float));
         for (long i = 0; i < half; i++) { /* tables may be scaled, as they are at position 0 */
             float c = cos[i] / l->cos[i], s = sin[i] / l->cos[i];
             turned[i] = key[i] * c - key[half + i] * s;
             turned[half + i] = key[half + i] * c + key[i] * s;
         }
-        put(row, turned, dim, (int)j->step->is_bf16);
+        put(row, turned, dim, has_bf16(j));
     }
 }
 
@@ -246,7 +247,7 @@ static void sum_up(void *arg, long task, int thread) {
     const tm_segment *g = r->round->segments + task / j->layer->num_kv_heads;
     const int32_t *pages = pages_of(j, g);
     long head = task % j->layer->num_kv_heads, dim = j->layer->head_dim, size = j->step->page_size;
-    int is_bf16 = (int)j->step->is_bf16;
+    int is_bf16 = has_bf16(j);
     for (long page = g->first_page; page < g->first_page + g->num_pages; page++) {
         float *low = memory_of(j, g, head) + page * 2 * dim, *high = low + dim;
         for (long i = 0; i < dim; i += 8) {

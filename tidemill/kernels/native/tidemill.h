@@ -24,6 +24,9 @@ void tm_unlock(void);
 
 /* ---- ops; those that return an int return 0, or -1 when there is no memory */
 
+/* How the KV cache stores values. The numbers are native_attention.py's, too. */
+enum { TM_KV_F32, TM_KV_BF16, TM_KV_F16, TM_KV_INT8, TM_KV_INT4 };
+
 /* What a layer's attention computes. Field by field as in __init__.py, like tm_step. */
 typedef struct {
     long group; /* whose page table names the layer's pages */
@@ -34,6 +37,7 @@ typedef struct {
     long bias_stride;       /* from a head's numbers to the next's; that of distance 0 is number bias_stride / 2 */
     const float *bias;      /* added to scores, by the key's position less the query's; NULL: none */
     const float *cos, *sin; /* [position][num_rotated / 2] */
+    const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none */
     long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
@@ -55,8 +59,8 @@ typedef struct {
 /* One step of all layers. */
 typedef struct {
     long num_tokens;
-    long page_size, page_stride, table_width; /* stride: values from a page to the next; width: entries from a row of a table to the next */
-    long is_bf16;                           /* the cache holds bfloat16 */
+    long page_size, page_bytes, table_width; /* bytes from a page to the next; width: entries from a row of a table to the next */
+    long kv_format;
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int64_t *tile_end;          /* position after the last token that the step has of the tile's sequence */
@@ -80,7 +84,7 @@ typedef struct {
     const tm_layer *layer;
     tm_learned learned;
     float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
-    char *keys, *values; /* of this layer: [page, page_stride apart][kv head][offset][head_dim] */
+    char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
     float *out;          /* [token][q heads][head_dim] */
 } tm_attention_job;
 

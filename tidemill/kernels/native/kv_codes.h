@@ -1,0 +1,228 @@
+/* Attention over keys and values in 8 or 4 bits, in whole numbers.
+
+A token and head has codes of -127 .. 127 (in 4 bits -7 .. 7, taken here sixteen times as large) and a scale. Queries, and the
+probabilities of a block of keys times the values' scales, become whole numbers of 15 bits, each row with a factor of its own. Their
+sums of products with codes are exact, so they have no order; rounding a query to 15 bits changes it by less than float16 would. */
+#ifndef TM_KV_CODES_H
+#define TM_KV_CODES_H
+
+#include <math.h>
+
+#include "simd.h"
+#include "tidemill.h"
+
+#define CODE_BLOCK 32      /* keys */
+#define CODE_ROWS 4        /* query rows taken together, at most */
+#define LARGEST_FACTOR 16383
+#define MAX_CODE_DIM 1024  /* sums of products of so many fit 32 bits */
+#define TINY 1e-30f        /* a row without a larger value is zero; as in kv_cache.py */
+
+TM_INLINE long padded_dim(long dim) { return (dim + 31) / 32 * 32; }
+
+/* The largest magnitude of `num` values, a multiple of 8; 0 if it is tiny, NaN if a value is not finite. */
+TM_INLINE float magnitude(const float *x, long num) {
+    f32x8 top = f32x8_set(0), bad = f32x8_set(0);
+    for (long i = 0; i < num; i += 8) {
+        f32x8 value = f32x8_load(x + i);
+        top = f32x8_max(top, f32x8_abs(value));
+        bad = f32x8_fma(bad, value, f32x8_set(0));
+    }
+    float nothing = f32x8_sum(bad), most = f32x8_maximum(top);
+    return nothing != 0 ? NAN : most < TINY ? 0 : most;
+}
+
+/* ---- into the cache; bit for bit as `quantize` of kv_cache.py */
+
+static void put_codes(char *row, uint16_t *scale, const float *x, long dim, int format) {
+    float top = magnitude(x, dim), step = top / (format == TM_KV_INT8 ? 127 : 7);
+    uint32_t bits;
+    memcpy(&bits, &step, 4);
+    bits = top == top ? (bits + 0xffff) & 0xffff0000 : 0x7fc00000;
+    memcpy(&step, &bits, 4);
+    *scale = bits >> 16;
+    float factor = top > 0 ? 1 / step : 0;
+    if (format == TM_KV_INT8) {
+        for (long i = 0; i < dim; i += 8) {
+            if (factor)
+                i32x8_store_bytes((int8_t *)row + i, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
+            else
+                memset(row + i, 0, 8);
+        }
+        return;
+    }
+    for (long i = 0; i < dim / 2; i += 4) { /* of a byte, the lower half has value i, the upper one value dim / 2 + i */
+        int8_t low[8] = {0}, high[8] = {0};
+        float values[8];
+        memcpy(values, x + i, 16);
+        memcpy(values + 4, x + dim / 2 + i, 16);
+        if (factor) i32x8_store_bytes(low, f32x8_to_i32x8(f32x8_mul1(f32x8_load(values), factor)));
+        memcpy(high, low + 4, 4);
+        for (int j = 0; j < 4; j++) row[i + j] = (low[j] & 15) | (high[j] & 15) << 4;
+    }
+}
+
+/* ---- a block of keys and values */
+
+typedef const char *code_rows[CODE_BLOCK];
+
+typedef struct {
+    code_rows keys; /* codes in eight bits, [padded_dim] of each */
+    value_code *values; /* [key / 4], each as `values_store` lays out four */
+    float key_scales[CODE_BLOCK], value_scales[CODE_BLOCK]; /* past the last key: 0 */
+} code_block;
+
+/* Codes of a row in eight bits, followed by zeros. */
+static void unpack_row(const char *row, long dim, int format, int8_t *to) {
+    long half = dim / 2, i = 0;
+    if (format == TM_KV_INT8) {
+        memcpy(to, row, dim);
+        i = dim;
+    } else if (half % 32 == 0) {
+        for (; i < half; i += 32) {
+            u8x32 both = u8x32_load(row + i);
+            u8x32_store(to + i, u8x32_low_by_16(both));
+            u8x32_store(to + half + i, u8x32_high_by_16(both));
+        }
+        i = dim;
+    } else {
+        for (; i < half; i++) {
+            to[i] = (int8_t)((uint8_t)row[i] << 4);
+            to[half + i] = (int8_t)(row[i] & 0xf0);
+        }
+        i = dim;
+    }
+    if (i < padded_dim(dim)) memset(to + i, 0, padded_dim(dim) - i);
+}
+
+/* `keys` and `values`: where the rows lie in the cache. `room`: for 4 * CODE_BLOCK * padded_dim bytes. */
+static void take_block(code_rows keys, code_rows values, long num, long dim, int format, char *room, code_block *block) {
+    long padded = padded_dim(dim);
+    int8_t *unpacked = (int8_t *)room;
+    block->values = (value_code *)(room + CODE_BLOCK * padded);
+    int is_packed = format != TM_KV_INT8 || dim != padded;
+    for (long k = 0; k < CODE_BLOCK; k++) {
+        if (is_packed && k < num) unpack_row(keys[k], dim, format, unpacked + k * padded);
+        block->keys[k] = !is_packed ? keys[k] : (const char *)unpacked + (k < num ? k : num - 1) * padded;
+    }
+    int8_t four[4 * MAX_CODE_DIM];
+    for (long k = 0; k < num; k += 4) {
+        const int8_t *rows[4];
+        for (int f = 0; f < 4; f++) {
+            if (is_packed) unpack_row(values[k + f], dim, format, four + f * padded);
+            rows[f] = is_packed ? four + f * padded : (const int8_t *)values[k + f];
+        }
+        for (long i = 0; i < padded; i += 16) values_store(block->values + (k * padded + 4 * i), rows, i);
+    }
+}
+
+/* Whole numbers for `num` values, a multiple of 8, in `parts` that lie `stride` apart. Returns what one of them is worth. */
+TM_INLINE float to_factors(const float *x, long num, code_factor *to, long stride) {
+    float top = magnitude(x, num), factor = top > 0 ? LARGEST_FACTOR / top : 0;
+    for (long i = 0; i < num; i += 8) factors_store(to + i, stride, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
+    return top / LARGEST_FACTOR;
+}
+
+/* A query's, [part][padded_dim]. */
+static float query_factors(const float *q, long dim, code_factor *to) {
+    long padded = padded_dim(dim);
+    if (dim < padded) memset(to, 0, sizeof(code_factor) * FACTOR_PARTS * padded);
+    return to_factors(q, dim, to, padded);
+}
+
+/* scores[r][0 .. 31] = q_r . k. `queries`: [row][part][padded_dim]; `worth`: of each row. */
+TM_INLINE void score_codes(const code_factor *queries, const float *worth, const code_block *block, long num, long padded, int n,
+                           float *scores) {
+    for (long b = 0; b < CODE_BLOCK; b += 4) {
+        if (b >= num) { /* hidden from all */
+            for (int r = 0; r < n; r++) memset(scores + r * CODE_BLOCK + b, 0, 16);
+            continue;
+        }
+        code_sum acc[CODE_ROWS][4];
+        for (int r = 0; r < n; r++)
+            for (int k = 0; k < 4; k++) acc[r][k] = code_sum_zero();
+        for (int part = 0; part < FACTOR_PARTS; part++) {
+            if (part)
+                for (int r = 0; r < n; r++)
+                    for (int k = 0; k < 4; k++) acc[r][k] = code_sum_next_part(acc[r][k]);
+            for (long i = 0; i < padded; i += 32) {
+                codes32 key[4];
+                for (int k = 0; k < 4; k++) key[k] = codes32_load(block->keys[b + k] + i);
+                for (int r = 0; r < n; r++) {
+                    factors32 q = factors32_load(queries + (r * FACTOR_PARTS + part) * padded + i);
+                    for (int k = 0; k < 4; k++) acc[r][k] = code_sum_dot(acc[r][k], key[k], q);
+                }
+            }
+        }
+        for (int r = 0; r < n; r++) code_sums_store(scores + r * CODE_BLOCK + b, acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    }
+    for (int r = 0; r < n; r++)
+        for (long k = 0; k < CODE_BLOCK; k += 8)
+            f32x8_store(scores + r * CODE_BLOCK + k,
+                        f32x8_mul(f32x8_load(scores + r * CODE_BLOCK + k), f32x8_mul1(f32x8_load(block->key_scales + k), worth[r])));
+}
+
+#define MIX_FOUR(f)                                                                                                       \
+    {                                                                                                                     \
+        for (int w = 0; w < width; w++) value[w] = codes8x4_load(block->values + ((k + 4 * f) * padded + 4 * (i + 8 * w)));        \
+        for (int r = 0; r < n; r++)                                                                                       \
+            for (int w = 0; w < width; w++) acc[r][w] = codes8x4_dot(acc[r][w], value[w], prob[r], f);                    \
+    }
+
+TM_INLINE void mix_part_codes(const code_factor *probs, const float *worth, const code_block *block, long num, long dim, long i, int n,
+                              int width, float *sums) {
+    long padded = padded_dim(dim);
+    i32x8 acc[CODE_ROWS][2];
+    codes8x4 value[2];
+    for (int r = 0; r < n; r++)
+        for (int w = 0; w < width; w++) acc[r][w] = i32x8_zero();
+    for (int part = 0; part < FACTOR_PARTS; part++) {
+        if (part)
+            for (int r = 0; r < n; r++)
+                for (int w = 0; w < width; w++) acc[r][w] = i32x8_next_part(acc[r][w]);
+        for (long k = 0; k < num; k += 16) {
+            factors16 prob[CODE_ROWS];
+            for (int r = 0; r < n; r++) prob[r] = factors16_load(probs + (r * FACTOR_PARTS + part) * CODE_BLOCK + k);
+            MIX_FOUR(0) MIX_FOUR(1) MIX_FOUR(2) MIX_FOUR(3)
+        }
+    }
+    for (int r = 0; r < n; r++)
+        for (int w = 0; w < width; w++) {
+            float *to = sums + r * dim + i + 8 * w;
+            f32x8_store(to, f32x8_fma1(f32x8_load(to), i32x8_to_f32x8(acc[r][w]), worth[r]));
+        }
+}
+
+/* sums[r] += probability * value, over the block's first `num` keys. `scores`: probabilities; multiplied by the values' scales. */
+TM_INLINE void mix_codes(float *scores, const code_block *block, long num, long dim, int n, float *sums) {
+    code_factor probs[CODE_ROWS * FACTOR_PARTS * CODE_BLOCK];
+    float worth[CODE_ROWS];
+    for (int r = 0; r < n; r++) {
+        float *row = scores + r * CODE_BLOCK;
+        for (long k = 0; k < CODE_BLOCK; k += 8) f32x8_store(row + k, f32x8_mul(f32x8_load(row + k), f32x8_load(block->value_scales + k)));
+        worth[r] = to_factors(row, CODE_BLOCK, probs + r * FACTOR_PARTS * CODE_BLOCK, CODE_BLOCK);
+    }
+    long i = 0;
+    for (; i + 16 <= dim; i += 16) mix_part_codes(probs, worth, block, num, dim, i, n, 2, sums);
+    if (i < dim) mix_part_codes(probs, worth, block, num, dim, i, n, 1, sums);
+}
+
+#define SCORE_CODES(n, size) case n: score_codes(q, worth, block, num, padded_dim(size), n, scores); break;
+#define MIX_CODES(n, size) case n: mix_codes(scores, block, num, size, n, sums); break;
+#define CODES_FOR_DIM(name, size)                                                                                                 \
+    static void score_codes_##name(const code_factor *q, const float *worth, const code_block *block, long num, long any, int n,  \
+                                   float *scores) {                                                                               \
+        (void)any;                                                                                                                \
+        switch (n) { SCORE_CODES(1, size) SCORE_CODES(2, size) SCORE_CODES(3, size) SCORE_CODES(4, size) }                        \
+    }                                                                                                                             \
+    static void mix_codes_##name(float *scores, const code_block *block, long num, long any, int n, float *sums) {                \
+        (void)any;                                                                                                                \
+        switch (n) { MIX_CODES(1, size) MIX_CODES(2, size) MIX_CODES(3, size) MIX_CODES(4, size) }                                \
+    }
+CODES_FOR_DIM(64, 64)
+CODES_FOR_DIM(128, 128)
+CODES_FOR_DIM(any_dim, any)
+static void (*const CODE_SCORES[3])(const code_factor *, const float *, const code_block *, long, long, int, float *) = {
+    score_codes_64, score_codes_128, score_codes_any_dim};
+static void (*const CODE_MIXES[3])(float *, const code_block *, long, long, int, float *) = {mix_codes_64, mix_codes_128, mix_codes_any_dim};
+
+#endif

@@ -1,0 +1,42 @@
+"""How keys and values are stored in the KV cache: bits of a value, and whether each token and head has a scale. Ints only.
+
+A page in a format with scales is one piece of bytes: values [layers of a page, 2, KV heads, page_size, head_dim], then scales
+[layers of a page, 2, KV heads, page_size] in bfloat16, rounded up so that no value saturates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    name: str
+    bits: int  # of a value
+    scale_bytes: int = 0  # of a token and head
+
+    @property
+    def has_scales(self) -> bool:
+        return self.scale_bytes > 0
+
+    def row_bytes(self, head_dim: int) -> int:
+        """The values of a token and head; in four bits, two of a byte."""
+        return head_dim * self.bits // 8
+
+    def head_bytes(self, head_dim: int) -> int:
+        """A token and head, with its scale."""
+        return self.row_bytes(head_dim) + self.scale_bytes
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        KVFormat("float32", 32),
+        KVFormat("bfloat16", 16),
+        KVFormat("float16", 16),
+        KVFormat("fp8", 8, 2),
+        KVFormat("int8", 8, 2),
+        KVFormat("int4", 4, 2),
+    )
+}
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+ON_DEVICE = {"cpu": ("float32", "bfloat16", "float16", "int8", "int4"), "cuda": ("bfloat16",)}  # what the kernels read and write

@@ -18,9 +18,10 @@ from typing import Any, cast
 from bench.perplexity import text_ids
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.runner.base import StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sampling import SamplingParams
-from tidemill.wire import Submit, TokenLogprobs
+from tidemill.wire import Submit
 
 Policy = dict[str, Any]
 BLOCK = 2048
@@ -70,21 +71,21 @@ def streaming(core: EngineCore, model: str, num_tokens: int, _: int) -> None:
         "streaming": {"kind": "streaming", "sinks": 4, "recent": 1020},
         "window": {"kind": "window", "recent": 1024},
     }
-    values: dict[int, list[float]] = {}  # by row, which requests take in their order
-    cast(CpuRunner, core.runner).observers.append(lambda plan, hidden, result: _print_blocks(values, result.prompt_logprobs))
-    print("| tokens | " + " | ".join(kinds) + " |\n|---|" + "---|" * len(kinds), flush=True)
-    _, pages = logprobs(core, {name: (ids, policy) for name, policy in kinds.items()})
-    print(f"{num_tokens:,} tokens; pages held at most: {pages}")
+    for name, policy in kinds.items():
+        values: list[float] = []
+        observers = cast(CpuRunner, core.runner).observers
+        observers[:] = [lambda plan, hidden, result, name=name, values=values: _print_blocks(name, values, result)]
+        _, pages = logprobs(core, {name: (ids, policy)})
+        print(
+            f"{name}: perplexity {perplexity(values):.2f} on {num_tokens:,} tokens, {pages[name]} pages held at most", flush=True
+        )
 
 
-def _print_blocks(values: dict[int, list[float]], of_step: dict[int, list[TokenLogprobs]]) -> None:
-    before = min((len(of) // BLOCK for of in values.values()), default=0)
-    for row, entries in of_step.items():
-        values.setdefault(row, []).extend(entry.logprob for entry in entries)
-    for block in range(before, min((len(of) // BLOCK for of in values.values()), default=0)):
-        some = slice(block * BLOCK, (block + 1) * BLOCK)
-        cells = [f"{perplexity(values[row][some]):.2f}" for row in sorted(values)]
-        print(f"| {some.start:,} to {some.stop:,} | " + " | ".join(cells) + " |", flush=True)
+def _print_blocks(name: str, values: list[float], result: StepResult) -> None:
+    before = len(values) // BLOCK
+    values += [entry.logprob for entries in result.prompt_logprobs.values() for entry in entries]
+    for first in range(before * BLOCK, len(values) // BLOCK * BLOCK, BLOCK):
+        print(f"{name}: {perplexity(values[first : first + BLOCK]):.2f} in tokens {first:,} to {first + BLOCK:,}", flush=True)
 
 
 def h2o(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
@@ -96,19 +97,17 @@ def h2o(core: EngineCore, model: str, num_tokens: int, num_texts: int) -> None:
         "h2o 20 %": {"kind": "h2o", "budget": budget},
         "recent only": {"kind": "window", "recent": budget},
         "random": {"kind": "random", "budget": budget},
-        "snapkv": {"kind": "snapkv", "budget": budget},
     }
     totals: dict[str, list[float]] = {name: [] for name in kinds}
     for number, text in enumerate(texts):
-        found, pages = logprobs(core, {name: (text, policy) for name, policy in kinds.items() if name != "snapkv"})
+        found, pages = logprobs(core, {name: (text, policy) for name, policy in kinds.items()})
         for name in found:
             totals[name] += found[name][budget:]  # before, nothing is given up
         if not number:
-            print(f"{num_texts} texts of {num_tokens:,} tokens; pages held at most: {pages}")
+            print(f"{num_texts} texts of {num_tokens:,} tokens; pages held at most: {pages}", flush=True)
     print("| policy | perplexity |\n|---|---|")
     for name, values in totals.items():
-        if values:
-            print(f"| {name} | {perplexity(values):.3f} |")
+        print(f"| {name} | {perplexity(values):.3f} |")
     whole = [tokens_of(core, text[:500], 64, {"kind": "h2o", "budget": 1.0})[0] for text in texts]
     plain = [tokens_of(core, text[:500], 64, {"kind": "full"})[0] for text in texts]
     print(f"h2o at 100 %: {sum(one == other for one, other in zip(whole, plain, strict=True))} of {num_texts} outputs identical")

@@ -3,9 +3,9 @@
     tokens   0 1 2 3 | 4 ..................... 899 | 900 ........ 1023 | 1024 ...
     slots    0 1 2 3 |        given up             |  4 ........  959  |  960 ...
 
-A sequence with a policy has slots of its own, numbered as its page table counts them. Up to a number of tokens, slot and position are
-the same. At fixed positions, and nowhere else, slots are given up, and those that stay move together: so tokens do not depend on how a
-prompt was cut. A query sees all slots before its own.
+A sequence with a policy has slots of its own, numbered as its page table counts them. Up to a number of tokens, slot and
+position are the same. At fixed positions, and nowhere else, slots are given up, and those that stay move together: so tokens do
+not depend on how a prompt was cut. A query sees all slots before its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tidemill.errors import InvalidRequest
 MAX_SINKS, MAX_SLOTS = 1024, 2**24
 _MOST_AT_ONCE = 64  # tokens that are given up together, at most: a sixteenth of the slots otherwise
 _NEVER = 2**62
-_FIELDS = {  # by kind: what can be said, and what it is otherwise
+_FIELDS: dict[str, dict[str, float | None]] = {  # by kind: what can be said, and what it is otherwise
     "full": {},
     "window": {"recent": 1024},
     "streaming": {"sinks": 4, "recent": 1020},
@@ -114,7 +114,8 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class CachePolicy(msgspec.Struct, frozen=True):
-    """A request's policy, settled for its length. When `capacity` slots are full, or at the end of the prompt, `kept` of them stay."""
+    """A request's policy, settled for its length. When `capacity` slots are full, or at the end of the prompt, `kept` of them
+    stay."""
 
     kind: str
     num_prompt: int

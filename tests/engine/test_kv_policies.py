@@ -80,3 +80,101 @@ def _preempt_at(core: EngineCore, expected: Answer, prompt: list[int], params: S
                 core.scheduler._preempt(request, "for this test")
     assert not left
     assert answers["x"] == expected
+
+
+def test_pages_are_bounded_and_nothing_moved_is_shared(model):
+    """Beyond the context, in the pages of the window; what is moved is not in the prefix index, which keeps what was computed."""
+    prompt = ids(LENGTH)
+    core = make_core(model, token_budget=64, page_size=4)
+    assert core.config.max_context == 256
+    run(core, {"before": (prompt, greedy(1))})
+    core.submit(Submit("x", prompt, asks("streaming", 400)))
+    seen, most, answer = list[events.Event](), 0, Answer()
+    while core.has_work:
+        seen += take_with_events(core, {"x": answer})
+        for request in core.scheduler.running:
+            most = max(most, core.scheduler.kv.num_pages_of(request.seq))
+            if request.num_computed >= 63:
+                (table,) = core.scheduler.kv.tables(request.seq)
+                assert not any(page in core.scheduler.kv._index for page in table)
+        core.scheduler.check_integrity()
+    assert len(answer.tokens) == 400
+    assert most == -(-63 // 4)
+    assert sum(event.num_tokens for event in seen if isinstance(event, events.TokensEvicted)) == 3 * (
+        (LENGTH + 399 - 63) // 3 + 1
+    )
+    admitted = next(event for event in seen if isinstance(event, events.Admitted))
+    assert admitted.num_cached == 60  # what is the same with and without the policy
+    assert run(core, {"y": (prompt, greedy(1))})["y"].last.num_cached == 96
+    assert core.scheduler.kv.num_free_pages == core.scheduler.kv.num_pages
+
+
+def take_with_events(core: EngineCore, answers: dict[str, Answer]) -> list[events.Event]:
+    output, failed = core.step()
+    assert not failed
+    for delta in output.deltas:
+        answers[delta.request_id].tokens += delta.token_ids
+    return output.events
+
+
+def test_all_of_it_is_no_policy(model):
+    """H2O with room for every token, and before it gives up the first: the tokens without it."""
+    plain = alone(model, greedy(20, logprobs=1, ignore_eos=True))
+    assert alone(model, greedy(20, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 1.0})) == plain
+    long = alone(model, greedy(100, logprobs=1, ignore_eos=True, kv_policy={"kind": "h2o", "budget": 120}))
+    assert long.logprobs[:20] == plain.logprobs
+    assert settle(read_policy("snapkv"), 100, 10**6, 2000) is None  # a prompt of 1,024 tokens stays whole
+
+
+def test_samples_and_snapkv_gives_pages_back(model):
+    """Samples of one request are as requests of their own; a compressed prompt holds fewer pages."""
+    prompt = ids(LENGTH)
+    params = SamplingParams(temperature=1.0, max_tokens=8, n=3, seed=7, logprobs=1, kv_policy=POLICIES["snapkv"])
+    core, held = make_core(model, page_size=4), set[int]()
+    core.submit(Submit("x", prompt, params))
+    answers = {name: Answer() for name in ("x", "x:1", "x:2")}
+    while core.has_work:
+        take(core, answers)
+        held |= {core.scheduler.kv.num_pages_of(one.seq) for one in core.scheduler.running if one.num_output > 2}
+    for index, name in enumerate(answers):
+        assert answers[name] == run(make_core(model), {"x": (prompt, params.sample(index))})["x"]
+    assert held
+    assert max(held) <= -(-60 // 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "lru"}, "no KV policy"),
+        ({"kind": "streaming", "budget": 3}, "has no field budget"),
+        ({"kind": "streaming", "sinks": -1}, "from 0 to"),
+        ({"kind": "h2o", "budget": 0}, "budget"),
+        ({"kind": "h2o", "keys": 1}, "no field 'keys'"),
+        ("{", "not JSON"),
+        (7, "kv_policy is 7"),
+    ],
+)
+def test_what_is_wrong_with_a_policy(given, message):
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(kv_policy=given)
+
+
+def test_limits_and_defaults(model, tmp_path):
+    core = make_core(model, kv_policy='{"kind": "window", "recent": 40}', max_stream=300)
+    assert run(core, {"x": (ids(LENGTH), greedy(20, logprobs=1, ignore_eos=True))})["x"] == alone(model, asks("window"))
+    full = greedy(20, logprobs=1, ignore_eos=True, kv_policy="full")
+    assert run(core, {"x": (ids(LENGTH), full)})["x"] == alone(model, greedy(20, logprobs=1, ignore_eos=True))
+    with pytest.raises(ContextTooLong):
+        core.submit(Submit("x", ids(250), greedy(51)))
+    with pytest.raises(ContextTooLong):
+        core.submit(Submit("x", ids(250), greedy(10, kv_policy="h2o")))
+    with pytest.raises(InvalidRequest, match="keeps 1024 tokens"):
+        core.submit(Submit("x", ids(250), greedy(10, kv_policy="streaming")))
+    with pytest.raises(InvalidRequest, match="does not go with pooling"):
+        SamplingParams(pooling="mean", kv_policy="h2o")
+    with pytest.raises(ConfigError, match="no KV policy"):
+        make_core(model, kv_policy="lru")
+    with pytest.raises(ConfigError, match="max_stream"):
+        make_core(model, max_stream=100)
+    with pytest.raises(InvalidRequest, match="float32 or bfloat16"):
+        make_core(model, kv_dtype="int8").submit(Submit("x", ids(5), greedy(1, kv_policy="h2o")))

@@ -29,11 +29,12 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
-from tidemill.config.policies import decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.errors import ConfigError
-from tidemill.kv_policy import KVPolicy
+from tidemill.kv_policy import UNBOUNDED, KVPolicy
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
+from tidemill.sampling import SamplingParams
 
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 
@@ -78,6 +79,18 @@ class EngineConfig:
     max_lora_rank: int = 0
     lora_bytes: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def policy_of(self, params: SamplingParams) -> KVPolicy | None:
+        """The request's KV policy, or the engine's where it has none. Raises unless the engine has it."""
+        if params.kv_policy is not None:
+            check_kv_policy(params.kv_policy, self.kv_policies, self.reasons.get("kv_policies", ""))
+            return params.kv_policy
+        return None if params.pooling is not None or params.beams is not None else self.kv_policy
+
+    def context_of(self, params: SamplingParams) -> int:
+        """Prompt and output of such a request, at most."""
+        policy = self.policy_of(params)
+        return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
 
     @property
     def memory_bytes(self) -> int:

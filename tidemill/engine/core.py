@@ -12,7 +12,6 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
-from tidemill.config.policies import check_kv_policy
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
@@ -24,7 +23,7 @@ from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
-from tidemill.kv_policy import UNBOUNDED, CachePolicy, KVPolicy, settle
+from tidemill.kv_policy import CachePolicy, settle
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
@@ -174,7 +173,7 @@ class EngineCore:
         if request.resumed is None:
             self._check_queue(request)
         self.model_config.check_pooling(request.params.pooling)
-        request.check(self.model_config.vocab_size, self._context_of(request))
+        request.check(self.model_config.vocab_size, self.config.context_of(request.params))
         self._cache_of(request)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
         if not request.adapter:
@@ -221,7 +220,7 @@ class EngineCore:
             tenant=request.tenant,
             adapter=-1 if adapter is None else adapter.slot,
             cache=self._cache_of(request),
-            max_context=self._context_of(request),
+            max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
         )
         if adapter is not None:
@@ -237,23 +236,12 @@ class EngineCore:
         for sample, matcher in zip(made, matchers, strict=False):
             self.structured.start(sample.seq, matcher)
 
-    def _policy_of(self, params: SamplingParams) -> KVPolicy | None:
-        """The request's own, or the engine's, where it can be."""
-        if params.kv_policy is not None:
-            check_kv_policy(params.kv_policy, self.config.kv_policies, self.config.reasons.get("kv_policies", ""))
-            return params.kv_policy
-        return None if params.pooling is not None or params.beams is not None else self.config.kv_policy
-
-    def _context_of(self, request: Submit) -> int:
-        policy = self._policy_of(request.params)
-        return self.config.max_stream if policy is not None and policy.kind in UNBOUNDED else self.config.max_context
-
     def _cache_of(self, request: Submit) -> CachePolicy | None:
         """Which of its tokens stay in its pages; None: all."""
         num_prompt = len(request.prompt_ids)
-        room = self._context_of(request) - num_prompt
+        room = self.config.context_of(request.params) - num_prompt
         most = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        return settle(self._policy_of(request.params), num_prompt, most, self.config.max_context)
+        return settle(self.config.policy_of(request.params), num_prompt, most, self.config.max_context)
 
     def _check_queue(self, request: Submit) -> None:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND

@@ -115,7 +115,7 @@ class NativeAttention:
 
 
 def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
-    """For C; rows of one segment each, so a policy is named once."""
+    """For C: the segments, and what they point to."""
     segments, policies = (native.Segment * len(placed))(), list[native.Policy]()
     for i, part in enumerate(placed):
         policy, memory = part.owner.policy, part.owner.memory_LGX
@@ -132,10 +132,9 @@ def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
                 memory.ctypes.data,
             )
         )
-        segments[i] = native.Segment(
-            ctypes.addressof(policies[-1]), part.row, part.token, part.count, part.position, part.slot, part.evicts, part.num_read,
-            part.first_page, part.num_pages,
-        )  # fmt: skip
+        where = (part.row, part.token, part.count, part.position, part.slot)
+        how = (part.evicts, part.num_read, part.first_page, part.num_pages)
+        segments[i] = native.Segment(ctypes.addressof(policies[-1]), *where, *how)
     return segments, policies
 
 

@@ -19,8 +19,8 @@ NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "rand
 
 @dataclass(slots=True)
 class RowPolicy:
-    """A row's policy, and what it keeps beside its pages, by layer and KV head: the attention that slots got, the keys of sinks, or
-    the lowest and highest keys of pages."""
+    """A row's policy, and what it keeps beside its pages, by layer and KV head: the attention that slots got, the keys of sinks,
+    or the lowest and highest keys of pages."""
 
     policy: CachePolicy
     memory_LGX: np.ndarray  # float32
@@ -77,6 +77,10 @@ class _Open:
     places: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, token, slot, count
     segments: list[Placed] = field(default_factory=list)
 
+    def close(self) -> Round:
+        rows, tokens, slots, counts = np.array(self.places, np.int64).reshape(-1, 4).T
+        return Round(rows, tokens, slots, counts, self.segments)
+
 
 class Policies:
     """Of all rows that have one."""
@@ -107,7 +111,7 @@ class Policies:
                 self._place_sparse(made[0], owner, row, token, start, count)
             else:
                 self._place(made, owner, row, token, start, count)
-        return [Round(*np.array(one.places or np.empty((0, 4)), np.int64).T, one.segments) for one in made]
+        return [one.close() for one in made]
 
     def _place(self, made: list[_Open], owner: RowPolicy, row: int, token: int, start: int, count: int) -> None:
         watches = owner.policy.kind in ("h2o", "snapkv")

@@ -52,8 +52,8 @@ def plan_policies(kv: PagedKV, rounds: Sequence[Round], positions_T: torch.Tenso
             [np.arange(t, t + n) for t, n in zip(one.tokens, one.counts, strict=True)] or [np.empty(0, np.int64)]
         )
         plan = plan_attention(one.slots, one.counts, table[one.rows], kv, kv.specs[0]) if one.rows.size else None
-        places = [(row, token + i, slot + i) for row, token, slot, num in zip(one.rows, one.tokens, one.slots, one.counts, strict=True)
-                  for i in range(num)]  # fmt: skip
+        of_rows = zip(one.rows, one.tokens, one.slots, one.counts, strict=True)
+        places = [(row, token + i, slot + i) for row, token, slot, num in of_rows for i in range(num)]
         places += [(part.row, part.token, part.slot) for part in one.segments if part.num_read]
         row, token, slot = np.array(places, np.int64).T
         where = table[row, slot // kv.page_size].astype(np.int64) * kv.page_size + slot % kv.page_size

@@ -496,6 +496,9 @@ class Scheduler:
             self._background.spend(count)
         plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
+        if request.cache is not None and (num := request.cache.num_given_up(request.num_computed, request.num_computed + count)):
+            end, why = request.num_computed + count, f"kv_policy {request.cache.kind}"
+            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
         request.num_computed += count
         request.num_in_flight += samples
         # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.

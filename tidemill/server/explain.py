@@ -59,6 +59,7 @@ class Story:
     num_beams: int = 1
     num_reordered: int = 0  # steps after which other beams went on than before
     num_forks: int = 0
+    num_evicted: int = 0  # tokens that its KV policy gave up
     num_drafts: int = 0
     num_right: int = 0
 
@@ -93,6 +94,7 @@ class Story:
             "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,
             "output_tokens": self.num_output,
+            "evicted_tokens": self.num_evicted,
             "draft_tokens": self.num_drafts,
             "accepted_tokens": self.num_right,
             "admission": self.admitted_because,
@@ -207,6 +209,10 @@ class Explainer:
                     if story is not None:
                         story.num_drafts += num_drafts
                         story.num_right += num_right
+            case events.TokensEvicted():
+                story = self._live.get(event.request_id)
+                if story is not None:
+                    story.num_evicted += event.num_tokens
             case events.Finished() | events.Aborted():
                 story = self._alone(event.request_id)
                 if story is not None:

@@ -34,6 +34,7 @@ class Metrics:
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
@@ -112,6 +113,8 @@ class Metrics:
                 self.preemptions.inc()
             case events.PagesEvicted():
                 self.evicted_pages.inc(event.num_pages)
+            case events.TokensEvicted():
+                self.evicted_tokens.inc(event.num_tokens)
             case events.Finished():
                 self.finished.labels(event.reason).inc()
                 self.prompt_tokens.inc(event.num_prompt)

@@ -139,7 +139,9 @@ class CachePolicy(msgspec.Struct, frozen=True):
         """Leading tokens that may come from the prefix cache."""
         if self.kind == "h2o":  # their attention is needed
             return 0
-        return self.num_prompt - self.observed if self.kind == "snapkv" else self.num_plain
+        if self.kind == "snapkv":
+            return self.num_prompt - self.observed
+        return self.dense if self.kind == "quest" else self.capacity - 1  # one more, and slots would be given up
 
     @property
     def _first_eviction(self) -> int:

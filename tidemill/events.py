@@ -100,12 +100,16 @@ class Admitted(_Event, frozen=True):
     num_tokens: int
     queued_s: float
     reason: str
+    num_host: int = 0  # of the cached tokens, those that are loaded from host memory
+    num_disk: int = 0
 
 
 class Preempted(_Event, frozen=True):
     request_id: str
     num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
     reason: str
+    how_back: str = ""  # with tiers: by a swap or by computing it again, and the costs of both
+    is_swap: bool = False
 
 
 class TokensEvicted(_Event, frozen=True):
@@ -145,6 +149,88 @@ class PagesEvicted(_Event, frozen=True):
 
     num_pages: int
     reason: str
+    num_stored: int = 0  # of them, those that host memory has got
+
+
+class PagesLoading(_Event, frozen=True):
+    """A request that has started waits for pages from a tier. By the deepest one: so many tokens."""
+
+    request_id: str
+    num_host: int
+    num_disk: int
+
+
+class PagesLoaded(_Event, frozen=True):
+    """It can go on."""
+
+    request_id: str
+    duration_s: float
+
+
+class PagesMoved(_Event, frozen=True):
+    """Between the device, host memory and disk, while steps were computed."""
+
+    tier: str
+    is_load: bool  # towards the device
+    num_pages: int
+    num_bytes: int
+    seconds: float  # that the bytes took
+
+
+class MovesFailed(_Event, frozen=True):
+    """Pages that could not be stored or loaded: they are computed again when they are needed."""
+
+    tier: str
+    is_load: bool
+    num_pages: int
+    reason: str
+
+
+class TierNotUsed(_Event, frozen=True):
+    """A file of cached pages, or what was to hold it, cannot be used: nothing of it is."""
+
+    tier: str
+    reason: str
+
+
+class PrefixHeld(_Event, frozen=True):
+    """Pages of a request's prefix are kept over others, until a time; those of a pin are not evicted at all."""
+
+    request_id: str
+    name: str
+    num_tokens: int
+    num_pages: int
+    ttl_s: float
+    is_pinned: bool
+    reason: str
+    num_pinned: int  # pages of all pins
+    num_held: int  # of all holds, pins included
+
+
+class PrefixNotHeld(_Event, frozen=True):
+    """A request asked for its prefix to be held, and it is not."""
+
+    request_id: str
+    name: str
+    is_pinned: bool
+    reason: str
+
+
+class HoldRenewed(_Event, frozen=True):
+    name: str
+    ttl_s: float
+    reason: str
+
+
+class HoldEnded(_Event, frozen=True):
+    """Pages of a prefix are evictable like others again."""
+
+    name: str
+    num_pages: int
+    is_pinned: bool
+    reason: str
+    num_pinned: int
+    num_held: int
 
 
 class StepPlanned(_Event, frozen=True):
@@ -246,6 +332,15 @@ Event: TypeAlias = (
     | BeamsReordered
     | PageCopied
     | PagesEvicted
+    | PrefixHeld
+    | PrefixNotHeld
+    | HoldRenewed
+    | HoldEnded
+    | PagesLoading
+    | PagesLoaded
+    | PagesMoved
+    | MovesFailed
+    | TierNotUsed
     | StepPlanned
     | StepDone
     | FirstToken

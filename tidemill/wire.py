@@ -52,6 +52,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: list[float] | None = None  # of the prompt, of length 1
     score: float | None = None  # of an output of beam search, which comes as a whole
     progress: PromptProgress | None = None  # without tokens, for a reader that asked for it
+    num_held: int = 0  # tokens of the prompt's longest prefix that is held for the request
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -85,6 +86,16 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     output_ids: list[int]
 
 
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """A prefix of a request is to be held in the KV cache, so that it is evicted later than others or, if pinned, not at all."""
+
+    name: str  # of the hold; one of this name that there is ends
+    num_tokens: int  # of the prompt; 0: all that the request has when it ends
+    ttl_s: float
+    is_pinned: bool = False
+    reason: str = ""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     prompt_ids: list[int]
@@ -95,6 +106,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     tenant: str = ""  # tenants share the engine fairly
     resumed: list[Resumed] | None = None  # only these samples, from where they were
     adapter: int = 0  # its number; 0: none
+    holds: list[Hold] = []
 
     def check(self, vocab_size: int, context: int) -> None:
         """Raises what is wrong with it for a model of this size."""
@@ -157,6 +169,14 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
     adapter_id: int
 
 
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """A hold ends so many seconds from now; 0: at once. Unknown names are ignored: it may have ended by itself."""
+
+    name: str
+    ttl_s: float
+    reason: str
+
+
 class ShowPages(msgspec.Struct, frozen=True, tag=True):
     """Send `Pages` once, for the live view."""
 
@@ -165,7 +185,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | ShowPages | Shutdown
+ToEngine: TypeAlias = Start | Inspect | Submit | Abort | Finish | LoadAdapter | UnloadAdapter | Renew | ShowPages | Shutdown
 
 
 # ---- from the engine
@@ -229,6 +249,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True):
     owners: list[tuple[str, int]]  # request and how many pages it holds, shared ones included
     kinds: bytes  # of each page two bytes, the lower first: explained in `kv.manager`
     took_s: float  # to collect, while no step was made
+    tiers: list[tuple[str, int, int]] = []  # name, pages in it, and how many it can hold
 
 
 FromEngine: TypeAlias = Loading | Inspected | Ready | Refused | Gone | AdapterReply | StepOutput | Pages

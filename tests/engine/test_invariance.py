@@ -220,5 +220,5 @@ def _watch(core: EngineCore) -> list[events.Event]:
             return buffer.take()
 
     core._events = Tee()
-    core.scheduler._emit = core._events
+    core.scheduler._emit = core.scheduler._pages._emit = core._events
     return seen

@@ -142,7 +142,7 @@ def prompts(num: int, longest: int = 90) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def interval(monkeypatch):
     """States are kept more often than a user's, so that short prompts have some."""
-    monkeypatch.setattr(config, "STATE_INTERVAL", INTERVAL)
+    monkeypatch.setattr(config.cache, "STATE_INTERVAL", INTERVAL)
 
 
 def test_tokens_and_logits_equal_transformers(saved, backend):
@@ -252,7 +252,7 @@ def test_a_prefix_is_found_although_what_follows_is_shifted(saved):
 @pytest.fixture
 def sparse(monkeypatch):
     """An interval that no prompt here reaches: states that are found were kept where a prompt or a prefix ended."""
-    monkeypatch.setattr(config, "STATE_INTERVAL", 1024)
+    monkeypatch.setattr(config.cache, "STATE_INTERVAL", 1024)
 
 
 def is_as_without_the_cache(core, model, name, request):

@@ -320,7 +320,7 @@ def test_attention_that_does_not_compile_is_refused(on_gpu, monkeypatch, tmp_pat
 
 def test_a_state_in_place_of_keys_and_values(on_gpu, monkeypatch, tmp_path):
     """A prompt beside one that decodes, over more than one state that is kept."""
-    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    monkeypatch.setattr(config.cache, "STATE_INTERVAL", 16)
     make_states("Mamba2", tmp_path, vocab_size=64, num_hidden_layers=1, hidden_size=16, num_heads=2, n_groups=1)
     requests = {"short": ([5, 6], greedy(3, logprobs=1)), "long": (ids(17, 2), greedy(2, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)
@@ -331,7 +331,7 @@ def test_a_state_in_place_of_keys_and_values(on_gpu, monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Qwen3Next"])
 def test_families_with_states(family, on_gpu, monkeypatch, tmp_path):
     """A prompt in two steps beside one that decodes, over several states that are kept; then from the prefix cache."""
-    monkeypatch.setattr(config, "STATE_INTERVAL", 16)
+    monkeypatch.setattr(config.cache, "STATE_INTERVAL", 16)
     make_states(family, tmp_path)
     requests = {"long": (ids(38, 2), greedy(2, logprobs=1)), "short": ([5, 6, 7], greedy(3, logprobs=1))}
     expected = run(make_core(load_model(tmp_path), max_requests=8, max_context=128), requests)

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import sampling
+from tidemill.kernels.cuda import logprobs, sampling
 from tidemill.models.base import CausalLM
 from tidemill.runner import cuda_sampler
 from tidemill.runner.cuda_sampler import CudaSampler
@@ -43,6 +43,7 @@ SETTINGS = {  # what asks for a stage, besides a temperature
 @pytest.fixture(autouse=True)
 def small_stretches(monkeypatch):
     monkeypatch.setattr(sampling, "SEARCH_STRETCH", 128)
+    monkeypatch.setattr(logprobs, "SEARCH_STRETCH", 128)
     monkeypatch.setattr(sampling, "PICK_STRETCH", 256)
     monkeypatch.setattr(sampling, "_TILE", 256)
 
@@ -264,7 +265,7 @@ def test_a_sequence_with_nothing_left_fails_alone():
 @pytest.mark.parametrize("num_top", [0, 1, 5, 20])
 def test_logprobs(num_top, monkeypatch):
     """Those of the CPU, equal values in order of token id, each the same in any batch; NaN where logits are not finite."""
-    monkeypatch.setattr(sampling, "_BLOCK", 32)
+    monkeypatch.setattr(logprobs, "_BLOCK", 32)
     logits, ids = random_logits(7), torch.tensor([5, 299, 0, 40, 50, 60, 70], dtype=torch.int32)
     logits[2, 3:] = -INF
     logits[4, 9], logits[5, 9], logits[6] = NAN, INF, -INF

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidemill.cache_layout import Group
-from tidemill.events import EventBuffer
+from tidemill.events import EventBuffer, Preempted, PrefixHeld
 from tidemill.kv.manager import INDEXES, KVManager
 from tidemill.runner.base import accept, draws
 from tidemill.sampling import Beams, SamplingParams
@@ -18,12 +18,13 @@ from tidemill.sched.policies import POLICIES, make_policy
 from tidemill.sched.queue import ORDERS
 from tidemill.sched.request import BACKGROUND
 from tidemill.sched.scheduler import Scheduler
+from tidemill.wire import Hold
 
 EOS = 7
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    steps_taken = 0
+    steps_taken = held_seen = 0
 
     def __init__(self):
         super().__init__()
@@ -46,12 +47,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_tokens=st.sampled_from([0.125, 1.0, 3.0]),
         kinds=st.sampled_from([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3), (1, 9)], [(1, 0), (2, 2)], [(4, 2), (4, 2)]]),
     )
-    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds):
+    def start(self, policy, page_size, rows, least_budget, caching, index, order, background_tokens, kinds, evict=True):
         groups = [Group(page_size * factor, window, is_state=factor > 1) for factor, window in kinds]
         budget = max(rows, least_budget)
         num_pages = sum(group.most_pages(24, budget) for group in groups)
         self.scheduler = Scheduler(
-            KVManager(num_pages + 1, page_size, caching, groups, budget, index),
+            self.make_kv(num_pages + 1, page_size, caching, groups, budget, index),
             num_rows=rows,
             token_budget=budget,
             max_context=24,
@@ -61,8 +62,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             background_tokens=background_tokens,
             background_budget=3,
             order=order,
+            evict=evict,
         )
         self.clock = clock
+
+    def make_kv(self, *how):
+        return KVManager(*how)
+
+    def waits_for_moves(self):
+        return False
+
+    def begin_moves(self, moves):
+        assert not moves
+
+    def before_write(self, page):
+        """A runner does not write to a page before it is stored."""
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
@@ -72,16 +86,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "x"]),
         tenant=st.sampled_from(["", "a", "b"]),
         is_beam=st.sampled_from([False, False, True]),
+        hold=st.sampled_from([None, "a", "b", "c", "d"]),
     )
-    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam=False):
+    def submit(self, prompt, max_tokens, n, priority, salt, tenant, is_beam=False, hold=None):
         if len(self.live) < 12:
             beams = Beams(2) if is_beam and n == 1 else None
             params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, beams=beams)
-            ends = frozenset({EOS})
-            for request in self.scheduler.add(
-                "r", prompt, params, priority=priority, salt=salt, tenant=tenant, eos_token_ids=ends
-            ):
+            ranks = {"priority": priority, "salt": salt, "tenant": tenant, "eos_token_ids": frozenset({EOS})}
+            holds = [Hold(hold, max_tokens % 2 * len(prompt), max_tokens, is_pinned=hold < "c")] if hold else []
+            for request in self.scheduler.add("r", prompt, params, **ranks, holds=holds):
                 self.live[request.seq] = request
+
+    @rule(name=st.sampled_from("abcd"), seconds=st.sampled_from([0.0, 0.0, 5.0]))
+    def renew(self, name, seconds):
+        self.scheduler.retention.renew(name, seconds, "fuzz")
+
+    @rule()
+    def lose(self):
+        """A step failed, and with it what was in flight."""
+        self.in_flight.clear()
+        self.scheduler.drop_computed("fuzz")
 
     @rule(seconds=st.sampled_from([0.01, 1.0, 7.0, 11.0]))
     def wait(self, seconds):
@@ -142,9 +166,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.drafts = drafts[:num] if self.scheduler.kv.can_fork and not request.params.beams else ()
             plan = self.scheduler.plan()
             if plan is None and not self.in_flight:
-                assert all(request.is_held for request in self.live.values()), "work is left but nothing was planned"
+                held = all(request.is_held for request in self.live.values())
+                assert held or self.waits_for_moves(), "work is left but nothing was planned"
                 return
-            if plan is not None:
+            if plan is not None and not plan.items:
+                self.change_pages(plan)
+            elif plan is not None:
                 assert len({item.row for item in plan.items}) == len(plan.items)
                 self.check_plan(plan)
                 drawn = self.draw(plan, tokens)
@@ -205,12 +232,26 @@ class SchedulerMachine(RuleBasedStateMachine):
                 written += table[first:end]
         assert len(written) == len(set(written)), "two sequences write one page"
         assert all(kv._pool.references(page) >= 1 for page in written)
+        self.change_pages(plan)
+        self.compute(plan)
+
+    def change_pages(self, plan):
         targets = [target for _, target in plan.page_copies]
         assert len(targets) == len(set(targets))
+        stores, loads = (self.sent(plan, is_load) for is_load in (False, True))
+        self.begin_moves(stores)
         read = [dict(self.contents.get(source, {})) for source, _ in plan.page_copies]  # all, before any target is written
         self.num_copies += len(targets)
-        self.contents |= dict(zip(targets, read, strict=True))
-        self.compute(plan)
+        for target, content in zip(targets, read, strict=True):
+            self.write_page(target, content)
+        self.begin_moves(loads)
+
+    def sent(self, plan, is_load):
+        return [move for move in plan.page_moves if move.is_load is is_load]
+
+    def write_page(self, page, content):
+        self.before_write(page)
+        self.contents[page] = content
 
     def compute(self, plan):
         """What a runner does: all write their tokens' keys and values, which depend on all tokens up to there; then each finds
@@ -224,8 +265,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             for group, table in self.state_tables(item):
                 end = item.start + item.count
                 for i in range(item.start // group.page_size, group.num_pages_for(end)):
+                    self.before_write(table[i])
                     self.contents[table[i]] = {0: tuple(self.tokens[item.row][: min(end, (i + 1) * group.page_size)])}
             for page, place, expected in self.places(item, plan.drafts, False):
+                self.before_write(page)
                 self.contents.setdefault(page, {})[place] = expected
         for item in plan.items:
             for page, place, expected in self.places(item, plan.drafts, True):
@@ -263,12 +306,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.commit(plan, {item.row: [1] for item in plan.items if item.samples})
         assert not self.scheduler.has_work, "a request starved"
         self.scheduler.check_integrity()
-        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages
+        assert self.scheduler.kv.num_free_pages == self.scheduler.kv.num_pages - self.scheduler.kv.held.num_pinned
+        SchedulerMachine.held_seen += sum(isinstance(event, PrefixHeld) for event in self.scheduler._emit.take())
 
 
 @pytest.mark.parametrize("num_sequences", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_thousands_of_random_steps(num_sequences):
-    SchedulerMachine.steps_taken = 0
+    SchedulerMachine.steps_taken = SchedulerMachine.held_seen = 0
     machine = SchedulerMachine.TestCase()
     machine.settings = settings(
         max_examples=num_sequences,
@@ -279,6 +323,7 @@ def test_thousands_of_random_steps(num_sequences):
     )
     machine.runTest()
     assert SchedulerMachine.steps_taken >= 33 * num_sequences, SchedulerMachine.steps_taken
+    assert SchedulerMachine.held_seen > num_sequences / 5
 
 
 def submit_some(machine, chance):
@@ -287,7 +332,9 @@ def submit_some(machine, chance):
         common = ([0, 1, 2, 2] * 4)[: chance.choice([0, 3, 7, 11, 15])]
         prompt = common + chance.choices(range(3), k=chance.randrange(1, 5))
         ranks = {"priority": chance.choice([0, 0, 0, 1, BACKGROUND]), "tenant": chance.choice(["", "", "a"])}
-        machine.submit(prompt, chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), salt=chance.choice(["", "", "x"]), **ranks)
+        max_tokens, n, salt = chance.randrange(1, 5), chance.choice([1, 1, 1, 3]), chance.choice(["", "", "x"])
+        hold = dict(enumerate("abcd")).get((3 * sum(prompt) + len(prompt)) % 10)
+        machine.submit(prompt, max_tokens, n, salt=salt, hold=hold, **ranks)
 
 
 @pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
@@ -313,3 +360,27 @@ def test_prompts_with_common_beginnings(num_runs):
         num_copies += machine.num_copies
         machine.teardown()
     assert num_copies > 3 * num_runs
+
+
+@pytest.mark.parametrize("num_runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_without_eviction_nothing_is_ever_preempted(num_runs):
+    num_deferred = 0
+    for seed in range(num_runs):
+        chance, machine = random.Random(seed), SchedulerMachine()
+        kinds = chance.choice([[(1, 0)], [(1, 0)], [(1, 5)], [(1, 0), (1, 3)], [(1, 0), (2, 2)]])
+        page_size, index = chance.choice([2, 4, 8]), chance.choice(["radix", "radix", "hash"])
+        machine.start("continuous", page_size, 4, 48, True, index, "arrival", 1.0, kinds, evict=False)
+        for _ in range(30):
+            submit_some(machine, chance)
+            if chance.random() < 0.1:
+                machine.abort(chance.randrange(12))
+            if chance.random() < 0.2:
+                machine.renew(chance.choice("abcd"), chance.choice([0.0, 5.0]))
+            drafts = chance.choices(range(2), k=chance.randrange(6))
+            machine.step(chance.choices(range(EOS + 1), k=5), drafts, chance.randrange(1, 4), chance.randrange(2))
+            machine.sound()
+        seen = machine.scheduler._emit.take()
+        assert not [event for event in seen if isinstance(event, Preempted)]
+        num_deferred += sum("to its end" in getattr(event, "reason", "") for event in seen)
+        machine.teardown()
+    assert num_deferred > num_runs

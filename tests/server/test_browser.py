@@ -79,6 +79,18 @@ def test_a_response_streams_in_with_its_figures(browser):
     assert "prompt tokens cached" in browser.js("return [...document.querySelectorAll('.stats')].at(-1).textContent")
 
 
+def test_comments_of_a_stream_are_no_events(browser):
+    """Such as those that keep the connection of a queued request alive."""
+    code = """
+        const { eventsOf } = await import("./page/api.js");
+        const reply = new Response(": keep-alive\\n\\ndata: {}\\n\\n: keep-alive\\n\\nevent: step\\ndata: [1]\\n\\n");
+        const seen = [];
+        for await (const event of eventsOf(reply)) seen.push(event);
+        return seen;
+    """
+    assert browser.js(f"return (async () => {{ {code} }})()") == [["message", "{}"], ["step", "[1]"]]
+
+
 @pytest.mark.parametrize("how", ["escape", "button"])
 def test_a_response_is_stopped(browser, roomy, how):
     note(browser, ignore_eos=True, max_tokens=3500)

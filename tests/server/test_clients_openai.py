@@ -66,8 +66,8 @@ def test_fields_that_change_nothing_are_accepted_and_named(client):
     )  # fmt: skip
     assert reply.parse().choices[0].message.content == plain.choices[0].message.content
     assert reply.headers["x-tidemill-ignored"].split(", ") == [
-        "cache_prompt", "include_obfuscation", "metadata", "mirostat", "prediction", "prompt_cache_key", "prompt_cache_retention",
-        "reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity",
+        "cache_prompt", "include_obfuscation", "metadata", "mirostat", "prediction", "reasoning_effort",
+        "safety_identifier", "service_tier", "store", "user", "verbosity",
     ]  # fmt: skip
     assert "x-tidemill-ignored" not in client.completions.with_raw_response.create(**COMPLETION).headers
 

@@ -84,9 +84,9 @@ class Census:
 def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, expected):
     server = Server(None, *named(folders), *ONE_AT_A_TIME).wait()
     with Census(server) as census, ThreadPoolExecutor(24) as threads:
-        answers = {(name, i): threads.submit(ask, server, name, i) for i in range(12) for name in folders}
+        answers = {(name, i): threads.submit(ask, server, name, i) for i in range(4) for name in folders}
         got = {key: answer.result(LONG_S) for key, answer in answers.items()}
-        assert got == expected
+        assert got == {key: expected[key] for key in answers}
         # A model that is never without requests does not keep the other from being loaded.
         over = threading.Event()
 
@@ -94,8 +94,8 @@ def test_swapping_under_load_loses_nothing_and_stays_within_the_budget(folders, 
             while not over.is_set():
                 assert ask(server, "ebb", number) == expected["ebb", number]
 
-        busy = [threads.submit(keep_busy, i) for i in range(8)]
-        until(lambda: server.gauge("requests_submitted_total", "ebb") > 24)
+        busy = [threads.submit(keep_busy, i) for i in range(3)]
+        until(lambda: server.gauge("requests_submitted_total", "ebb") > 12)
         assert ask(server, "flow", 1) == expected["flow", 1]
         over.set()
         for one in busy:

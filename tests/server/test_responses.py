@@ -191,7 +191,7 @@ def test_what_has_no_effect_is_accepted_and_named(client):
         extra_body={"chat_template_kwargs": {"x": 1}, "client_metadata": {"a": "b"}, "top_k": 3, "seed": 5},
     )
     assert reply.headers["x-tidemill-ignored"].split(", ") == [
-        "client_metadata", "max_tool_calls", "prompt_cache_key", "reasoning.effort", "safety_identifier", "service_tier",
+        "client_metadata", "max_tool_calls", "reasoning.effort", "safety_identifier", "service_tier",
         "summary", "tools.local_shell", "tools.web_search", "tools.web_search_preview", "user", "verbosity",
     ]  # fmt: skip
     made = reply.parse()

@@ -40,6 +40,51 @@ def test_continuous_batching_refills_a_slot_in_the_next_step():
     ]
 
 
+LATER = [Arrival(*one) for one in zip("ABCDEFG", [0, 1, 1, 6, 7, 9, 9.5], [1] * 7, [4, 2, 5, 3, 6, 2, 4], strict=True)]
+
+
+def timeline(policy, **more):
+    """Seconds from left to right; a step takes one."""
+    return simulate(LATER, SimConfig(policy=policy, num_rows=4, **more)).timeline("ABCDEFG")
+
+
+def test_dynamic_batching_waits_for_a_batch_but_not_longer_than_its_window():
+    assert timeline("static") == [
+        "1111...............",
+        "....11.............",
+        "....11111..........",
+        ".........111.......",
+        ".........111111....",
+        ".........11........",
+        "...............1111",
+    ]
+    assert timeline("dynamic", batch_window_s=2.0) == [
+        "..1111............",
+        "..11..............",
+        "..11111...........",
+        "........111.......",
+        "........111111....",
+        "..............11..",
+        "..............1111",
+    ]
+    assert timeline("continuous") == [
+        "1111..........",
+        ".11...........",
+        ".11111........",
+        "......111.....",
+        ".......111111.",
+        ".........11...",
+        "..........1111",
+    ]
+
+
+def test_a_full_batch_does_not_wait_for_the_window():
+    arrivals = [Arrival(f"r{i}", 0.25 * i, 1, 2) for i in range(4)]
+    result = simulate(arrivals, SimConfig(policy="dynamic", num_rows=4, batch_window_s=60.0))
+    assert result.steps[0].start_s == 0.75
+    assert any(isinstance(e, Deferred) and e.reason == "policy dynamic: no admission in this step" for e in result.events)
+
+
 def test_no_batching_runs_one_after_the_other():
     lines = chart("none")
     assert all(sum(line[i] != "." for line in lines) == 1 for i in range(len(lines[0])))

@@ -7,7 +7,7 @@ import sys
 import typer
 from rich.console import Console
 
-from tidemill.cli import bench, chat, completion, explain, generate, memory, models, ollama, serve, train_draft
+from tidemill.cli import bench, chat, completion, explain, generate, memory, models, ollama, prompt_cache, serve, train_draft
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
 from tidemill.errors import TidemillError
@@ -39,6 +39,7 @@ app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.add_typer(bench.app, name="bench")
+app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)
 app.command("run", hidden=True, epilog=EPILOG, cls=Command)(chat.chat)
 for name in ("list", "ls", "show"):

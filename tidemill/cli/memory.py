@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import decide_device, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes, sequence_bytes
+from tidemill.config import decide_device, decide_disk, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes, sequence_bytes
 from tidemill.errors import ConfigError
 from tidemill.kv_format import FORMATS
 from tidemill.model_config import ModelConfig
@@ -18,7 +18,7 @@ from tidemill.weights.locate import locate
 console = Console(highlight=False)
 
 
-@takes("model", "device", "dtype", "kv-dtype")
+@takes("model", "device", "dtype", "kv-dtype", "kv-host-memory", "kv-disk")
 def memory(
     settings: Settings,
     context: Annotated[
@@ -48,7 +48,8 @@ def memory(
     kv = per_request * requests
     activations = config.activation_bytes(256, max(64, requests))
     have = parse_bytes(available) if available else machine.gpu_free_bytes if device == "cuda" else machine.available_bytes
-    room = have - weights - activations
+    host = options.kv_host_memory_bytes or 0
+    room = have - weights - activations - (host if device == "cpu" else 0)
     table = Table("part", "bytes", "how", title=f"{options.model}: {requests} × {tokens:,} tokens, {dtype}", title_justify="left")
     table.add_row(
         "weights",
@@ -71,6 +72,10 @@ def memory(
         f"With {fmt_bytes(have)} of memory, {fits:,} requests of {tokens:,} tokens fit"
         + ("." if fits >= requests else f", fewer than the {requests} requested.")
     )
+    for name, num_bytes in (("host memory", host), ("disk", decide_disk(options)[0][1])):
+        if num_bytes:
+            more = num_bytes // per_request
+            console.print(f"Behind them, {fmt_bytes(num_bytes)} of {name} keep the prefixes of {more:,} such requests.")
     if fits < requests:
         raise typer.Exit(1)
 

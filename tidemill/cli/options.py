@@ -170,6 +170,11 @@ OPTIONS = (
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G."),
+    Option("kv-host-memory", "size", ENGINE, field="kv_host_memory_bytes", automatic="none",
+           help="Host memory behind the KV cache, like 8G: cached pages that must make room go there and come back on a hit."),
+    Option("kv-disk", "text", ENGINE, field="kv_disk", automatic="none",
+           help="A folder and its quota behind that, as PATH:SIZE, like /var/cache/tidemill:20G. Cached pages stay there, also "
+           "over a restart."),
     Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),
@@ -202,6 +207,16 @@ OPTIONS = (
            help="How a computed prefix is found: hash, by whole pages, or radix, by tokens, also within a page."),
     Option("queue-order", "text", ENGINE, field="queue_order", choices=ORDERS,
            help="Which queued request of a tenant starts next: the first that came, or the one with the longest cached prefix."),
+    Option("batch-window", "number", ENGINE, field="batch_window_ms", low=0, high=10_000, automatic="50 with the policy dynamic",
+           help="Milliseconds for which the policy dynamic lets a batch form that is not full."),
+    Option("evict", "switch", ENGINE, field="evict",
+           help="Running requests may be preempted. Off (--no-evict): a request starts only if there are KV pages for its prompt "
+           "and max_tokens, and runs to its end."),
+    Option("max-pinned", "number", ENGINE, field="max_pinned", low=0, high=0.9,
+           help="Part of the KV cache that prompt caches and retained prefixes may hold."),
+    Option("session-retention", "number", ENGINE, field="session_retention_s", low=0, high=86_400,
+           help="Seconds for which the KV cache of a conversation is kept over others while its tool call is under way; 0: it is "
+           "not."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",

@@ -6,6 +6,7 @@ from tidemill.config.drafts import ACCEPTANCE, SPECULATE
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve
 from tidemill.config.sizes import fmt_bytes, parse_bytes
+from tidemill.config.tiers import decide_disk
 
 __all__ = [
     "ACCEPTANCE",
@@ -15,6 +16,7 @@ __all__ = [
     "EngineConfig",
     "EngineOptions",
     "decide_device",
+    "decide_disk",
     "decide_dtype",
     "decide_kv_dtype",
     "fmt_bytes",

@@ -80,6 +80,24 @@ def decide_queue_order(options: EngineOptions, prefix_caching: bool) -> Decision
     return "prefix", "queued requests with the longest cached prefix start first"
 
 
+def decide_max_pinned(options: EngineOptions, prefix_caching: bool) -> Decision[float]:
+    if not 0 <= options.max_pinned <= 0.9:
+        raise ConfigError(f"max_pinned is {options.max_pinned:g}.", fix="It must be from 0 to 0.9.", param="max_pinned")
+    if not prefix_caching:
+        return 0.0, "nothing can be pinned without prefix caching"
+    return options.max_pinned, "part of the pages that prompt caches and retained prefixes may hold"
+
+
+def decide_session_retention(options: EngineOptions, max_pinned: float) -> Decision[float]:
+    seconds = options.session_retention_s
+    if not 0 <= seconds <= 86400:
+        what = f"session_retention_s is {seconds:g}."
+        raise ConfigError(what, fix="It must be from 0 to 86400.", param="session_retention_s")
+    if not max_pinned:
+        return 0.0, "nothing can be retained"
+    return seconds, "for which a session is retained while its tool call is under way"
+
+
 def decide_layout(model: ModelConfig, kv_dtype: str, page_size: int, context: int) -> Decision[CacheLayout]:
     if model.pooler is not None:
         return one_place(model.num_layers, page_size), "an encoder's layers use one place in turn"

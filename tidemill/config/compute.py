@@ -12,6 +12,7 @@ DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: 
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
+_WINDOW_MS, _MAX_WINDOW_MS = 50.0, 10_000  # in which a batch forms
 MAX_LORA_RANK = 256
 
 
@@ -165,3 +166,17 @@ def decide_max_lora_rank(options: EngineOptions, max_loras: int) -> Decision[int
     if not 1 <= rank <= MAX_LORA_RANK:
         raise ConfigError(f"max_lora_rank is {rank}.", fix=f"It must be 1 to {MAX_LORA_RANK}.", param="max_lora_rank")
     return rank if max_loras else 0, "given" if options.max_lora_rank else "enough for most adapters"
+
+
+def decide_batch_window(options: EngineOptions) -> Decision[float]:
+    """In seconds."""
+    given = options.batch_window_ms
+    if options.policy != "dynamic":
+        if given is not None:
+            fix = "Leave --batch-window out, or use --policy dynamic."
+            raise ConfigError(f"batch_window_ms is given with the policy {options.policy}.", fix=fix, param="batch_window_ms")
+        return 0.0, "no batch is waited for"
+    if given is not None and not 0 <= given <= _MAX_WINDOW_MS:
+        fix = f"It must be from 0 to {_MAX_WINDOW_MS}."
+        raise ConfigError(f"batch_window_ms is {given:g}.", fix=fix, param="batch_window_ms")
+    return (_WINDOW_MS if given is None else given) / 1000, "until a batch that is not full starts"

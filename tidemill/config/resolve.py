@@ -8,14 +8,17 @@ from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
     decide_kv_dtype,
     decide_layout,
+    decide_max_pinned,
     decide_page_size,
     decide_prefix_caching,
     decide_prefix_index,
     decide_queue_order,
+    decide_session_retention,
 )
 from tidemill.config.compute import (
     decide_background_budget,
     decide_background_tokens,
+    decide_batch_window,
     decide_context,
     decide_device,
     decide_dtype,
@@ -30,6 +33,7 @@ from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.errors import ConfigError
 from tidemill.kv_policy import UNBOUNDED, KVPolicy
 from tidemill.machine import Machine
@@ -68,6 +72,10 @@ class EngineConfig:
     speculate: tuple[str, ...] = ()  # drafters, in the order in which they are asked
     max_drafts: int = 0
     adaptive_drafts: bool = True
+    batch_window_s: float = 0.0  # of the policy dynamic
+    evict: bool = True
+    max_pinned: float = 0.0
+    session_retention_s: float = 0.0
     draft: EngineConfig | None = None  # of the draft model
     acceptance: str = "exact"
     draft_heads: str | None = None
@@ -78,6 +86,9 @@ class EngineConfig:
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
     lora_bytes: int = 0
+    host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
+    kv_disk: str = ""  # a folder behind it, or empty
+    kv_disk_bytes: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
@@ -96,7 +107,12 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + spare
+        host = self.host_slots * self.page_bytes if self.device == "cpu" else 0
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
+
+    @property
+    def page_bytes(self) -> int:
+        return self.kv_bytes // self.num_pages
 
     @property
     def draft_bytes(self) -> int:
@@ -153,9 +169,20 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     context = settle("max_context", decide_possible_context(options, context, reasons["max_context"], kv_bytes, memory, model))
     num_pages = settle("num_pages", decide_num_pages(kv_bytes, memory, max_requests * memory.num_pages_for(context)))
     reasons["policy"] = "scheduling policy"
+    batch_window_s = settle("batch_window_s", decide_batch_window(options))
+    reasons["evict"] = "running requests may be preempted" if options.evict else "only what can run to its end is admitted"
     prefix_caching = settle("prefix_caching", decide_prefix_caching(options, model))
     prefix_index = settle("prefix_index", decide_prefix_index(options, layout))
     queue_order = settle("queue_order", decide_queue_order(options, prefix_caching))
+    max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
+    session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
+    kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
+    host_slots = 0
+    if model.pooler is not None:
+        reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
+    else:
+        used = num_pages * memory.page_bytes
+        host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, fast_math, model))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
@@ -185,6 +212,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         speculate=speculate,
         max_drafts=max_drafts,
         adaptive_drafts=options.adaptive_drafts,
+        batch_window_s=batch_window_s,
+        evict=options.evict,
+        max_pinned=max_pinned,
+        session_retention_s=session_retention_s,
         draft=draft,
         acceptance=acceptance,
         draft_heads=options.draft_heads,
@@ -195,6 +226,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
         lora_bytes=lora_bytes,
+        host_slots=host_slots,
+        kv_disk=kv_disk,
+        kv_disk_bytes=kv_disk_bytes,
         reasons=reasons,
     )
 
@@ -216,7 +250,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_policy=None, max_stream=None,
+        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
+        policy="continuous", batch_window_ms=None, kv_policy=None, max_stream=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

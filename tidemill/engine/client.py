@@ -44,6 +44,7 @@ from tidemill.wire import (
     PromptProgress,
     Ready,
     Refused,
+    Renew,
     Resumed,
     ShowPages,
     StepOutput,
@@ -286,6 +287,10 @@ class EngineClient:
         if request_id in self._pending:
             self._pending[request_id].over.add(index)
         self._send(Finish(request_id, index))
+
+    def renew(self, name: str, ttl_s: float, reason: str) -> None:
+        """A hold ends so many seconds from now; 0: at once. An engine that is not there holds nothing."""
+        self._send(Renew(name, ttl_s, reason))
 
     def ask_pages(self) -> None:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""

@@ -12,9 +12,11 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.engine import kv_tiers
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.kv_tiers import open_tiers
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
@@ -39,10 +41,12 @@ from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
+from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
-from tidemill.wire import Abort, Delta, Finish, Pages, Refused, StepOutput, Submit, Timings
+from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
+_MOVES_S = 0.002  # waited for page moves, before messages are looked at again
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
@@ -78,8 +82,15 @@ def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model
 
 
 class EngineCore:
-    def __init__(self, model: Model, config: EngineConfig, clock: Clock | None = None, draft: Model | None = None) -> None:
-        """`draft`: the draft model, if the drafters need one."""
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        clock: Clock | None = None,
+        draft: Model | None = None,
+        weights_digest: bytes = b"",
+    ) -> None:
+        """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk."""
         self.config = config
         self.model_config = model.config
         self._clock = clock or MonotonicClock()
@@ -88,6 +99,7 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        tiers = open_tiers(self.runner, config, weights_digest, self._events, self._clock.now)
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
@@ -96,17 +108,20 @@ class EngineCore:
                 config.layout.groups,
                 config.token_budget,
                 config.prefix_index,
+                tiers,
+                config.max_pinned,
             ),
             num_rows=config.max_requests,
             token_budget=config.token_budget,
             max_context=config.max_context,
-            policy=make_policy(config.policy),
+            policy=make_policy(config.policy, config.batch_window_s),
             clock=self._clock,
             emit=self._events,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
             whole_prompts=model.config.pooler is not None,
             order=config.queue_order,
+            evict=config.evict,
             max_draws=config.max_draws,
         )
         self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
@@ -123,6 +138,7 @@ class EngineCore:
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
+        self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
         self.beams = BeamSearches(self.scheduler, self._events, self._adopt, self._forget)
@@ -148,7 +164,8 @@ class EngineCore:
         draft_model = None
         if draft is not None and config.draft is not None:
             draft_model = draft[1].load(draft[0], draft[2], config.draft.dtype + fast, progress, config.device, random)
-        core = cls(model, config, draft=draft_model)
+        weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
+        core = cls(model, config, draft=draft_model, weights_digest=weights)
         core.structured.tokenizer_path = checkpoint.path
         for number, (name, path) in enumerate(options.lora_paths.items(), 1):
             core.adapters.load_now(number, name, path)
@@ -157,6 +174,26 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
+
+    @property
+    def idle_s(self) -> float:
+        """Though there is work, no step can be made for so long, unless something comes."""
+        return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s
+
+    @property
+    def has_moves(self) -> bool:
+        """Pages are to be moved, or were, which need not be waited for."""
+        tiers = self.scheduler.kv.tiers
+        return tiers is not None and tiers.is_busy
+
+    def close(self) -> None:
+        """Save what is cached on disk, if there is one behind it."""
+        if self.runner.mover is not None:
+            if not self._in_flight:
+                self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
+                kv_tiers.save(self.scheduler, self.runner)
+            self.runner.mover.close()
+            self.runner.mover = None
 
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
@@ -176,6 +213,9 @@ class EngineCore:
         request.check(self.model_config.vocab_size, self.config.context_of(request.params))
         self._cache_of(request)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
+        if request.params.beams is not None and not self.config.evict:
+            fix = "Sample with n instead, or serve without --no-evict."
+            raise InvalidRequest("Beams preempt each other, which this server does not do.", fix=fix, param="use_beam_search")
         if not request.adapter:
             self._submit(request, compiled)
             return
@@ -222,6 +262,7 @@ class EngineCore:
             cache=self._cache_of(request),
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
+            holds=request.holds,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
@@ -274,13 +315,16 @@ class EngineCore:
         self._forget(request.seq)
         return Timings(*request.spans(self._clock.now()))
 
+    def renew(self, message: Renew) -> None:
+        self.scheduler.retention.renew(message.name, message.ttl_s, message.reason)
+
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""
         begin = self._clock.now()
         holders = self.scheduler.holders()
         kinds = self.scheduler.kv.map([request.seq for request in holders])
         owners = [(request.request_id, self.scheduler.kv.num_pages_of(request.seq)) for request in holders]
-        return Pages(owners, kinds.tobytes(), self._clock.now() - begin)
+        return Pages(owners, kinds.tobytes(), self._clock.now() - begin, self.scheduler.kv.tier_sizes())
 
     def take_events(self) -> list[Event]:
         """What was decided since the last step's output, by aborts for example."""
@@ -293,11 +337,15 @@ class EngineCore:
         if self.adapters.is_reading and not self.scheduler.has_work and not self._in_flight:
             self.adapters.wait()
         try:
+            self._take_moves()
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self._in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
             started = self._clock.now()
             plan = self._plan()
+            if plan is not None and not plan.items:
+                self.runner.change_pages(plan)
+                plan = None
             if plan is not None:
                 if plan.new_rows and self.before_admitted_run:
                     self.before_admitted_run(self._events.take())
@@ -305,6 +353,8 @@ class EngineCore:
                 self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
+            if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
+                self.runner.mover.wait(_MOVES_S)  # nothing else can be done
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
             self._num_failed_steps += 1
@@ -312,6 +362,11 @@ class EngineCore:
                 raise
             traceback.print_exc()
         return StepOutput(self._outputs(*ended) if ended else [], self._events.take()), failed
+
+    def _take_moves(self) -> None:
+        done = () if self.runner.mover is None else self.runner.mover.done()
+        if done:
+            self.scheduler.moved(done)
 
     def _plan(self) -> StepPlan | None:
         if self.drafting is not None:
@@ -339,6 +394,9 @@ class EngineCore:
             self.drafting.observe(done, progress, step.started_s, is_ahead, self.scheduler.has_work)
         now = self._clock.now()
         self._events(events.StepDone(now, done.step, now - step.started_s, num_sampled))
+        if self.scheduler.kv.tiers is not None:
+            self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
+        self._collected_s = now
         self._count_experts(now)
         return done, result, progress, of_beams
 
@@ -420,6 +478,9 @@ class EngineCore:
         name = type(error).__name__
         failure = TidemillError(f"The engine failed while computing this request ({name}).")
         failed = [self._fail_request(seq, failure, f"step failed: {name}") for seq in seqs if seq in self._live_of]
+        if self.runner.mover is not None:
+            self.runner.mover.drain()
+            self._take_moves()
         self.scheduler.drop_computed("a step failed", [page for each in plans for page in each.page_zeroes])
         return failed
 

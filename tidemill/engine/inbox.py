@@ -84,4 +84,5 @@ def _joined(parts: list[Delta]) -> Delta:
         last.timings,
         first.embedding,
         last.score,
+        num_held=last.num_held,
     )

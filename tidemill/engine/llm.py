@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,8 +85,14 @@ class LLM:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
+        if self.config.kv_disk:
+            weakref.finalize(self, self.core.close)  # what is cached goes to disk when the script ends
         self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
         self._last_adapter = len(self._adapters)
+
+    def close(self) -> None:
+        """Save what is cached on disk (`kv_disk`). Else this happens when the script ends."""
+        self.core.close()
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter, under a name that is not in use."""

@@ -24,6 +24,7 @@ _SAME = {
     "kv_cache_memory_bytes": "kv_memory_bytes",
     "served_model_name": "served_name",
     "kv_memory": "kv_memory_bytes",
+    "kv_host_memory": "kv_host_memory_bytes",
 }
 _WITHOUT_EFFECT = frozenset({
     "gpu_memory_utilization", "enforce_eager", "trust_remote_code", "disable_log_stats", "download_dir", "swap_space",
@@ -68,8 +69,9 @@ def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
         made["dtype"] = {"float": "float32"}.get(dtype, dtype)
     if isinstance(made.get("loras"), Mapping):
         made["loras"] = tuple(f"{name}={path}" for name, path in made["loras"].items())
-    if isinstance(made.get("kv_memory_bytes"), str):
-        made["kv_memory_bytes"] = parse_bytes(made["kv_memory_bytes"])
+    for name in ("kv_memory_bytes", "kv_host_memory_bytes"):
+        if isinstance(made.get(name), str):
+            made[name] = parse_bytes(made[name])
     return made
 
 

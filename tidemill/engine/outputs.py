@@ -52,6 +52,7 @@ class Live:
             logprobs=logprobs[: len(done.token_ids)] if logprobs else None,
             prompt_logprobs=list(self.prompt_logprobs) if wants_prompt else None,
             num_cached=request.num_cached,
+            num_held=request.num_held,
             timings=Timings(*request.spans(now)) if done.finish_reason else None,
             embedding=self._embedding(request) if is_first else None,
         )

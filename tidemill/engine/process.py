@@ -6,6 +6,7 @@ It ends on Shutdown, when terminated, or when its parent is gone: the parent hol
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -34,6 +35,7 @@ from tidemill.wire import (
     Loading,
     Ready,
     Refused,
+    Renew,
     ShowPages,
     Shutdown,
     Start,
@@ -92,7 +94,8 @@ class EngineProcess:
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
-            self._take_messages(core, wait=not core.has_work)
+            idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
+            self._take_messages(core, idle_s)
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)
@@ -101,6 +104,7 @@ class EngineProcess:
                 self.send(output)
             for refused in failed:
                 self.send(refused)
+        core.close()
 
     def _first_message(self) -> Start | None:
         """Start, or None if the process is to end. Models may be inspected before."""
@@ -123,8 +127,10 @@ class EngineProcess:
         """If the step ends the process, its parent must know which requests were in it for the first time."""
         self.send(StepOutput([], admitted))
 
-    def _take_messages(self, core: EngineCore, wait: bool) -> None:
-        ready = dict(self._poller.poll(0 if not wait else _LOOK_EVERY_MS if self._compiling else None))
+    def _take_messages(self, core: EngineCore, wait_s: float | None) -> None:
+        """`wait_s`: for the first; None: until one comes."""
+        most_ms = None if wait_s is None else math.ceil(1000 * wait_s)
+        ready = dict(self._poller.poll(_LOOK_EVERY_MS if self._compiling and most_ms != 0 else most_ms))
         if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 1):
             self._parent_gone()
             return
@@ -147,6 +153,8 @@ class EngineProcess:
                 self._load(core, message)
             elif isinstance(message, UnloadAdapter):
                 core.adapters.unload(message.adapter_id)
+            elif isinstance(message, Renew):
+                core.renew(message)
             elif isinstance(message, ShowPages):
                 self.send(core.pages())
             elif isinstance(message, Shutdown):

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
+from tidemill.kv.behind import Behind, Leaving, tokens_by_tier
 from tidemill.kv.groups import GroupTable, PageChange
+from tidemill.kv.holds import Held, Holds
 from tidemill.kv.pages import NULL_PAGE, PagePool
-from tidemill.kv.prefix import AnyIndex, HashIndex, Path
+from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
+from tidemill.kv.tiers import Moved, PageMove, Tiers
 from tidemill.kv_policy import CachePolicy
 
 INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
@@ -53,6 +56,8 @@ class Start:
     num_cached: int  # tokens
     num_matching: int  # tokens that the prefix index knows, though pages may be missing
     copies: list[tuple[int, int, int]]  # as of `copies_to_write`: a page of which part is shared
+    num_host: int = 0  # of the cached tokens: they are loaded from host memory
+    num_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class _Match:
 
     num_tokens: int
     num_matching: int
-    tables: list[GroupTable]  # of a sequence that starts with it, without
+    tables: list[GroupTable]  # of a sequence that starts with it, without; negative: to be loaded from this place in a tier
     partly: list[int]  # the pages, one of each group or none, whose first tokens are its last
 
 
@@ -76,9 +81,12 @@ class KVManager:
         groups: Sequence[Group] = (),
         most_at_once: int = 1,
         index: str = "hash",
+        tiers: Tiers | None = None,
+        max_held: float = 0.5,
     ) -> None:
         """`page_size`: tokens; the groups' are multiples of it. `groups`: one that sees all, if not given. `most_at_once`: tokens
-        of one sequence that a step may compute. `index`: one of `INDEXES`."""
+        of one sequence that a step may compute. `index`: one of `INDEXES`; only the hashes can have `tiers` behind them.
+        `max_held`: the part of the pages that may be held."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.groups = tuple(groups) or (Group(page_size),)
@@ -89,9 +97,12 @@ class KVManager:
         self.num_evicted = 0  # cached pages overwritten so far
         self._most_at_once = most_at_once
         self._pool = PagePool(num_pages)
+        self.held = Holds(self._pool, int(max_held * (num_pages - 1)) if prefix_caching else 0)
         self._index = INDEXES[index](page_size, self.groups)
         self._fresh: set[int] = set()  # pages in the index that the step being planned writes
         self._sequences: dict[int, _Sequence] = {}
+        self._behind = None if tiers is None or not prefix_caching else Behind(tiers, self._index, self._pool)
+        self._step = 0  # that is being planned
 
     # ---- what there is
 
@@ -131,8 +142,19 @@ class KVManager:
         return self._match(path).num_tokens
 
     def _match(self, path: Path, policy: CachePolicy | None = None) -> _Match:
-        found, tables = self._index.find(path), []
-        num_pages = found.num_tokens // self.page_size
+        """Without the tiers, if what they hold is faster computed again."""
+        match = self._match_in(self._index.find(path), policy)
+        if self._behind is None:
+            return match
+        num_bytes = self._behind.bytes_to_load(match.tables)
+        if not num_bytes or not all(map(self._behind.tiers.costs.knows, num_bytes)):
+            return match
+        plain = self._match_in(self._behind.find_in_pages(path), policy)
+        num_gained = match.num_tokens - plain.num_tokens
+        return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
+
+    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+        tables, num_pages = [], found.num_tokens // self.page_size
         if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
             num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
         num_tokens, partly = self._num_usable(found.pages, num_pages) * self.page_size, []
@@ -179,7 +201,7 @@ class KVManager:
         for group, table in zip(self.groups, match.tables, strict=True):
             found = table.held
             num += group.most_pages(num_tokens - table.num_trimmed * group.page_size, self._most_at_once) - len(found)
-            num += sum(1 for page in found if self._pool.references(page) == 0)
+            num += sum(1 for page in found if page < 0 or self._pool.references(page) == 0)
         return num
 
     def num_pages_to_go_on(self, seq: int, start: int, end: int) -> int:
@@ -201,6 +223,28 @@ class KVManager:
                 kinds[page] = owner if kinds[page] <= CACHED else SHARED
         return kinds[1:]  # without the null page
 
+    # ---- holding prefixes
+
+    @property
+    def num_held_pages(self) -> int:
+        return self._pool.num_kept
+
+    def hold(self, seq: int, token_ids: Sequence[int], held: Held) -> tuple[str, list[Held]]:
+        """Hold what is cached of a sequence's first `held.num_tokens` tokens, whose pages are found here. As `Holds.put`."""
+        num = held.num_tokens // self.page_size * self.page_size
+        sequence = self._sequences[seq]
+        path = sequence.path.through(token_ids, num)
+        match = self._match_in(self._index.find(path) if self._behind is None else self._behind.find_in_pages(path))
+        for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
+            for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
+                if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
+                    table.pages[i] = own.pages[i]
+        held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
+        if self._behind is not None:
+            for page in held.pages:
+                self._behind.reuse(page)
+        return self.held.put(held)
+
     # ---- taking and giving back
 
     def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None) -> Start | None:
@@ -212,19 +256,30 @@ class KVManager:
         num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
         if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
             return None
-        for table in match.tables:
-            for page in table.held:
-                self._pool.share(page)
+        self._share(match.tables)
+        loads = [] if self._behind is None else self._behind.hold(match.tables)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
         made = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
         self._sequences[seq] = made
+        if self._behind is not None:
+            self._behind.is_back(seq)
+            for g, i, key, tier in loads:
+                page = match.tables[g].pages[i] = self._take()
+                self._behind.load(key, tier, page)
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
             table.pages += [self._take() for _ in range(num_new)]
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
-        return Start(match.num_tokens, match.num_matching, copies)
+        by_tier = tokens_by_tier(loads, self.groups, self.page_size, match.num_tokens) if loads else ()
+        return Start(match.num_tokens, match.num_matching, copies, *by_tier)
+
+    def _share(self, tables: list[GroupTable]) -> None:
+        for page in (page for table in tables for page in table.held if page > 0):
+            self._pool.share(page)
+            if self._behind is not None:
+                self._behind.reuse(page)
 
     def _stops(self, num_tokens: int, match: _Match) -> tuple[int, int]:
         """Where other prompts probably leave this one: where the part ends that it has in common with an earlier prompt, and at
@@ -323,10 +378,11 @@ class KVManager:
         self._fresh.update(page for page in pages if page not in self._index)
         self._index.put(sequence.path, token_ids, group, first, pages)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int = 0) -> None:
         """What was planned so far is computed before what is planned now. Only then can another sequence start from a state, or
         from part of a page, while full pages of keys and values can be shared in the step that computes them."""
         self._fresh.clear()
+        self._step = step
 
     def can_fork_from(self, seq: int) -> bool:
         """Others may share its pages, which are written once."""
@@ -366,7 +422,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        tables = self._sequences.pop(seq).tables
+        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+            self._pool.drop(page)
+
+    def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
+        """Pages of all groups in token order, each with its first position."""
         held = [
             (i * group.page_size, table.pages[i])
             for group, table in zip(self.groups, tables, strict=True)
@@ -374,8 +434,16 @@ class KVManager:
         ]
         if len(tables) > 1:
             held.sort(key=lambda entry: entry[0])
-        for _, page in reversed(held):
-            self._pool.drop(page)
+        return held
+
+    def preempt(self, seq: int, is_lost: bool = False) -> Leaving | None:
+        """The sequence gives up its pages and will come back. Returns how, if there are tiers to choose. `is_lost`: what it
+        computed is worthless."""
+        leaving, sequence = None, self._sequences[seq]
+        if self._behind is not None and not is_lost:
+            leaving = self._behind.leave(seq, list(sequence.held()), sequence.num_recorded * self.page_size)
+        self.release(seq)
+        return leaving
 
     def discard(self, seq: int) -> list[int]:
         """The sequence is done, and what it computed is worthless: it leaves the prefix index, with what was given back before.
@@ -383,6 +451,8 @@ class KVManager:
         sequence = self._sequences[seq]
         worthless = {*sequence.held(), *(page for page, _ in self._unchanged(sequence))}
         self.release(seq)
+        if self._behind is not None:
+            self._behind.drop(sequence.path)
         own = sorted(page for page in worthless if self._pool.references(page) == 0)
         for page in own:
             self._forget(page)
@@ -393,7 +463,71 @@ class KVManager:
         for sequence in self._sequences.values():
             sequence.num_recorded = 0  # a live sequence is cached again once it is recorded anew
         self._fresh.clear()
+        self.held.clear()
         return self._index.clear()
+
+    # ---- tiers
+
+    @property
+    def tiers(self) -> Tiers | None:
+        return None if self._behind is None else self._behind.tiers
+
+    def tier_sizes(self) -> list[tuple[str, int, int]]:
+        """Of each tier: its name, the pages in it, and how many it can hold."""
+        tiers = {} if self.tiers is None else {"host memory": self.tiers.host, "disk": self.tiers.disk}
+        return [(name, len(slots), slots.num) for name, slots in tiers.items() if slots.num]
+
+    @property
+    def num_stored(self) -> int:
+        """Of the pages evicted so far, those that a tier has got."""
+        return 0 if self._behind is None else self._behind.num_stored
+
+    @property
+    def num_loading(self) -> int:
+        """Pages."""
+        return 0 if self._behind is None else len(self._behind.loading)
+
+    def is_loading(self, seq: int) -> bool:
+        """It cannot be computed: its pages, or those that it shares, are not there yet."""
+        if self._behind is None or not self._behind.loading:
+            return False
+        return not self._behind.loading.isdisjoint(self._sequences[seq].held())
+
+    def take_moves(self) -> list[PageMove]:
+        """What the runner is to move now."""
+        return [] if self._behind is None else self._behind.tiers.take_moves()
+
+    def trust(self, num_steps: int) -> None:
+        """So many steps were computed: what was stored after them is right."""
+        if self._behind is not None:
+            self._behind.tiers.trust(num_steps)
+
+    def moved(self, done: Iterable[Moved]) -> tuple[list[PageMove], list[int]]:
+        """The runner's moves that are over. Returns them, and the sequences that hold a page without its content."""
+        assert self._behind is not None
+        results = [self._behind.moved(one) for one in done]
+        broken = {move.target for move, failed in results if failed}
+        seqs = [seq for seq, sequence in self._sequences.items() if not broken.isdisjoint(sequence.held())] if broken else []
+        return [move for move, _ in results], seqs
+
+    def cached_pages(self) -> Iterator[int]:
+        """That no sequence holds, the latest first. A prefix comes before what follows it."""
+        return iter([page for page in self._pool.free_pages() if page in self._index][::-1])
+
+    def save(self, page: int) -> None:
+        """A cached page goes to the tiers, though it stays."""
+        if self._behind is not None and self._pool.references(page) == 0:
+            self._behind.save(page, self._step)
+
+    def is_gone(self, seq: int) -> None:
+        """A sequence that was preempted will not come back."""
+        if self._behind is not None:
+            self._behind.is_back(seq)
+
+    def fail_moves(self) -> None:
+        """After `clear_prefixes`, since a step has failed: what is behind it cannot be trusted, nor that moves were made."""
+        if self._behind is not None:
+            self._behind.fail()
 
     # ---- inside
 
@@ -433,19 +567,27 @@ class KVManager:
 
     def _take(self) -> int:
         page = self._pool.take()
+        if self._behind is not None:
+            self._behind.save(page, self._step)
         if self._forget(page):
             self.num_evicted += 1
         return page
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)
+        if self._pool.keepers(page):
+            self._pool.renew(page)
         return self._index.forget(page)
 
     def check_integrity(self) -> None:
         """free + cached + owned = total, every reference has an owner, every key a page."""
         self._pool.check_integrity()
         self._index.check_integrity()
-        owners: dict[int, int] = {}
+        self.held.check_integrity()
+        owners = dict(self.held.pins)
+        if self._behind is not None:
+            self._behind.check_integrity()
+            owners |= {page: owners.get(page, 0) + 1 for page in self._behind.loading}
         for sequence in self._sequences.values():
             held = list(sequence.held())
             assert NULL_PAGE not in held

@@ -1,4 +1,4 @@
-"""Physical KV pages: reference counts, and the free ones in least-recently-used order."""
+"""Physical KV pages: reference counts, and the free ones in least-recently-used order, those that are kept last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class PagePool:
     """Pages 1 to num_pages - 1, each either owned (references > 0) or on the free list.
 
     The free list is doubly linked through two int lists with a sentinel at index `num_pages`, so that any page can leave it in
-    O(1): a prefix hit takes pages from the middle.
+    O(1): a prefix hit takes pages from the middle. Free pages that are kept are in a second list, with a sentinel after the
+    first, from which pages are taken only when the first is empty.
 
         sentinel -> least recently used -> ... -> most recently used -> sentinel
     """
@@ -23,10 +24,12 @@ class PagePool:
         self.num_free = num_pages - 1
         self._refs = [0] * num_pages
         self._refs[NULL_PAGE] = 1
+        self.num_kept = 0
         self._times_taken = [0] * num_pages
+        self._keepers = [0] * num_pages  # how many want a page to be kept
         order = [num_pages, *range(1, num_pages), num_pages]
-        self._next = [0] * (num_pages + 1)
-        self._prev = [0] * (num_pages + 1)
+        self._next = [0] * num_pages + [0, num_pages + 1]
+        self._prev = [0] * num_pages + [0, num_pages + 1]
         for before, after in itertools.pairwise(order):
             self._next[before] = after
             self._prev[after] = before
@@ -41,10 +44,15 @@ class PagePool:
     def take(self) -> int:
         """The least recently used free page, now owned once."""
         page = self._next[self.num_pages]
-        assert page != self.num_pages, "no free page"
+        if page == self.num_pages:
+            page = self._next[self.num_pages + 1]
+        assert page < self.num_pages, "no free page"
         self._unlink(page)
         self._refs[page] = 1
         self._times_taken[page] += 1
+        if self._keepers[page]:
+            self._keepers[page] = 0
+            self.num_kept -= 1
         return page
 
     def share(self, page: int) -> None:
@@ -61,18 +69,55 @@ class PagePool:
         self._refs[page] -= 1
         if self._refs[page]:
             return False
-        tail = self._prev[self.num_pages]
-        self._next[tail] = self._prev[self.num_pages] = page
-        self._prev[page], self._next[page] = tail, self.num_pages
-        self.num_free += 1
+        self._link(page)
         return True
+
+    def keepers(self, page: int) -> int:
+        return self._keepers[page]
+
+    def keep(self, page: int) -> None:
+        """One more wants the page to be kept: while it is free, all that are not kept are taken before it."""
+        self._keepers[page] += 1
+        if self._keepers[page] == 1:
+            self.num_kept += 1
+            self._relink(page)
+
+    def let_go(self, page: int) -> None:
+        """One less wants the page to be kept."""
+        assert self._keepers[page] > 0
+        self._keepers[page] -= 1
+        if self._keepers[page] == 0:
+            self.num_kept -= 1
+            self._relink(page)
+
+    def renew(self, page: int) -> None:
+        """What a page holds has become worthless: nobody keeps it any more."""
+        self._times_taken[page] += 1
+        if self._keepers[page]:
+            self._keepers[page] = 0
+            self.num_kept -= 1
+            self._relink(page)
 
     def free_pages(self) -> Iterator[int]:
         """Free pages in the order in which they would be taken."""
-        page = self._next[self.num_pages]
-        while page != self.num_pages:
-            yield page
-            page = self._next[page]
+        for sentinel in (self.num_pages, self.num_pages + 1):
+            page = self._next[sentinel]
+            while page != sentinel:
+                yield page
+                page = self._next[page]
+
+    def _relink(self, page: int) -> None:
+        """It has become kept, or is not any more: it goes to the other list, if it is free."""
+        if self._refs[page] == 0:
+            self._unlink(page)
+            self._link(page)
+
+    def _link(self, page: int) -> None:
+        sentinel = self.num_pages + (self._keepers[page] > 0)
+        tail = self._prev[sentinel]
+        self._next[tail] = self._prev[sentinel] = page
+        self._prev[page], self._next[page] = tail, sentinel
+        self.num_free += 1
 
     def _unlink(self, page: int) -> None:
         before, after = self._prev[page], self._next[page]
@@ -86,3 +131,7 @@ class PagePool:
         num_owned = sum(1 for refs in self._refs[1:] if refs > 0)
         assert self.num_free + num_owned == self.num_pages - 1, "a page is neither free nor owned"
         assert self._refs[NULL_PAGE] == 1
+        kept = [page for page in range(1, self.num_pages) if self._keepers[page]]
+        assert len(kept) == self.num_kept
+        num_first = sum(1 for page in free if not self._keepers[page])
+        assert all(self._keepers[page] > 0 for page in free[num_first:]), "a kept page would be taken before another"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
@@ -26,6 +26,10 @@ class Path(ABC):
     @abstractmethod
     def until(self, num_tokens: int) -> Path:
         """Of a sequence that has the first `num_tokens` tokens in common."""
+
+    @abstractmethod
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> Path:
+        """Of the first `num_tokens` of these tokens, which the sequence has: all of them may be found."""
 
 
 P = TypeVar("P", bound=Path)
@@ -143,6 +147,11 @@ class HashPath(Path):
     def until(self, num_tokens: int) -> HashPath:
         return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
 
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
+        made = self.until(num_tokens)
+        made.extend(token_ids, num_tokens)
+        return made
+
     def extend(self, token_ids: Sequence[int], end: int) -> None:
         size, key = self.page_size, self.keys[-1] if self.keys else self.root
         for start in range(len(self.keys) * size, end // size * size, size):
@@ -153,7 +162,7 @@ class HashPath(Path):
 class _States(Sequence[int]):
     """A group's states after each page of a path, looked up when they are asked for: mostly, one is."""
 
-    def __init__(self, page_of: dict[bytes, int], group: int, keys: Sequence[bytes]) -> None:
+    def __init__(self, page_of: Callable[[bytes], int | None], group: int, keys: Sequence[bytes]) -> None:
         self._page_of, self._group, self._keys = page_of, group, keys
 
     def __len__(self) -> int:
@@ -168,7 +177,7 @@ class _States(Sequence[int]):
     def __getitem__(self, at: int | slice) -> int | list[int]:
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
-        return self._page_of.get(group_key(self._group, self._keys[at]), NULL_PAGE)
+        return self._page_of(group_key(self._group, self._keys[at])) or NULL_PAGE
 
 
 class HashIndex(PrefixIndex[HashPath]):
@@ -179,6 +188,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
+        self._place_of: Callable[[bytes], int | None] = self._page_of.get
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
 
     def __contains__(self, page: int) -> bool:
@@ -192,21 +202,50 @@ class HashIndex(PrefixIndex[HashPath]):
         path.extend(token_ids, num_indexed)
         return path
 
-    def find(self, path: HashPath) -> Found:
-        num, pages = len(path.keys), list[Sequence[int]]()
-        num_seen = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
+    def look_elsewhere(self, place_of: Callable[[bytes], int]) -> None:
+        """Of content that no page has: `find` gives its place, a negative number, or 0 if it has none."""
+        self._place_of = lambda key: self._page_of.get(key) or place_of(key)
+
+    def key_of(self, page: int) -> bytes | None:
+        return self._key_of.get(page)
+
+    def has_copy(self, page: int) -> bool:
+        """Of a page in the index: another one has the same content."""
+        standing = self._page_of[self._key_of[page]]
+        return standing != page or bool(self._copies.of(page))
+
+    def keys_of(self, path: HashPath) -> list[bytes]:
+        """Of all pages of all groups that may hold these tokens."""
+        return [group_key(g, key) for g in range(len(self._groups)) for key in path.keys]
+
+    def enter(self, key: bytes, page: int) -> None:
+        """The page will hold this content."""
+        self._key_of[page] = key
+        self._page_of[key] = page
+
+    def find(self, path: HashPath, elsewhere: bool = True) -> Found:
+        num, pages, place_of = len(path.keys), list[Sequence[int]](), self._place_of if elsewhere else self._page_of.get
+        num_seen = self._num_seen(path, place_of)
         for g, (group, size) in enumerate(zip(self._groups, self._sizes, strict=True)):
             if group.is_state:
-                pages.append(_States(self._page_of, g, path.keys))
+                pages.append(_States(place_of, g, path.keys))
                 continue
             per_page = size // self._page_size
-            each = (self._page_of.get(group_key(g, key), NULL_PAGE) for key in path.keys[per_page - 1 : num : per_page])
+            each = (place_of(group_key(g, key)) or NULL_PAGE for key in path.keys[per_page - 1 : num : per_page])
             found = list(each if group.window else takewhile(bool, each))  # without a window, the first that is missing ends it
             while found and not found[-1]:
                 found.pop()
             num = min(num, len(found) * per_page + per_page - 1)
             pages.append(found + [NULL_PAGE] * (num_seen // per_page - len(found)))
         return Found((num_seen if self._has_states else num) * self._page_size, pages)
+
+    def _num_seen(self, path: HashPath, place_of: Callable[[bytes], int | None]) -> int:
+        """With states, how many of its keys were computed before: those noted, and those before a state that lies elsewhere."""
+        num = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
+        if self._has_states and place_of != self._page_of.get:
+            states = _States(place_of, len(self._groups) - 1, path.keys)
+            return next((i for i in range(len(path.keys), num, -1) if states[i - 1] < 0), num)
+        return num
 
     def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:
         size = self._sizes[group]

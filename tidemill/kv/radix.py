@@ -58,6 +58,9 @@ class RadixPath(Path):
             return RadixPath(self.salt, self.indexed[: num_tokens * _WIDTH], self.node, num_tokens, self.num_cuts)
         return RadixPath(self.salt, self.indexed, self.node, self.end, self.num_cuts)
 
+    def through(self, token_ids: Sequence[int], num_tokens: int) -> RadixPath:
+        return RadixPath(self.salt, _packed(token_ids, 0, num_tokens))
+
 
 class RadixIndex(PrefixIndex[RadixPath]):
     """One tree for each salt, so that no tenant can find another's pages. Tokens are compared, so there are no collisions."""

@@ -11,6 +11,7 @@ import torch
 
 from tidemill.layers.lora import Loras
 from tidemill.models.base import CausalLM, Model
+from tidemill.runner.page_moves import PageMover
 from tidemill.runner.sampler import Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
@@ -63,13 +64,24 @@ class Runner(Protocol):
 
     steps_ahead: int  # steps that may be launched before the results of the first are collected
     fallback: str  # why slower code runs than is there for this machine, or empty
+    mover: PageMover | None  # if there are tiers behind the KV cache
 
     @property
     def loras(self) -> Loras | None:
         """Adapters, if there may be any."""
         ...
 
+    @property
+    def cache(self) -> torch.Tensor:
+        """Page by page."""
+        ...
+
     def launch(self, plan: StepPlan) -> Any: ...
+
+    def change_pages(self, plan: StepPlan) -> None:
+        """Of a plan that computes nothing."""
+        ...
+
     def collect(self, launched: Any) -> StepResult: ...
 
 

@@ -20,6 +20,7 @@ from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import StepResult, accept, draws, look_at_prompt
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
+from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepPlan
@@ -55,6 +56,8 @@ class CpuRunner:
             with self.loras.on():
                 self._lora_program = record_forward(model, self.mixers, self.cache)
         self.fallback = self._find_fallback()
+        self.mover: PageMover | None = None  # if there are tiers
+        self._groups = config.layout.groups
         self.observers: list[Callable[[StepPlan, torch.Tensor, StepResult], None]] = []  # get each step's hidden states
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
@@ -88,10 +91,7 @@ class CpuRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         self.state.stage(plan)
         self.state.apply()
-        if plan.page_zeroes:
-            self.cache[plan.page_zeroes] = 0
-        if plan.page_copies:
-            copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
+        self.change_pages(plan)
         for copy in plan.row_copies:
             self._policies.take(copy.target, None)  # whose source has none
         for new in plan.new_rows:
@@ -102,6 +102,18 @@ class CpuRunner:
         for observe in self.observers:
             observe(plan, hidden_TH, result)
         return result
+
+    @torch.inference_mode()
+    def change_pages(self, plan: StepPlan) -> None:
+        if self.mover is not None:
+            tables = [table.numpy() for table in self.state.tables]
+            self.mover.store(plan.page_moves, changed_pages(plan, tables, self._groups))
+        if plan.page_zeroes:
+            self.cache[plan.page_zeroes] = 0
+        if plan.page_copies:
+            copy_pages(self.cache, *torch.tensor(plan.page_copies).t())
+        if self.mover is not None:
+            self.mover.load(plan.page_moves)
 
     def collect(self, launched: StepResult) -> StepResult:
         return launched

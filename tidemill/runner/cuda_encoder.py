@@ -31,6 +31,7 @@ from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_runner import CudaStep
 from tidemill.runner.cuda_work import padded, prompts
+from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
 
@@ -94,6 +95,7 @@ class _Words:
 class CudaEncoder:
     steps_ahead = 1
     loras = None
+    mover: PageMover | None = None
 
     @torch.inference_mode()
     def __init__(self, model: Model, config: EngineConfig) -> None:
@@ -180,11 +182,15 @@ class CudaEncoder:
     # ---- a step
 
     @torch.inference_mode()
+    def change_pages(self, plan: StepPlan) -> None:
+        if plan.page_zeroes:
+            self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         self.state.stage(plan)
         self.state.apply()
-        if plan.page_zeroes:
-            self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
+        self.change_pages(plan)
         batch = gather_batch(plan.items, self.state)
         if batch.types_T is not None:
             batch.types_T.clamp_(max=self._last_type)  # an index past a table would stop the GPU

@@ -50,6 +50,7 @@ from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, 
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
+from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan
@@ -113,7 +114,8 @@ class CudaRunner:
         self.state = RowState(config.max_requests + 1, config.max_context, config.page_size, self._device, config.layout.groups)
         self._pages = np.zeros(self.state.pages.shape, np.int32)  # the host's copy of the page tables
         self._tables = [self._pages[:, start:end] for start, end in pairwise(self.state.columns)]  # of each group
-        self._num_kv_groups = config.layout.num_kv_groups
+        self._num_kv_groups, self._groups = config.layout.num_kv_groups, config.layout.groups
+        self.mover: PageMover | None = None  # if there are tiers
         self.sampler = CudaSampler(self.state, shape.vocab_size)
         num_rows = config.max_requests + 1
         self._is_plain, self._asks, self._asks_prompt = [True] * num_rows, [False] * num_rows, [False] * num_rows
@@ -272,10 +274,18 @@ class CudaRunner:
         for update in plan.page_updates:
             end = update.first_index + len(update.page_ids)
             self._tables[update.group][update.row, update.first_index : end] = update.page_ids
+        self.change_pages(plan)
+
+    @torch.inference_mode()
+    def change_pages(self, plan: StepPlan) -> None:
+        if self.mover is not None:
+            self.mover.store(plan.page_moves, changed_pages(plan, self._tables, self._groups))
         if plan.page_zeroes:
             self.cache[upload(np.array(plan.page_zeroes, np.int64), self._device)] = 0
         if plan.page_copies:
             copy_pages(self.cache, *upload(np.array(plan.page_copies, np.int64).T.copy(), self._device))
+        if self.mover is not None:
+            self.mover.load(plan.page_moves)
 
     def _know(self, row: int, params: SamplingParams) -> None:
         self._is_plain[row], self._asks[row] = params.is_plain, params.logprobs is not None

@@ -11,6 +11,8 @@ from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM, Model
 from tidemill.runner.base import Runner
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.page_file import PageFile
+from tidemill.runner.page_moves import CpuMover, PageMover
 
 
 def make_runner(model: Model, config: EngineConfig) -> Runner:
@@ -29,3 +31,14 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
             f"{fmt_bytes(free)} of {fmt_bytes(total)} are left.",
             fix=f"Give less than {fmt_bytes(config.kv_bytes)} with --kv-memory, or stop what else uses the GPU.",
         ) from error
+
+
+def make_mover(runner: Runner, config: EngineConfig, file: PageFile | None) -> PageMover:
+    """Of pages between the device, host memory and disk."""
+    pages = runner.cache.flatten(1).view(torch.uint8)
+    assert pages.shape[1] == config.page_bytes
+    if config.device != "cuda":
+        return CpuMover(pages.numpy(), config.host_slots, file)
+    from tidemill.runner.cuda_moves import CudaMover
+
+    return CudaMover(pages, config.host_slots, file)

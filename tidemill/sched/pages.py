@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.groups import PageChange
 from tidemill.kv.manager import KVManager
 from tidemill.kv.prefix import Path
+from tidemill.kv.tiers import Moved
 from tidemill.sched.clock import Clock
 from tidemill.sched.plan import StepPlan, Unsent
 from tidemill.sched.request import Request
@@ -21,9 +25,48 @@ class Pages:
         self._clock = clock
         self._emit = emit
 
+        self._loading: dict[int, tuple[Request, float]] = {}  # by seq, and since when
+
     def send_with(self, plan: StepPlan) -> None:
         self.unsent.send_with(plan, self._kv.tables)
         self.unsent = Unsent()
+        plan.page_moves = self._kv.take_moves()
+
+    def moves_only(self, plan: StepPlan) -> StepPlan | None:
+        """A plan that computes nothing, if there is something to move."""
+        plan.page_moves = self._kv.take_moves()
+        if not plan.page_moves:
+            return None
+        self.unsent.send_pages_with(plan)
+        return plan
+
+    # ---- loads
+
+    def wait_for_loads(self, request: Request, num_host: int, num_disk: int) -> None:
+        """A request that has started goes on when its pages are there."""
+        if self._kv.is_loading(request.seq):
+            self._loading[request.seq] = request, self._clock.now()
+            self._emit(events.PagesLoading(self._clock.now(), request.request_id, num_host, num_disk))
+
+    def moved(self, done: Sequence[Moved]) -> list[tuple[int, str]]:
+        """Returns the sequences with a page that could not be loaded, and why."""
+        now = self._clock.now()
+        moves, broken = self._kv.moved(done)
+        for tier, is_load in sorted({(move.tier, move.is_load) for move in moves}):
+            own = [one for move, one in zip(moves, done, strict=True) if (move.tier, move.is_load) == (tier, is_load)]
+            made = [one for one in own if one.num_bytes and not one.error]
+            if made:
+                total = sum(one.num_bytes for one in made), sum(one.seconds for one in made)
+                self._emit(events.PagesMoved(now, tier.name.lower(), is_load, len(made), *total))
+            for why, num in Counter(one.error for one in own if one.error).items():
+                self._emit(events.MovesFailed(now, tier.name.lower(), is_load, num, why))
+        for seq, (request, since) in list(self._loading.items()):
+            if not self._kv.holds(seq) or not self._kv.is_loading(seq):
+                del self._loading[seq]
+                if self._kv.holds(seq) and seq not in broken:
+                    self._emit(events.PagesLoaded(now, request.request_id, now - since))
+        why = next((one.error for one in done if one.error), "")
+        return [(seq, why) for seq in broken]
 
     # ---- before a request starts
 
@@ -50,17 +93,28 @@ class Pages:
             return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
         return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.cache)
 
-    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]]] | None:
-        """Pages for all its tokens, of which so many stay free, if possible. Returns what it starts from, and the pages to copy;
-        None: there are not enough."""
+    def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
+        """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
+        will take until their ends, at most."""
+        if not to_the_end:
+            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
+        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.cache)
+        return num + sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
+
+    def _most_pages(self, request: Request) -> int:
+        return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)
+
+    def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int]] | None:
+        """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
+        how many tokens are loaded from host memory and from disk; None: there are not enough."""
         if self._kv.holds(request.seq):  # forked
             if self._kv.extend(request.seq, request.num_known, windows=False) is None:
                 return None
             copies = self._kv.copies_to_write(request.seq, request.num_computed, request.num_known)
             if copies is None:
                 return None
-            return f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens", copies
-        reserve = min(reserve, self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
+            reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
+            return reason, copies, (0, 0)
         start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.cache)
         if start is None:
             return None
@@ -72,7 +126,9 @@ class Pages:
             reason += f" ({start.num_matching} match)"
         if request.params.num_reusable < self._kv.page_size:
             reason = "prefix cache not used: the request asks about the whole prompt"
-        return reason, start.copies
+        for num, name in ((start.num_host, "host memory"), (start.num_disk, "disk")):
+            reason += f", {num} from {name}" if num else ""
+        return reason, start.copies, (start.num_host, start.num_disk)
 
     # ---- before a step writes
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tidemill.kv.groups import PageChange
+from tidemill.kv.tiers import PageMove
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import Request
@@ -71,6 +72,9 @@ class StepItem(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
+    """In this order: stores read their pages, zeroes and copies are written, loads begin, the items are computed. Moves may go on
+    meanwhile; only a page that is written waits for its store. Without items, nothing is computed and no row changes."""
+
     step: int
     items: list[StepItem] = field(default_factory=list)
     new_rows: list[NewRow] = field(default_factory=list)
@@ -79,6 +83,7 @@ class StepPlan:
     page_updates: list[RowPages] = field(default_factory=list)  # never of a row in `new_rows`, which has all its pages
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target): read all, write all, then compute
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
+    page_moves: list[PageMove] = field(default_factory=list)  # between the device, host memory and disk
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
     masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
     draft_probs: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of drafts that were drawn: a float32 per token
@@ -154,8 +159,13 @@ class Unsent:
             if row not in self.rows
             for each in (of_row if len(of_row) == 1 else _merged(row, of_row))
         ]
+        self.send_pages_with(plan)
+
+    def send_pages_with(self, plan: StepPlan) -> None:
+        """What changes in pages, without the rows."""
         plan.page_copies = [each for of_row in self.page_copies.values() for each in of_row]
         plan.page_zeroes = self.page_zeroes
+        self.page_copies, self.page_zeroes = {}, []
 
 
 def _merged(row: int, updates: list[RowPages]) -> list[RowPages]:

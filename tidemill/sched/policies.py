@@ -21,6 +21,9 @@ class StepState:
     num_background_left: int = 0  # of the budget, what the background may have
     num_prefill_tokens: int = 0  # given out in this step so far
     num_drafts_left: int | None = None  # of the budget, what no request needs for its next token; None: nobody asked so far
+    num_waiting: int = 0  # when the step began
+    num_rows: int = 1
+    waited_s: float = 0.0  # by the request that was queued first, when the step began
 
 
 class Policy:
@@ -33,6 +36,7 @@ class Policy:
 
     name = "continuous"
     prefill_first = False  # prompts before running requests, in steps of their own
+    window_s = 0.0  # for which a batch may form
 
     def may_admit(self, state: StepState) -> bool:
         """May one more waiting request start in this step (rows and pages permitting)?"""
@@ -71,6 +75,16 @@ class Static(SplitFuse):
         return state.num_running_before == 0
 
 
+class Dynamic(Static):
+    """As static, but a batch forms until it is full or its first request has waited for the window."""
+
+    name = "dynamic"
+
+    def may_admit(self, state: StepState) -> bool:
+        is_formed = state.num_waiting >= state.num_rows or state.waited_s >= self.window_s
+        return super().may_admit(state) and is_formed
+
+
 class NoBatching(Policy):
     """One request at a time."""
 
@@ -80,10 +94,13 @@ class NoBatching(Policy):
         return state.num_running == 0
 
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, NoBatching)}
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Policy, SplitFuse, PrefillFirst, Static, Dynamic, NoBatching)}
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str, window_s: float = 0.0) -> Policy:
+    """`window_s`: of a policy that forms batches."""
     if name not in POLICIES:
         raise ConfigError(f"There is no scheduling policy {name!r}.", fix=f"Choose one of {', '.join(POLICIES)}.")
-    return POLICIES[name]()
+    policy = POLICIES[name]()
+    policy.window_s = window_s
+    return policy

@@ -13,7 +13,7 @@ them. Once the first in line has waited `PASSING_S`, the two alternate: nobody s
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import TypeAlias
@@ -117,6 +117,10 @@ class _Class:
             if not tenant.ready:
                 del self._ready[request.tenant]
 
+    def ready(self) -> Iterable[Tenant]:
+        """With a request that could start."""
+        return self._ready.values()
+
     @property
     def best(self) -> int:
         """The highest priority among requests that could start: the lowest value."""
@@ -195,6 +199,10 @@ class WaitingQueue:
     def first(self, now: float, num_cached: NumCached | None = None) -> Request | None:
         """The request that starts next. `num_cached`: choose by prefix; how many of a request's tokens are cached."""
         return self._classes[False].first(now, num_cached) or self._classes[True].first(now, num_cached)
+
+    def waited_s(self, now: float) -> float:
+        """Of those that could start, how long the one in the queue for the longest has been there."""
+        return max((now - tenant.by_age[0].queued_s for kind in self._classes for tenant in kind.ready()), default=0.0)
 
     def take(self, request: Request, now: float) -> str:
         """Remove the request that starts now. Returns why it goes before others, if it does."""

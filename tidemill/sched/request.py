@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
+from tidemill.wire import Hold
 
 if TYPE_CHECKING:
     from tidemill.kv.prefix import Path
@@ -56,6 +57,8 @@ class Request:
     drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    holds: Sequence[Hold] = ()  # of its prefixes, that are to be made
+    num_held: int = 0  # tokens of its longest prefix that was held for it
     epoch: int = 0  # raised by preemption, so that results of steps planned before it are recognised as stale
     is_held: bool = False  # its latest token is not decided: it is not computed until `Scheduler.choose`
     deferred_because: str = ""
@@ -82,6 +85,7 @@ class Request:
             tokens=list(self.tokens),
             params=params,
             children=[],
+            holds=(),
             status=Status.WAITING,
             row=-1,
             num_computed=0,

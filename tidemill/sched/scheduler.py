@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Moved
 from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched import preemption
@@ -24,6 +25,8 @@ from tidemill.sched.policies import Policy, StepState
 from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
+from tidemill.sched.retention import Retention
+from tidemill.wire import Hold
 
 
 class Scheduler:
@@ -44,11 +47,13 @@ class Scheduler:
         whole_prompts: bool = False,
         max_draws: int | None = None,
         order: str = "arrival",
+        evict: bool = True,
     ) -> None:
         """`background_tokens`: how many tokens a step, on average, background requests get beside others. `background_budget`:
         how many alone; it is smaller than `token_budget`, since a request that arrives waits for the step to end.
         `whole_prompts`: a prompt is computed in one step, never cut; the budget holds the longest. `max_draws`: how many tokens
-        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`."""
+        the runner can draw in a step, drafts included. `order`: of queued requests, one of `queue.ORDERS`. `evict`: False: only
+        what can run to its end is admitted, and none is preempted."""
         self.kv = kv
         self.policy = policy
         self.num_rows = num_rows
@@ -67,6 +72,8 @@ class Scheduler:
         self._background = Background(background_tokens, background_budget or token_budget, most_saved)
         self._whole_prompts = whole_prompts
         self._by_prefix = order == "prefix"
+        self._evict = evict
+        self.retention = Retention(kv, clock, emit, evict)
         self._next_seq = 0
         self._step = 0
 
@@ -91,10 +98,11 @@ class Scheduler:
         cache: CachePolicy | None = None,
         max_context: int | None = None,
         resumed: Mapping[int, Sequence[int]] | None = None,
+        holds: Sequence[Hold] = (),
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
         `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
-        stay in its pages. `max_context`: its own, if it has one."""
+        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample."""
         now, max_context = self._clock.now(), max_context or self.max_context
         assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
         room = max_context - len(prompt_ids)
@@ -114,6 +122,7 @@ class Scheduler:
                 adapter=adapter,
                 cache=cache,
                 parent=made[0] if made and resumed is None else None,
+                holds=() if made else holds,
             )
             self._next_seq += 1
             self._requests[request.seq] = request
@@ -217,15 +226,18 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> StepPlan | None:
-        """Decide the next step, or None if nothing can run."""
+        """Decide the next step, or None if nothing can run. It has no items if pages are to be moved and nothing can run."""
         if not self.has_work:
-            return None
-        self.kv.begin_step()
+            return self.plan_moves()
+        self.kv.begin_step(self._step)
+        self.retention.expire()
         plan = StepPlan(self._step)
-        evicted_before = self.kv.num_evicted
+        evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
+        state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
-        self._make_way(state)
+        if self._evict:
+            self._make_way(state)
         self._fill(plan, state)
         if not plan.items and not any(request.num_in_flight for request in self.running):
             state.num_background_left = self._background.budget  # no other request can use this step
@@ -233,13 +245,27 @@ class Scheduler:
             self._make_held_yield(plan, state)
         num_evicted = self.kv.num_evicted - evicted_before
         if num_evicted:
-            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room"))
+            num_stored = self.kv.num_stored - stored_before
+            self._emit(events.PagesEvicted(self._clock.now(), num_evicted, "least recently used, to make room", num_stored))
         if not plan.items:
-            return None
+            return self._pages.moves_only(plan)
         self._step += 1
         self._pages.send_with(plan)
         self._emit(self._planned(plan))
         return plan
+
+    @property
+    def idle_s(self) -> float:
+        """After a plan of nothing: how long until one may have something, if no request comes, because a batch is forming."""
+        return 0.0 if self.running or not self.waiting else max(self.policy.window_s - self._waited_s(), 0.0)
+
+    def _waited_s(self) -> float:
+        """By the request that was queued first, if it matters."""
+        return self.waiting.waited_s(self._clock.now()) if self.policy.window_s else 0.0
+
+    def plan_moves(self) -> StepPlan | None:
+        """A step that computes nothing, if there are pages to move."""
+        return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:
         num_prefilling = sum(1 for item in plan.items if item.count > item.num_drafts + 1 or not item.samples)
@@ -281,6 +307,7 @@ class Scheduler:
         """Take a step's results: of each row that samples, the drafts that were right and the token drawn after them. Requests
         that end leave at once."""
         now = self._clock.now()
+        self.kv.trust(plan.step + 1)
         progress: list[Progress] = []
         for item in plan.items:
             request = self._requests.get(item.seq)
@@ -288,6 +315,8 @@ class Scheduler:
                 continue  # aborted or preempted since the step was planned
             if request.children and request.num_computed >= request.num_prompt:
                 self._fork_children(request, now)
+            if request.holds and request.first_token_s is None and request.num_computed >= request.num_prompt:
+                self.retention.take(request, has_ended=False)
             if not item.samples:
                 continue
             request.num_in_flight -= 1
@@ -325,6 +354,8 @@ class Scheduler:
                 continue  # its last token is under way
             if request.is_held or (request.num_in_flight and request.params.waits_for_tokens):
                 continue  # what comes next depends on the one under way
+            if self.kv.is_loading(request.seq):
+                continue
             drafts = self._drafts_of(request, state) if request.drafts else ()
             end = request.num_computed + 1 + len(drafts)
             if end > request.writable_end:
@@ -358,6 +389,8 @@ class Scheduler:
         one of those that are `planned` already."""
         while not self._pages.make_writable(request, count):
             victim = self._victim()
+            if victim is self.running[0] and self.retention.give_up_a_pin(request):
+                continue  # it runs alone
             if victim.seq in planned:
                 return False
             self._preempt(victim, f"no free page for {request.request_id}")
@@ -383,6 +416,8 @@ class Scheduler:
             if state.num_left <= 0:
                 return
             if started.status is Status.RUNNING and started.num_needed > 1 and started.in_background is in_background:
+                if self.kv.is_loading(started.seq):
+                    continue
                 kept = self._kept_for_others(started, state)
                 state.num_left -= kept
                 count = self._chunk(started.num_needed, state)
@@ -415,14 +450,16 @@ class Scheduler:
                 self._defer(request, obstacle)
                 return False
             if not self._admit(request):
+                if not self.running and not self._forked and not self.kv.num_loading and self.retention.give_up_a_pin(request):
+                    continue
                 if self.running or not self._forked:
-                    self._defer(request, "not enough free pages")
+                    self._defer(request, "not enough free pages" if self._evict else "not enough free pages to run to its end")
                     return False
                 self._preempt(self._forked[-1], f"no free page for {request.request_id}")  # else no request could ever run
                 continue
             state.num_running += 1
             count = self._chunk(request.num_needed, state) if state.num_left > 0 else 0
-            if count:
+            if count and not self.kv.is_loading(request.seq):
                 count = self.kv.until_stop(request.seq, request.num_computed, count)
                 if not self._make_room_for_chunk(request, count, plan):
                     return False
@@ -453,10 +490,10 @@ class Scheduler:
         """Give a waiting request pages for all its tokens and a row. One page per running request is kept back for growth."""
         now = self._clock.now()
         forked = self.kv.holds(request.seq)
-        start = self._pages.start(request, reserve=len(self.running))
+        start = self._pages.start(request, self._pages.reserve(request, self.running, to_the_end=not self._evict))
         if start is None:
             return False
-        reason, copies = start
+        reason, copies, by_tier = start
         if why_now := self.waiting.take(request, now):
             reason += f"; {why_now}"
         if forked:
@@ -466,9 +503,9 @@ class Scheduler:
         queued_s = now - request.arrival_s
         if request.started_s is None:
             request.started_s = now
-        self._emit(
-            events.Admitted(now, request.request_id, request.row, request.num_computed, request.num_known, queued_s, reason)
-        )
+        numbers = request.row, request.num_computed, request.num_known, queued_s
+        self._emit(events.Admitted(now, request.request_id, *numbers, reason, *by_tier))
+        self._pages.wait_for_loads(request, *by_tier)
         self._pages.copy(request, copies)
         self._pages.unsent.rows[request.row] = request
         return True
@@ -509,10 +546,12 @@ class Scheduler:
 
     def _fork_children(self, request: Request, now: float) -> None:
         """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
-        Where a page is a state, they start from the last one that the prefix cache has."""
+        Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise: there
+        queued samples hold no pages."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1 if self.kv.can_fork_from(request.seq) else 0
+            can_share = self.kv.can_fork_from(request.seq) and self._evict
+            num_shared = request.num_prompt - 1 if can_share else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)
@@ -550,12 +589,13 @@ class Scheduler:
         """What to preempt: queued samples that hold pages, then the running request of lowest priority that came last."""
         return self._forked[-1] if self._forked else self.running[-1]
 
-    def _preempt(self, request: Request, reason: str) -> None:
+    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
-        are not found in the prefix cache."""
+        are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
-        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason))
-        self.kv.release(request.seq)
+        leaving = self.kv.preempt(request.seq, is_lost)
+        how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0
         request.num_in_flight = 0
         request.drafts = ()
@@ -581,12 +621,21 @@ class Scheduler:
         self._pages.unsent.page_zeroes += page_zeroes
         for request in [*self.running, *self.waiting]:
             if self.kv.holds(request.seq):
-                self._preempt(request, reason)
+                self._preempt(request, reason, is_lost=True)
+        self.retention.clear(reason)
         self.kv.clear_prefixes()
+        self.kv.fail_moves()
+
+    def moved(self, done: Sequence[Moved]) -> None:
+        """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
+        for seq, why in self._pages.moved(done):
+            self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
 
     # ---- the end
 
     def _finish(self, request: Request, reason: str, now: float) -> None:
+        if request.holds and self.kv.holds(request.seq):
+            self.retention.take(request, has_ended=True)
         self._remove(request)
         counts = (request.num_prompt, request.num_output, request.num_cached)
         self._emit(events.Finished(now, request.request_id, reason, *counts, *request.spans(now)))
@@ -600,6 +649,7 @@ class Scheduler:
                 self._forked.remove(request)
         if self.kv.holds(request.seq):
             self.kv.release(request.seq)
+        self.kv.is_gone(request.seq)
         if heir := request.leave_family():
             self.waiting.make_ready(heir, self._clock.now())
         request.status = Status.FINISHED
@@ -627,7 +677,8 @@ class Scheduler:
                 assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
-            assert self.kv.num_free_pages == self.kv.num_pages, "pages leaked"
+            num_owned = self.kv.num_loading + self.kv.held.num_pinned
+            assert self.kv.num_free_pages + num_owned == self.kv.num_pages, "pages leaked"
 
 
 def _rank(request: Request) -> tuple[bool, bool, int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -22,9 +22,10 @@ from tidemill.server.chats import own_id, template_variables
 from tidemill.server.errors import error_body
 from tidemill.server.guard import Caller
 from tidemill.server.models import Models
+from tidemill.server.retention import TTLS, mark_holds
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
-from tidemill.wire import Delta
+from tidemill.wire import Delta, Hold
 
 _json = msgspec.json.Encoder().encode
 
@@ -32,13 +33,15 @@ _json = msgspec.json.Encoder().encode
 def make_router(models: Models) -> APIRouter:
     router = APIRouter()
 
-    async def prompt_of(service: Service, body: Prompt, call: Call) -> list[int]:
+    async def prompt_of(service: Service, body: Prompt, call: Call) -> tuple[list[int], dict[str, Any]]:
+        """And how it is encoded."""
         conversation = body.conversation()
         template = service.tokenizer.chat_template
         variables, unknown = template_variables(template.source if template else None, body.effort, body.thinks)
         call.ignored |= {{"effort": "output_config.effort", "thinking": "thinking"}[name] for name in unknown}
         variables |= body.chat_template_kwargs or {}
-        return await service.encode_chat(conversation, variables=variables, **body.how(conversation))
+        how = {"variables": variables, **body.how(conversation)}
+        return await service.encode_chat(conversation, **how), how
 
     @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest))
     async def messages(request: Request, body: MessagesRequest = Depends(body_of(MessagesRequest))) -> Response:
@@ -46,13 +49,14 @@ def make_router(models: Models) -> APIRouter:
         params = body.params()
         await service.check_grammar(params, of_tools=body.must_call)
         caller: Caller = request.state.caller
-        prompt = await prompt_of(service, body, caller.call)
+        prompt, how = await prompt_of(service, body, caller.call)
+        holds = await mark_holds(service, caller.tenant, prompt, body.marks(), how)
         room = max(service.max_context - len(prompt), 1)  # clients ask for the most their model can write, whatever the prompt
         message_id = own_id(caller.call, "msg")
         reading = service.reading(prompt, body.functions() if body.looks_for_calls else (), body.must_call, body.continued())
-        writer = MessageWriter(message_id, service.model_name, body, len(prompt), reading, body.max_tokens > room)
+        writer = MessageWriter(message_id, service.model_name, body, len(prompt), reading, body.max_tokens > room, holds)
         params = reading.gated(msgspec.structs.replace(params, max_tokens=min(body.max_tokens, room)))
-        outputs = service.stream(caller, prompt, params, reading=reading)
+        outputs = service.stream(caller, prompt, params, reading=reading, holds=holds)
         if not body.stream:
             return Response(await until_disconnect(request, _whole(writer, outputs)), media_type="application/json")
         first = await until_disconnect(request, anext(outputs))
@@ -60,7 +64,8 @@ def make_router(models: Models) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(Prompt))
     async def count_tokens(request: Request, body: Prompt = Depends(body_of(Prompt))) -> dict[str, Any]:
-        return {"input_tokens": len(await prompt_of(models.of(body.model), body, request.state.caller.call))}
+        prompt, _ = await prompt_of(models.of(body.model), body, request.state.caller.call)
+        return {"input_tokens": len(prompt)}
 
     return router
 
@@ -72,9 +77,16 @@ class MessageWriter:
     """Content blocks, whole and as events: a new block starts where the kind of content changes."""
 
     def __init__(
-        self, message_id: str, model: str, body: MessagesRequest, num_prompt: int, reading: Reading, is_shortened: bool = False
+        self,
+        message_id: str,
+        model: str,
+        body: MessagesRequest,
+        num_prompt: int,
+        reading: Reading,
+        is_shortened: bool = False,
+        holds: Sequence[Hold] = (),
     ) -> None:
-        """`is_shortened`: the context has less room than max_tokens."""
+        """`is_shortened`: the context has less room than max_tokens. `holds`: of its prefixes."""
         self.message_id = message_id
         self._model = model
         self._parser = reading.parser()
@@ -85,7 +97,8 @@ class MessageWriter:
         self._blocks: list[dict[str, Any]] = []
         self._is_open = False  # the last block
         self._arguments = ""  # of the call in the open block
-        self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
+        self._num_prompt, self._num_output, self._num_cached, self._num_held = num_prompt, 0, 0, 0
+        self._num_for_an_hour = max((hold.num_tokens for hold in holds if hold.ttl_s == TTLS["1h"]), default=0)
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
 
@@ -102,10 +115,15 @@ class MessageWriter:
         }
 
     def usage(self) -> dict[str, Any]:
+        """What is held was computed for it, or found in the cache: only the former is its creation."""
+        num_created = max(self._num_held - self._num_cached, 0)
+        num_for_an_hour = max(min(self._num_for_an_hour, self._num_held) - self._num_cached, 0)
+        by_time = {"ephemeral_5m_input_tokens": num_created - num_for_an_hour, "ephemeral_1h_input_tokens": num_for_an_hour}
         return {
-            "input_tokens": self._num_prompt - self._num_cached,
+            "input_tokens": self._num_prompt - self._num_cached - num_created,
             "cache_read_input_tokens": self._num_cached,
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": num_created,
+            "cache_creation": by_time,
             "output_tokens": self._num_output,
             "output_tokens_details": {"thinking_tokens": self._num_thinking},
             "service_tier": "standard",
@@ -114,7 +132,7 @@ class MessageWriter:
     def take(self, delta: Delta, text: TextDelta) -> list[dict[str, Any]]:
         """New output, as events."""
         self._num_output += text.num_tokens
-        self._num_cached = delta.num_cached
+        self._num_cached, self._num_held = delta.num_cached, delta.num_held
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()

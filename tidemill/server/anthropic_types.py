@@ -13,8 +13,10 @@ from tidemill.sampling import Grammar, SamplingParams, closed
 from tidemill.server.body import Body
 from tidemill.server.chats import with_one_system
 from tidemill.server.openai_messages import MAX_MESSAGES
+from tidemill.server.retention import ANY_MESSAGE, CacheControl
 
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's first system block; it changes with each request
+MAX_MARKS = 4
 _MERELY_OFFERED = ("web_search_", "web_fetch_", "tool_search_tool_")  # server tools that a model may do without
 
 
@@ -22,7 +24,8 @@ _MERELY_OFFERED = ("web_search_", "web_fetch_", "tool_search_tool_")  # server t
 
 
 class TextBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"citations"})
+    cache_control: CacheControl | None = None
     type: Literal["text"]
     text: str
 
@@ -50,7 +53,8 @@ class ContentSource(Body):
 
 
 class DocumentBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"citations"})
+    cache_control: CacheControl | None = None
     type: Literal["document"]
     source: Annotated[PlainSource | ContentSource, Field(discriminator="type")]
     title: str | None = None
@@ -63,7 +67,8 @@ class DocumentBlock(Body):
 
 
 class SearchResultBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"citations"})
+    cache_control: CacheControl | None = None
     type: Literal["search_result"]
     source: str
     title: str
@@ -75,7 +80,7 @@ class SearchResultBlock(Body):
 
 
 class ToolReferenceBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    cache_control: CacheControl | None = None
     type: Literal["tool_reference"]
     tool_name: str
 
@@ -97,7 +102,8 @@ class OtherBlock(Body):
 
 
 class ToolUseBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"caller"})
+    cache_control: CacheControl | None = None
     type: Literal["tool_use"]
     id: str = Field(max_length=256)
     name: str = Field(min_length=1, max_length=256)
@@ -123,7 +129,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    cache_control: CacheControl | None = None
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=256)
     content: str | list[ResultBlock] | None = None
@@ -152,9 +158,8 @@ class Message(Body):
 
 
 class CustomTool(Body):
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming"}
-    )
+    without_effect: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "defer_loading", "eager_input_streaming"})
+    cache_control: CacheControl | None = None
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -244,8 +249,9 @@ class ContextManagement(Body):
 class Prompt(Body):
     """What the prompt is made of."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"speed", "user_profile_id", "workspace_id"})
     model: str | None = None
+    cache_control: CacheControl | None = None  # of the last block
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = Field(default=None, max_length=256)
@@ -272,6 +278,32 @@ class Prompt(Body):
         for message in self.messages:
             made += _turns(message)
         return with_one_system(made)
+
+    def marks(self) -> list[tuple[str, list[dict[str, Any]] | None]]:
+        """Of cache_control, in the order of the prompt: a time to live, and the conversation up to there; None: all of it."""
+        tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, CustomTool)]
+        system = [block.cache_control for block in self.system] if isinstance(self.system, list) else []
+        made: list[tuple[str, list[dict[str, Any]] | None]] = [(one.ttl, self._until(0, 0)) for one in tools + system if one]
+        for i, message in enumerate(self.messages):
+            for j, each in enumerate(message.content if isinstance(message.content, list) else ()):
+                if (mark := _mark(each)) is not None:
+                    is_last = i + 1 == len(self.messages) and j + 1 == len(message.content)
+                    made.append((mark.ttl, None if is_last else self._until(i, j + 1)))
+        if len(made) > MAX_MARKS:  # Anthropic's words
+            what = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {len(made)}."
+            raise InvalidRequest(what, param="cache_control")
+        if self.cache_control is not None:
+            made.append((self.cache_control.ttl, None))
+        return made
+
+    def _until(self, message: int, num_blocks: int) -> list[dict[str, Any]]:
+        """The conversation up to so many blocks of a message; up to the messages if it is none."""
+        if not num_blocks:
+            blocks = [Message(role="user", content=ANY_MESSAGE["content"])]
+        else:
+            last = self.messages[message]
+            blocks = [*self.messages[:message], last.model_copy(update={"content": last.content[:num_blocks]})]
+        return self.model_copy(update={"messages": blocks}).conversation()
 
     @property
     def looks_for_calls(self) -> bool:
@@ -336,6 +368,13 @@ class MessagesRequest(Prompt):
         elif wanted is not None:
             given["grammar"] = Grammar("json_schema", json.dumps(closed(wanted.schema_)))
         return SamplingParams(**given)
+
+
+def _mark(block: Any) -> CacheControl | None:
+    """Also of a block inside it."""
+    inner = getattr(block, "content", None)
+    marks = [one.cache_control for one in inner if one.cache_control] if isinstance(inner, list) else []
+    return getattr(block, "cache_control", None) or (marks[-1] if marks else None)
 
 
 def _text(content: Any) -> str:

@@ -52,6 +52,8 @@ class Story:
     why_waiting: Counter[str] = field(default_factory=Counter)
     preempted: list[str] = field(default_factory=list)
     num_cached: int = 0
+    num_host: int = 0  # of them, from host memory
+    num_disk: int = 0
     admitted_because: str = ""
     first_token_s: float | None = None
     ended: str = ""
@@ -60,6 +62,7 @@ class Story:
     num_reordered: int = 0  # steps after which other beams went on than before
     num_forks: int = 0
     num_evicted: int = 0  # tokens that its KV policy gave up
+    held: list[str] = field(default_factory=list)  # what of it is kept in the KV cache, and why
     num_drafts: int = 0
     num_right: int = 0
 
@@ -79,33 +82,41 @@ class Story:
     def body(self) -> dict[str, Any]:
         total = max(self.since_s - self.begun_s, 1e-9)
         spans = []
-        for name in ("queued", "preempted", "prefill", "decode", "between steps"):
+        for name in ("queued", "preempted", "loading", "prefill", "decode", "between steps"):
             span = self.spans.get(name)
             if span is not None and (span.seconds or span.num):
                 row = {"span": name, "ms": round(1000 * span.seconds, 3), "percent": round(100 * span.seconds / total, 3)}
                 spans.append(row | {"because": self._because(name, span)})
         beams = {"width": self.num_beams, "reorderings": self.num_reordered, "forks": self.num_forks}
-        return {
-            "id": self.request_id.partition("/")[2],  # without the tenant
-            "object": "explanation",
-            "status": self.ended or "under way",
-            "total_ms": round(1000 * total, 3),
-            "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
-            "prompt_tokens": self.num_prompt,
-            "cached_tokens": self.num_cached,
-            "output_tokens": self.num_output,
-            "evicted_tokens": self.num_evicted,
-            "draft_tokens": self.num_drafts,
-            "accepted_tokens": self.num_right,
-            "admission": self.admitted_because,
-            "spans": spans,
-        } | ({"beams": beams} if self.num_beams > 1 else {})
+        return (
+            {
+                "id": self.request_id.partition("/")[2],  # without the tenant
+                "object": "explanation",
+                "status": self.ended or "under way",
+                "total_ms": round(1000 * total, 3),
+                "first_token_ms": None if self.first_token_s is None else round(1000 * (self.first_token_s - self.begun_s), 3),
+                "prompt_tokens": self.num_prompt,
+                "cached_tokens": self.num_cached,
+                "host_tokens": self.num_host,
+                "disk_tokens": self.num_disk,
+                "output_tokens": self.num_output,
+                "evicted_tokens": self.num_evicted,
+                "draft_tokens": self.num_drafts,
+                "accepted_tokens": self.num_right,
+                "admission": self.admitted_because,
+                "spans": spans,
+            }
+            | ({"beams": beams} if self.num_beams > 1 else {})
+            | ({"held": self.held} if self.held else {})
+        )
 
     def _because(self, name: str, span: _Span) -> str:
         if name == "queued":
             return "; ".join(reason for reason, _ in self.why_waiting.most_common()) or "until the next step"
         if name == "preempted":
             return "; ".join(self.preempted)
+        if name == "loading":
+            return f"its pages came from a tier: {self.num_host} tokens from host memory, {self.num_disk} from disk at first"
         if name == "between steps":
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
@@ -199,10 +210,15 @@ class Explainer:
                 self._dissolve()
                 for one in self._live.values():
                     one.lose_engine()
-            case events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered():
+            case (
+                events.Deferred() | events.Admitted() | events.Preempted() | events.FirstToken() | events.BeamsReordered()
+                | events.PagesLoading() | events.PagesLoaded()
+            ):  # fmt: skip
                 story = self._alone(event.request_id)
                 if story is not None:
                     self._record(story, event, now)
+            case events.PrefixHeld() | events.PrefixNotHeld() | events.HoldRenewed() | events.HoldEnded():
+                self._note_hold(event)
             case events.DraftsVerified():
                 for request_id, num_drafts, num_right in event.of:
                     story = self._live.get(request_id) or self._ended.get(request_id)
@@ -227,6 +243,26 @@ class Explainer:
                     while len(self._ended) > _NUM_KEPT:
                         self._ended.popitem(last=False)
 
+    def _note_hold(self, event: events.PrefixHeld | events.PrefixNotHeld | events.HoldRenewed | events.HoldEnded) -> None:
+        """A session's hold is changed when its request has ended, and has its name."""
+        if isinstance(event, events.PrefixHeld | events.PrefixNotHeld):
+            request_id = event.request_id
+        else:
+            request_id = event.name.removesuffix("/session")
+        story = self._live.get(request_id) or self._ended.get(request_id)
+        if story is None or len(story.held) >= _NUM_REASONS:
+            return
+        match event:
+            case events.PrefixHeld():
+                kind = "pinned" if event.is_pinned else "retained"
+                story.held.append(f"{event.num_tokens} tokens {kind} for {event.ttl_s:.0f} s: {event.reason}")
+            case events.PrefixNotHeld():
+                story.held.append(f"not {'pinned' if event.is_pinned else 'retained'}: {event.reason}")
+            case events.HoldRenewed():
+                story.held.append(f"for {event.ttl_s:.0f} s from then on: {event.reason}")
+            case events.HoldEnded():
+                story.held.append(f"evictable again: {event.reason}")
+
     def _alone(self, request_id: str) -> Story | None:
         """Its story, taken out of the group."""
         story = self._live.get(request_id)
@@ -247,10 +283,15 @@ class Explainer:
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached
+                    story.num_host, story.num_disk = event.num_host, event.num_disk
             case events.Preempted():
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:
-                    story.preempted.append(event.reason)
+                    story.preempted.append(f"{event.reason}; {event.how_back}" if event.how_back else event.reason)
+            case events.PagesLoading():
+                story.change(now, "loading").num += 1
+            case events.PagesLoaded():
+                story.change(now, "between steps")
             case events.FirstToken():
                 story.first_token_s = now
             case events.BeamsReordered():

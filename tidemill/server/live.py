@@ -148,9 +148,9 @@ class Live:
             return
         self._ask_again_s = time.monotonic() + max(_PAGES_EVERY_S, pages.took_s / _PAGES_SHARE)
         last, self._last_pages = self._last_pages, pages
-        if last is None or (last.owners, last.kinds) != (pages.owners, pages.kinds):
+        if last is None or (last.owners, last.kinds, last.tiers) != (pages.owners, pages.kinds, pages.tiers):
             kinds = base64.b64encode(zlib.compress(pages.kinds, 1)).decode()
-            self.pages = _Frame({"type": "pages", "requests": pages.owners, "kinds": kinds}, self._secret)
+            self.pages = _Frame({"type": "pages", "requests": pages.owners, "kinds": kinds, "tiers": pages.tiers}, self._secret)
 
     def ask_pages(self) -> None:
         """Unless nothing has changed, a request for them is under way, or making them takes too much of the engine's time."""
@@ -256,10 +256,21 @@ def _words(event: Event) -> str | None:
     match event:
         case events.Submitted():
             return f"{event.num_prompt} prompt tokens"
-        case events.Admitted() | events.Deferred() | events.Preempted():
+        case events.Preempted():
+            return f"{event.reason}; {event.how_back}" if event.how_back else event.reason
+        case events.Admitted() | events.Deferred():
             return event.reason
+        case events.TierNotUsed():
+            return f"{event.tier} is not used: {event.reason}"
+        case events.MovesFailed():
+            how = "loaded from" if event.is_load else "stored in"
+            return f"{event.num_pages} pages could not be {how} {event.tier}: {event.reason}"
         case events.Finished() | events.Aborted():
             return f"{event.reason} after {event.num_output} tokens"
+        case events.PrefixHeld():
+            return f"{event.num_tokens} tokens {'pinned' if event.is_pinned else 'retained'}: {event.reason}"
+        case events.PrefixNotHeld():
+            return f"not held: {event.reason}"
         case events.EngineRestarted():
             return f"engine restarted; {event.num_requests} requests continue"
         case events.ModelLoading():

@@ -33,8 +33,19 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens", "Tokens found in the prefix cache at admission")
         self.computed_tokens = self._counter("computed_tokens", "Tokens computed")
         self.preemptions = self._counter("preemptions", "Preemptions: a running request gave up its KV pages")
+        self.swaps = self._counter("swaps", "Of the preemptions, those whose pages go to host memory")
+        self.tier_tokens = self._counter("tier_cached_tokens", "Of the cached tokens, those that a tier held", ("tier",))
+        self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
+        self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
+        self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
+        self.holds_refused = self._counter(
+            "prefixes_not_held", "Prefixes that were to be pinned or retained, and are not", ("kind",)
+        )
+        self.holds_ended = self._counter("holds_ended", "Pinned or retained prefixes that are evictable again", ("kind",))
+        self.pinned_pages = self._gauge("kv_pages_pinned", "KV pages that are not evicted: of prompt caches")
+        self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
@@ -78,6 +89,8 @@ class Metrics:
                 self.waiting.inc()
             case events.EngineRestarted():
                 self.restarts.inc()
+                self.pinned_pages.set(0)
+                self.held_pages.set(0)
                 self.running.set(0)
                 self.waiting.set(0)
             case events.ModelLoaded():
@@ -89,6 +102,13 @@ class Metrics:
                 self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
+                for tier, num in (("host", event.num_host), ("disk", event.num_disk)):
+                    if num:
+                        self.tier_tokens.labels(tier).inc(num)
+            case events.PagesMoved():
+                self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
+            case events.MovesFailed():
+                self.failed_moves.labels(event.tier, "load" if event.is_load else "store").inc(event.num_pages)
             case events.StepPlanned():
                 self.computed_tokens.inc(event.num_tokens)
                 self.running.set(event.num_running)
@@ -111,10 +131,17 @@ class Metrics:
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():
                 self.preemptions.inc()
+                self.swaps.inc(event.is_swap)
             case events.PagesEvicted():
                 self.evicted_pages.inc(event.num_pages)
             case events.TokensEvicted():
                 self.evicted_tokens.inc(event.num_tokens)
+            case events.PrefixHeld() | events.HoldEnded():
+                (self.holds if isinstance(event, events.PrefixHeld) else self.holds_ended).labels(_kind(event.is_pinned)).inc()
+                self.pinned_pages.set(event.num_pinned)
+                self.held_pages.set(event.num_held)
+            case events.PrefixNotHeld():
+                self.holds_refused.labels(_kind(event.is_pinned)).inc()
             case events.Finished():
                 self.finished.labels(event.reason).inc()
                 self.prompt_tokens.inc(event.num_prompt)
@@ -140,6 +167,10 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def _kind(is_pinned: bool) -> str:
+    return "pinned" if is_pinned else "retained"
 
 
 def render_by_model(metrics: Mapping[str, Metrics]) -> bytes:

@@ -36,10 +36,11 @@ from tidemill.server.openai_types import (
     is_mixed,
 )
 from tidemill.server.openai_writers import ChatWriter, CompletionWriter, Writer
+from tidemill.server.retention import PromptCache, key_holds, mark_holds
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, until_disconnect
 from tidemill.version import __version__
-from tidemill.wire import Delta, Timings
+from tidemill.wire import Delta, Hold, Timings
 
 _FINGERPRINT = f"b{__version__}"  # of the build, as llama.cpp writes it
 
@@ -115,6 +116,7 @@ class Job:
     created_s: int = field(default_factory=lambda: int(time.time()))
     clock: _Clock = field(default_factory=_Clock)
     part: int = 0  # the number of its first prompt among those of the call
+    holds: list[list[Hold]] = field(default_factory=list)  # of each prompt
     has_begun: bool = False  # a chunk was made
 
     @property
@@ -305,7 +307,13 @@ async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, 
 
 async def _prepare_completion(service: Service, body: CompletionRequest, caller: Caller) -> Job:
     params = await _params(service, body)
-    if body.suffix:
+    cache = _cache(service, body, caller)
+    if cache is not None:
+        if cache.messages is not None or body.suffix:
+            what = f"The prompt cache {cache.name!r} is made of messages." if cache.messages else "There is a suffix."
+            raise InvalidRequest(what, fix="Use one made of a prompt, and no suffix.", param="prompt_cache")
+        prompts = [[*cache.token_ids, *prompt] for prompt in await prompts_of(service, body.prompt, False, params)]
+    elif body.suffix:
         prompts, params = await _filled_in(service, body, params)
     else:
         prompts = await prompts_of(service, body.prompt, body.add_special_tokens, params)
@@ -313,7 +321,7 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
     writer = CompletionWriter(service.tokenizer, prompts, params, body)
-    return Job(service, prompts, params, body, writer, caller)
+    return Job(service, prompts, params, body, writer, caller, holds=_holds(prompts, body, caller, cache))
 
 
 async def _filled_in(service: Service, body: CompletionRequest, params: SamplingParams) -> tuple[list[list[int]], SamplingParams]:
@@ -331,14 +339,42 @@ async def _filled_in(service: Service, body: CompletionRequest, params: Sampling
 
 
 async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> Job:
+    cache, before = _cache(service, body, caller), list[dict[str, Any]]()
+    if cache is not None:
+        if cache.messages is None:
+            what = f"The prompt cache {cache.name!r} is made of a prompt, not of messages."
+            raise InvalidRequest(what, fix="Use it in /v1/completions.", param="prompt_cache")
+        before, body.tools = cache.messages, body.tools or cache.tools
     params = await _params(service, body)
     _check_template(service, body, caller)
-    prompts = [await service.encode_chat(body.conversation(), params, **body.how())]
+    prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
     params = reading.gated(params)
     writer = ChatWriter(service.tokenizer, prompts, params, body, reading)
-    return Job(service, prompts, params, body, writer, caller, reading)
+    holds = _holds(prompts, body, caller, cache)
+    marked = await mark_holds(service, caller.tenant, prompts[0], body.marks(before), body.how(), body.cache_salt or "")
+    return Job(service, prompts, params, body, writer, caller, reading, holds=[holds[0] + marked])
+
+
+def _cache(service: Service, body: SamplingRequest, caller: Caller) -> PromptCache | None:
+    """The named prompt cache that the prompt continues."""
+    if body.prompt_cache is None:
+        return None
+    if body.cache_salt:
+        raise InvalidRequest("A prompt cache has no cache_salt.", fix="Leave cache_salt out.", param="cache_salt")
+    cache = service.caches.of(caller.tenant, body.prompt_cache, service.model_name)
+    cache.num_uses += 1
+    return cache
+
+
+def _holds(prompts: list[list[int]], body: SamplingRequest, caller: Caller, cache: PromptCache | None) -> list[list[Hold]]:
+    """Of each prompt: the prompt cache, and what OpenAI's parameters ask for."""
+    asked = (caller.tenant, body.prompt_cache_key, body.prompt_cache_retention)
+    return [
+        (cache.holds(prompt) if cache is not None else []) + key_holds(*asked, prompt, i, body.cache_salt or "")
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 async def _params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
@@ -392,6 +428,7 @@ async def _outputs(job: Job) -> AsyncGenerator[_Output, None]:
             asked.timeout,
             job.reading,
             tells_progress=bool(asked.stream and asked.return_progress),
+            holds=job.holds[i] if job.holds else (),
         )
         for i, prompt in enumerate(job.prompts)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from json import dumps
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 
 from tidemill.errors import InvalidRequest
 from tidemill.server.body import Body
+from tidemill.server.retention import ANY_MESSAGE, CacheControl, read_mark
 
 MAX_MESSAGES = 2**14
 
@@ -45,7 +47,7 @@ class Message(Body):
     """As a client sends it, or as it was sent to the client."""
 
     without_effect = frozenset({
-        "annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks",
+        "annotations", "id", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks",
     })  # fmt: skip
     role: str = Field(min_length=1, max_length=64)
     content: str | list[dict[str, Any]] | None = None
@@ -56,6 +58,17 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same
     refusal: str | None = None
+    cache_control: CacheControl | None = None  # Anthropic's; also in parts of the content
+
+    @property
+    def mark(self) -> CacheControl | None:
+        """The last one in it."""
+        parts = (
+            [part["cache_control"] for part in self.content if part.get("cache_control")]
+            if isinstance(self.content, list)
+            else []
+        )
+        return self.cache_control or (read_mark(parts[-1]) if parts else None)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it. A call of a function before there were tools has the function's name for its id."""
@@ -87,6 +100,7 @@ def _part(part: dict[str, Any]) -> dict[str, Any]:
     kind = part.get("type")
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
+    part = {name: value for name, value in part.items() if name != "cache_control"}
     if isinstance(kind, str) and kind in _NOT_TEXT:
         what = f"{_NOT_TEXT[kind]} are not supported (a content part of type {kind!r})."
         raise InvalidRequest(what.replace("Audio are", "Audio is"), fix="Send text.", param="messages")
@@ -121,10 +135,10 @@ _ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "re
 
 
 class Tool(Body):
-    without_effect = frozenset({"cache_control"})
     type: Literal["function", "custom"]
     function: Function | None = None
     custom: Custom | None = None
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Tool:
@@ -220,6 +234,17 @@ class ChatMessages(Body):
                 what = f"tool_choice allows {min(missing)[:100]!r}, which is not among the tools."
                 raise InvalidRequest(what, fix="Send it in tools.", param="tool_choice")
             made = [function for function in made if function["name"] in names]
+        return made
+
+    def marks(self, before: Sequence[dict[str, Any]] = ()) -> list[tuple[str, list[dict[str, Any]] | None]]:
+        """Of cache_control. `before`: messages of a prompt cache."""
+        made: list[tuple[str, list[dict[str, Any]] | None]] = [
+            (tool.cache_control.ttl, [*before, ANY_MESSAGE]) for tool in self.tools or () if tool.cache_control
+        ]
+        for i, message in enumerate(self.messages, 1):
+            if (mark := message.mark) is not None:
+                part = [*before, *(one.for_template() for one in self.messages[:i])] if i < len(self.messages) else None
+                made.append((mark.ttl, part))
         return made
 
     def variables(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tidemill.server.body import Body
 from tidemill.server.call import ID_PATTERN
 from tidemill.server.guard import LEAST_URGENT, MOST_URGENT
 from tidemill.server.openai_messages import MAX_MESSAGES, ChatMessages, Message, NamedTool, Tool
+from tidemill.server.retention import MAX_KEY_CHARS, Retention
 
 MAX_CHOICES = 256  # prompts times samples of one request
 MAX_INPUTS = 2048  # texts to embed
@@ -132,8 +133,7 @@ class SamplingRequest(Body):
 
     without_effect = frozenset({
         # OpenAI
-        "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
-        "user", "verbosity",
+        "metadata", "prediction", "safety_identifier", "service_tier", "store", "user", "verbosity",
         # llama.cpp, vLLM: which slot or library does it; prefixes are always cached; contexts are not shifted
         "cache_prompt", "guided_decoding_backend", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "backend_sampling",
     })  # fmt: skip
@@ -171,6 +171,11 @@ class SamplingRequest(Body):
     return_tokens_as_token_ids: bool = False  # in logprobs
     cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
     kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
+    prompt_cache_key: str | None = Field(
+        default=None, max_length=MAX_KEY_CHARS
+    )  # of the requests with it, the latest is retained
+    prompt_cache_retention: Retention | None = None  # for how long
+    prompt_cache: str | None = Field(default=None, pattern=ID_PATTERN)  # a named one, that the prompt continues
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -35,6 +35,7 @@ from tidemill.server.responses_types import (
     stored_item,
 )
 from tidemill.server.responses_writer import ResponseWriter
+from tidemill.server.retention import key_holds
 from tidemill.server.service import Service
 from tidemill.server.sse import EventStream, named_event, until_disconnect
 from tidemill.wire import Delta
@@ -96,7 +97,8 @@ class Responses:
         params = reading.gated(params)
         writer = ResponseWriter(response_id, service.model_name, service.tokenizer, body, params, prompt, reading)
         how: Any = {"one_by_one": body.wants_logprobs, "tells_progress": bool(body.stream and body.return_progress)}
-        outputs = service.stream(caller, prompt, params, reading=reading, **how)
+        holds = key_holds(caller.tenant, body.prompt_cache_key, body.prompt_cache_retention, prompt)
+        outputs = service.stream(caller, prompt, params, reading=reading, holds=holds, **how)
         job = _Job(body, caller, before, [stored_item(item) for item in new], writer, outputs)
         if body.store is not False:
             self._running[job.key] = job

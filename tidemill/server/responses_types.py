@@ -15,6 +15,7 @@ from tidemill.frontend.parsers import call_grammar
 from tidemill.sampling import MAX_LOGPROBS, MAX_STOPS, Grammar, SamplingParams, closed
 from tidemill.server.body import Body
 from tidemill.server.openai_messages import MAX_MESSAGES
+from tidemill.server.retention import MAX_KEY_CHARS, Retention
 
 MAX_REFERENCES = 128  # to stored items, in one request
 # Tools that run at OpenAI or in a client's program, and that a model may do without.
@@ -235,8 +236,8 @@ class ResponsePrompt(Body):
 
 class ResponseRequest(ResponsePrompt):
     without_effect: ClassVar[frozenset[str]] = frozenset({
-        "client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "stream_options", "user",
+        "client_metadata", "max_tool_calls", "prompt_cache_options", "safety_identifier", "service_tier", "stream_options",
+        "user",
     })  # fmt: skip
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
@@ -245,6 +246,8 @@ class ResponseRequest(ResponsePrompt):
     include: list[Includable] | None = Field(default=None, max_length=64)
     stream: bool | None = False
     background: bool | None = None
+    prompt_cache_key: str | None = Field(default=None, max_length=MAX_KEY_CHARS)
+    prompt_cache_retention: Retention | None = None
     store: bool | None = True
     metadata: Metadata | None = None
     # Beyond OpenAI's, under the names other engines use.

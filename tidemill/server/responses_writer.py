@@ -48,7 +48,7 @@ class ResponseWriter:
         self._arguments = ""  # of the custom tool's call in the open item
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text is held back
         self._num_prompt, self._num_output, self._num_cached = num_prompt, 0, 0
-        self._num_reasoning = 0
+        self._num_reasoning = self._num_written = 0
         self._prompt, self._output_ids = (prompt if asked.enable_response_messages else []), list[int]()
         self._progress = ggml.Progress(num_prompt)
         self.status = "queued" if asked.background else "in_progress"
@@ -92,6 +92,8 @@ class ResponseWriter:
             "truncation": asked.truncation or "disabled",
             "usage": self._usage() if self.is_over else None,
             "metadata": asked.metadata or {},
+            "prompt_cache_key": asked.prompt_cache_key,
+            "prompt_cache_retention": asked.prompt_cache_retention,
             "prompt_cache_diagnostics": None,  # which pydantic-ai reads whatever the client's version
             **(self._messages() if asked.enable_response_messages and self.is_over else {}),
         }
@@ -107,7 +109,7 @@ class ResponseWriter:
     def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self._num_prompt,
-            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": self._num_written},
             "output_tokens": self._num_output,
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": self._num_prompt + self._num_output,
@@ -127,7 +129,7 @@ class ResponseWriter:
         if self._asked.enable_response_messages:
             self._output_ids += delta.token_ids[: text.num_tokens]
         self._num_output += text.num_tokens
-        self._num_cached = delta.num_cached
+        self._num_cached, self._num_written = delta.num_cached, max(delta.num_held - delta.num_cached, 0)
         pieces = self._parser.push(text.text)
         if text.finish_reason:
             pieces += self._parser.finish()

@@ -38,6 +38,7 @@ from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.server.models import Models, Served
 from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
+from tidemill.server.retention import Pins
 from tidemill.server.service import Manner, Service
 from tidemill.server.storage import Storage
 from tidemill.server.tracing import Tracing
@@ -78,7 +79,7 @@ class _Engine:
         """`parsers`: of tool calls and of reasoning."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        self.metrics, self.explainer = Metrics(), Explainer()
+        self.metrics, self.explainer, self.pins = Metrics(), Explainer(), Pins()
         self.client = EngineClient(self.take, stall_s, lambda pages: self.live.take_pages(pages), start_s)
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
@@ -87,6 +88,7 @@ class _Engine:
     def take(self, batch: list[Event]) -> None:
         self.metrics.take(batch)
         self.explainer.take(batch)
+        self.pins.take(batch)
         self.live.take(batch)
         if self._tracing is not None:
             self._tracing.take(batch)
@@ -113,7 +115,7 @@ class _Engine:
 
         return Service(
             self.client, tokenizer, served.name, self.metrics, self.explainer, self.live, served.aliases, self.pooled,
-            defaults_of, self._tracing, *self._parsers,
+            defaults_of, self._tracing, *self._parsers, self.pins,
         )  # fmt: skip
 
 

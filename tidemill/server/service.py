@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ from tidemill.server.explain import Explainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
+from tidemill.server.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.tracing import Tracing
-from tidemill.wire import Delta, Ready, Submit
+from tidemill.wire import Delta, Hold, Ready, Submit
 
 T = TypeVar("T")
 MAX_DETOKENIZED = 2**17  # tokens of one request, or the context if it is longer
@@ -63,8 +64,9 @@ class Service:
         tracing: Tracing | None = None,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        pins: Pins | None = None,
     ) -> None:
-        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters."""
+        """`pooled`: if the model may be unloaded. `defaults_of`: by the number of its parameters. `pins`: reads the events."""
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -80,6 +82,8 @@ class Service:
         self.is_draining = False
         self.allows_templates = False  # of requests
         self.manner = Manner()
+        self.pins = pins or Pins()
+        self.caches = PromptCaches()
         self.cache_generation = 0  # of what is cached from now on
         # Threads of their own: waiting for a worker process must not hold up other work. One grammar at a time, so that many of
         # them cannot take all cores.
@@ -293,10 +297,11 @@ class Service:
         reading: Reading | None = None,
         one_by_one: bool = False,
         tells_progress: bool = False,
+        holds: Sequence[Hold] = (),
     ) -> AsyncGenerator[tuple[Delta, TextDelta], None]:
         """The text of each sample as it is generated, in bounded pieces, or token by token. The first is empty if the request is
         accepted before there is a token, and so are those that tell the progress of the prompt. Leaving early ends the request
-        in the engine. `part`: which of the call's prompts this is."""
+        in the engine. `part`: which of the call's prompts this is. `holds`: of its prefixes."""
         if self.is_draining:
             raise Draining("The server is stopping and accepts no new requests.", fix="Try again in a moment.")
         self.ready.model.check_pooling(params.pooling)
@@ -311,7 +316,10 @@ class Service:
         salt = f"{self.cache_generation}\0\0{salt}" if self.cache_generation else salt
         request_id = engine_id(tenant, call.request_id, part)
         ends = list(self.tokenizer.eos_token_ids)
-        request = Submit(request_id, prompt_ids, params, ends, priority, salt, tenant, adapter=self.adapter)
+        session_s = self.ready.config.session_retention_s if reading and reading.functions and params.n == 1 else 0.0
+        if session_s:
+            holds = [*holds, Hold(session_name(request_id), 0, UNDECIDED_S, reason="a tool may have been called")]
+        request = Submit(request_id, prompt_ids, params, ends, priority, salt, tenant, adapter=self.adapter, holds=list(holds))
         name = (tenant, call.request_id)
         _, parts = self.in_progress.setdefault(name, (call, set()))
         parts.add(request_id)
@@ -337,6 +345,8 @@ class Service:
                         _record(call, delta, text)
                         yield delta, text
                     if len(ended) == params.n:
+                        if session_s and reading is not None:
+                            self._decide_session(request_id, session_s if reading.has_called else 0.0)
                         return
         except TidemillError as error:
             call.error = error.kind
@@ -351,6 +361,15 @@ class Service:
             parts.discard(request_id)
             if not parts:
                 self.in_progress.pop(name, None)
+
+    def let_go_of_pins(self, reason: str) -> None:
+        """Prompt caches are computed and pinned again by the next requests with them."""
+        for cache in self.caches:
+            self.client.renew(cache.hold.name, 0, reason)
+
+    def _decide_session(self, request_id: str, seconds: float) -> None:
+        """A conversation whose tool call is under way comes back with the result: its pages are kept over those of others."""
+        self.client.renew(session_name(request_id), seconds, "a tool call is under way" if seconds else "no tool was called")
 
 
 def _record(call: Call, delta: Delta, text: TextDelta) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from tidemill.sched.clock import VirtualClock
 from tidemill.sched.policies import make_policy
 from tidemill.sched.scheduler import Scheduler
 from tidemill.sim.cost import CostModel, LinearCost
+from tidemill.wire import Hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Arrival:
     priority: int = 0
     tenant: str = ""
     prompt_ids: tuple[int, ...] = ()  # given where prefixes matter; by default no two prompts share one
+    holds: tuple[Hold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,13 @@ class SimResult:
             for rid in request_ids
         ]
 
+    def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
+        """As `chart`, but a column for each so many seconds: also those in which no step was made."""
+        num = math.ceil(self.steps[-1].end_s / column_s)
+        steps = {math.floor(step.start_s / column_s): step.tokens_of for step in self.steps}
+        columns = [steps.get(i, {}) for i in range(num)]
+        return ["".join(str(min(column[rid], 9)) if rid in column else "." for column in columns) for rid in request_ids]
+
     def longest_gap_s(self, request_id: str) -> float:
         """The longest time between two of its output tokens."""
         times = self.token_times_s[request_id]
@@ -68,6 +78,9 @@ class SimConfig:
     prefix_caching: bool = True
     prefix_index: str = "hash"
     queue_order: str = "arrival"
+    batch_window_s: float = 0.0
+    evict: bool = True
+    max_pinned: float = 0.5
 
 
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
@@ -76,14 +89,21 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
     clock = VirtualClock()
     buffer = EventBuffer(limit=10_000_000)
     scheduler = Scheduler(
-        KVManager(config.num_pages + 1, config.page_size, config.prefix_caching, index=config.prefix_index),
+        KVManager(
+            config.num_pages + 1,
+            config.page_size,
+            config.prefix_caching,
+            index=config.prefix_index,
+            max_held=config.max_pinned,
+        ),
         num_rows=config.num_rows,
         token_budget=config.token_budget,
         max_context=config.max_context,
-        policy=make_policy(config.policy),
+        policy=make_policy(config.policy, config.batch_window_s),
         clock=clock,
         emit=buffer,
         order=config.queue_order,
+        evict=config.evict,
     )
     pending = sorted(arrivals, key=lambda a: a.arrival_s)
     result = SimResult(token_times_s={arrival.request_id: [] for arrival in arrivals})
@@ -102,11 +122,13 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
                 priority=arrival.priority,
                 arrival_s=arrival.arrival_s,
                 tenant=arrival.tenant,
+                holds=arrival.holds,
             )
             names[request.seq] = arrival.request_id
         plan = scheduler.plan()
         if plan is None:
-            clock.advance_to(pending[0].arrival_s)
+            forms_s = clock.now() + (scheduler.idle_s or math.inf)  # a batch, at the latest
+            clock.advance_to(min(forms_s, pending[0].arrival_s) if pending else forms_s)
             continue
         start_s = clock.now()
         clock.advance(cost.step_s(plan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -63,9 +63,19 @@ class Reading:
     is_expected: bool
     functions: Mapping[str, dict[str, Any]]
     only_calls: bool
+    parsers: list[OutputParser] = field(default_factory=list, compare=False)  # that were made
+
+    @property
+    def has_called(self) -> bool:
+        """A sample has called a function."""
+        return any(parser.has_called for parser in self.parsers)
 
     def parser(self) -> OutputParser:
         """Of one sample."""
+        self.parsers.append(self._parser())
+        return self.parsers[-1]
+
+    def _parser(self) -> OutputParser:
         looks_for_calls = bool(self.functions) and (self.family is not None or self.only_calls)
         functions = self.functions if looks_for_calls else {}
         if self.family is HARMONY or (self.markers is not None and self.markers.is_repeated):

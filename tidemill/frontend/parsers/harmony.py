@@ -52,6 +52,11 @@ class HarmonyParser(OutputParser):
             pieces += self._content.finish()
         return joined(pieces)
 
+    @property
+    def has_called(self) -> bool:
+        is_called = self._num_calls > 0 or self._state is _State.CALL  # what ends a call is not part of the text
+        return is_called or (self._content is not None and self._content.has_called)
+
     def _step(self, pieces: list[Piece]) -> bool:
         if self._state is _State.START:
             if any(mark != self._held and mark.startswith(self._held) for mark in _ENDS):

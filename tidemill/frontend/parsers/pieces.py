@@ -44,6 +44,11 @@ class OutputParser(ABC):
     def finish(self) -> list[Piece]:
         """End of the output: text that was held back is emitted, unless it belongs to a call."""
 
+    @property
+    @abstractmethod
+    def has_called(self) -> bool:
+        """A whole call is among what was parsed."""
+
 
 class Status(Enum):
     READING = auto()  # it may still turn out not to be a call

@@ -72,6 +72,10 @@ class TaggedParser(OutputParser):
             is_text = self._state is not _State.BETWEEN or self._has_opening or not self._num_calls
         return joined([TextPiece(self._take_raw() + held)]) if is_text else []
 
+    @property
+    def has_called(self) -> bool:
+        return self._num_calls > 0
+
     # Each step takes some of the held text. False: more text is needed first.
 
     def _opened(self, pieces: list[Piece]) -> bool:

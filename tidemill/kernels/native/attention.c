@@ -119,12 +119,32 @@ static void find_rows(const tm_step *s, long dim, const char *cache, const int32
 /* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
 static void find_scales(const tm_step *s, const char *scales, const int32_t *pages, long head, long first, long num, float *to) {
     float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
-    long shift = __builtin_ctzl(s->page_size);
-    for (long i = 0; i < BLOCK; i++) {
-        uint32_t bits = 0;
-        if (i < num) bits = (uint32_t)*scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & (s->page_size - 1)) << 16;
+    long shift = __builtin_ctzl(s->page_size), i = 0, last = s->page_size - 1;
+    if (s->page_size >= 8)
+        for (; i + 8 <= num; i += 8)
+            f32x8_store(to + i, f32x8_mul1(f32x8_load_bf16(scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & last)), factor));
+    for (; i < BLOCK; i++) {
+        uint32_t bits = i < num ? (uint32_t)*scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & last) << 16 : 0;
         memcpy(to + i, &bits, 4);
         to[i] *= factor;
+    }
+}
+
+/* The same positions, of which the hardware does not know that they come next: pages lie anywhere. */
+static void prefetch(const tm_step *s, const tm_layer *l, const attention_job *j, const int32_t *pages, long head, long first, long num) {
+    long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
+    for (long i = 0; i < num;) {
+        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
+        long page = pages[position >> shift], at = page * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        for (long line = 0; line < run * num_bytes; line += 64) {
+            __builtin_prefetch(j->keys + at + line);
+            __builtin_prefetch(j->values + at + line);
+        }
+        if (l->key_scales) {
+            __builtin_prefetch(scale_at(s, l->key_scales, page, head, offset));
+            __builtin_prefetch(scale_at(s, l->value_scales, page, head, offset));
+        }
+        i += run;
     }
 }
 
@@ -437,6 +457,7 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         long num = end - first < BLOCK ? end - first : BLOCK;
         find_rows(s, dim, j->keys, pages, head, first, num, keys);
         find_rows(s, dim, j->values, pages, head, first, num, values);
+        if (first + BLOCK < end) prefetch(s, l, j, pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
             find_scales(s, l->key_scales, pages, head, first, num, codes.key_scales);

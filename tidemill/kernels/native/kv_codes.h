@@ -66,7 +66,8 @@ static void put_codes(char *row, uint16_t *scale, const float *x, long dim, int 
 typedef const char *code_rows[CODE_BLOCK];
 
 typedef struct {
-    code_rows keys; /* codes in eight bits, [padded_dim] of each */
+    const char *const *keys; /* codes in eight bits, [padded_dim] of each */
+    code_rows unpacked;
     value_code *values; /* [key / 4], each as `values_store` lays out four */
     float key_scales[CODE_BLOCK], value_scales[CODE_BLOCK]; /* past the last key: 0 */
 } code_block;
@@ -95,14 +96,15 @@ static void unpack_row(const char *row, long dim, int format, int8_t *to) {
 }
 
 /* `keys` and `values`: where the rows lie in the cache. `room`: for 4 * CODE_BLOCK * padded_dim bytes. */
-static void take_block(code_rows keys, code_rows values, long num, long dim, int format, char *room, code_block *block) {
+static void take_block(const code_rows keys, const code_rows values, long num, long dim, int format, char *room, code_block *block) {
     long padded = padded_dim(dim);
     int8_t *unpacked = (int8_t *)room;
     block->values = (value_code *)(room + CODE_BLOCK * padded);
     int is_packed = format != TM_KV_INT8 || dim != padded;
-    for (long k = 0; k < CODE_BLOCK; k++) {
-        if (is_packed && k < num) unpack_row(keys[k], dim, format, unpacked + k * padded);
-        block->keys[k] = !is_packed ? keys[k] : (const char *)unpacked + (k < num ? k : num - 1) * padded;
+    block->keys = is_packed ? block->unpacked : keys;
+    for (long k = 0; k < CODE_BLOCK && is_packed; k++) {
+        if (k < num) unpack_row(keys[k], dim, format, unpacked + k * padded);
+        block->unpacked[k] = (const char *)unpacked + (k < num ? k : num - 1) * padded;
     }
     int8_t four[4 * MAX_CODE_DIM];
     for (long k = 0; k < num; k += 4) {
@@ -118,7 +120,7 @@ static void take_block(code_rows keys, code_rows values, long num, long dim, int
 /* Whole numbers for `num` values, a multiple of 8, in `parts` that lie `stride` apart. Returns what one of them is worth. */
 TM_INLINE float to_factors(const float *x, long num, code_factor *to, long stride) {
     float top = magnitude(x, num), factor = top > 0 ? LARGEST_FACTOR / top : 0;
-    for (long i = 0; i < num; i += 8) factors_store(to + i, stride, f32x8_to_i32x8(f32x8_mul1(f32x8_load(x + i), factor)));
+    for (long i = 0; i < num; i += 8) factors_store(to + i, stride, f32x8_load(x + i), factor);
     return top / LARGEST_FACTOR;
 }
 
@@ -161,35 +163,32 @@ TM_INLINE void score_codes(const code_factor *queries, const float *worth, const
                         f32x8_mul(f32x8_load(scores + r * CODE_BLOCK + k), f32x8_mul1(f32x8_load(block->key_scales + k), worth[r])));
 }
 
-#define MIX_FOUR(f)                                                                                                       \
-    {                                                                                                                     \
-        for (int w = 0; w < width; w++) value[w] = codes8x4_load(block->values + ((k + 4 * f) * padded + 4 * (i + 8 * w)));        \
-        for (int r = 0; r < n; r++)                                                                                       \
-            for (int w = 0; w < width; w++) acc[r][w] = codes8x4_dot(acc[r][w], value[w], prob[r], f);                    \
+#define MIX_FOUR(f)                                                                                       \
+    {                                                                                                     \
+        codes8x4 value = codes8x4_load(block->values + ((k + 4 * f) * padded + 4 * i));                   \
+        for (int r = 0; r < n; r++)                                                                       \
+            for (int p = 0; p < FACTOR_PARTS; p++) acc[r][p] = codes8x4_dot(acc[r][p], value, prob[r][p], f); \
     }
 
+/* Eight dimensions from `i` on. The parts' sums, below 2^22, become floats one by one. */
 TM_INLINE void mix_part_codes(const code_factor *probs, const float *worth, const code_block *block, long num, long dim, long i, int n,
-                              int width, float *sums) {
+                              float *sums) {
     long padded = padded_dim(dim);
-    i32x8 acc[CODE_ROWS][2];
-    codes8x4 value[2];
+    i32x8 acc[CODE_ROWS][FACTOR_PARTS];
     for (int r = 0; r < n; r++)
-        for (int w = 0; w < width; w++) acc[r][w] = i32x8_zero();
-    for (int part = 0; part < FACTOR_PARTS; part++) {
-        if (part)
-            for (int r = 0; r < n; r++)
-                for (int w = 0; w < width; w++) acc[r][w] = i32x8_next_part(acc[r][w]);
-        for (long k = 0; k < num; k += 16) {
-            factors16 prob[CODE_ROWS];
-            for (int r = 0; r < n; r++) prob[r] = factors16_load(probs + (r * FACTOR_PARTS + part) * CODE_BLOCK + k);
-            MIX_FOUR(0) MIX_FOUR(1) MIX_FOUR(2) MIX_FOUR(3)
-        }
+        for (int p = 0; p < FACTOR_PARTS; p++) acc[r][p] = i32x8_start();
+    for (long k = 0; k < num; k += 16) {
+        factors16 prob[CODE_ROWS][FACTOR_PARTS];
+        for (int r = 0; r < n; r++)
+            for (int p = 0; p < FACTOR_PARTS; p++) prob[r][p] = factors16_load(probs + (r * FACTOR_PARTS + p) * CODE_BLOCK + k);
+        MIX_FOUR(0) MIX_FOUR(1) MIX_FOUR(2) MIX_FOUR(3)
     }
-    for (int r = 0; r < n; r++)
-        for (int w = 0; w < width; w++) {
-            float *to = sums + r * dim + i + 8 * w;
-            f32x8_store(to, f32x8_fma1(f32x8_load(to), i32x8_to_f32x8(acc[r][w]), worth[r]));
-        }
+    for (int r = 0; r < n; r++) {
+        f32x8 sum = f32x8_load(sums + r * dim + i);
+        for (int p = 0; p < FACTOR_PARTS; p++)
+            sum = f32x8_fma1(sum, i32x8_finish(acc[r][p]), p + 1 < FACTOR_PARTS ? 128 * worth[r] : worth[r]);
+        f32x8_store(sums + r * dim + i, sum);
+    }
 }
 
 /* sums[r] += probability * value, over the block's first `num` keys. `scores`: probabilities; multiplied by the values' scales. */
@@ -201,9 +200,7 @@ TM_INLINE void mix_codes(float *scores, const code_block *block, long num, long 
         for (long k = 0; k < CODE_BLOCK; k += 8) f32x8_store(row + k, f32x8_mul(f32x8_load(row + k), f32x8_load(block->value_scales + k)));
         worth[r] = to_factors(row, CODE_BLOCK, probs + r * FACTOR_PARTS * CODE_BLOCK, CODE_BLOCK);
     }
-    long i = 0;
-    for (; i + 16 <= dim; i += 16) mix_part_codes(probs, worth, block, num, dim, i, n, 2, sums);
-    if (i < dim) mix_part_codes(probs, worth, block, num, dim, i, n, 1, sums);
+    for (long i = 0; i < dim; i += 8) mix_part_codes(probs, worth, block, num, dim, i, n, sums);
 }
 
 #define SCORE_CODES(n, size) case n: score_codes(q, worth, block, num, padded_dim(size), n, scores); break;

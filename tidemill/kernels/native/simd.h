@@ -122,12 +122,10 @@ TM_INLINE i8x16 i8x16_load(const int8_t *p) { return vld1q_s8(p); }
 TM_INLINE void i32x8_store_bytes(int8_t *p, i32x8 x) { vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)))); }
 TM_INLINE int32_t i32x8_sum(i32x8 x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
 TM_INLINE i32x8 i32x8_add(i32x8 x, i32x8 y) { return (i32x8){vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
-TM_INLINE i32x8 i32x8_zero(void) { return (i32x8){vdupq_n_s32(0), vdupq_n_s32(0)}; }
-TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return (f32x8){vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
 TM_INLINE void f32x8_store_f16(uint16_t *p, f32x8 x) { vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b))); }
 
-/* Codes of eight bits by factors of 15 bits, in whole numbers (kv_codes.h). Here a factor is two bytes, which are multiplied one after
-   the other: the upper part's sums are shifted by `next_part` before the lower part is added. */
+/* Codes of eight bits by factors of 15 bits, in whole numbers (kv_codes.h). Here a factor is two bytes, 128 * upper + lower, which are
+   multiplied one after the other. */
 #define FACTOR_PARTS 2
 typedef int8_t code_factor, value_code;
 typedef u8x32 codes32, factors32, codes8x4; /* 8x4: of eight dimensions, four keys each */
@@ -141,14 +139,14 @@ typedef int32x4_t code_sum; /* of all its lanes */
 TM_INLINE code_sum code_sum_zero(void) { return vdupq_n_s32(0); }
 TM_INLINE code_sum code_sum_dot(code_sum acc, codes32 x, factors32 y) { return vdotq_s32(vdotq_s32(acc, x.a, y.a), x.b, y.b); }
 TM_INLINE code_sum code_sum_next_part(code_sum x) { return vshlq_n_s32(x, 7); }
-TM_INLINE i32x8 i32x8_next_part(i32x8 x) { return (i32x8){vshlq_n_s32(x.a, 7), vshlq_n_s32(x.b, 7)}; }
 TM_INLINE void code_sums_store(float *p, code_sum a, code_sum b, code_sum c, code_sum d) {
     vst1q_f32(p, vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d))));
 }
-TM_INLINE void factors_store(code_factor *p, long stride, i32x8 x) { /* eight of them; from one part to the other */
-    int32x4_t low = vdupq_n_s32(127);
-    i32x8_store_bytes(p, (i32x8){vshrq_n_s32(x.a, 7), vshrq_n_s32(x.b, 7)});
-    i32x8_store_bytes(p + stride, (i32x8){vandq_s32(x.a, low), vandq_s32(x.b, low)});
+TM_INLINE void factors_store(code_factor *p, long stride, f32x8 x, float by) { /* eight, x * by rounded; `stride`: from part to part */
+    f32x8 sum = f32x8_fma1(f32x8_set(12582912.0f), x, by); /* 1.5 * 2^23: rounds to a whole number, in the low bits */
+    int16x8_t words = vuzp1q_s16(vreinterpretq_s16_f32(sum.a), vreinterpretq_s16_f32(sum.b));
+    vst1_s8(p, vshrn_n_s16(words, 7));
+    vst1_s8(p + stride, vmovn_s16(vandq_s16(words, vdupq_n_s16(127))));
 }
 TM_INLINE void values_store(value_code *p, const int8_t *const rows[4], long i) { /* sixteen dimensions of four rows */
     int8x16_t a = vld1q_s8(rows[0] + i), b = vld1q_s8(rows[1] + i), c = vld1q_s8(rows[2] + i), d = vld1q_s8(rows[3] + i);
@@ -264,8 +262,6 @@ TM_INLINE int32_t i32x8_sum(i32x8 x) {
     return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 TM_INLINE i32x8 i32x8_add(i32x8 x, i32x8 y) { return _mm256_add_epi32(x, y); }
-TM_INLINE i32x8 i32x8_zero(void) { return _mm256_setzero_si256(); }
-TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return _mm256_cvtepi32_ps(x); }
 TM_INLINE void f32x8_store_f16(uint16_t *p, f32x8 x) { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 
 /* Here a factor is one number of 16 bits, and codes are widened to as many. */
@@ -302,12 +298,12 @@ TM_INLINE i32x8 codes8x4_dot(i32x8 acc, codes8x4 x, factors16 y, int f) {
 TM_INLINE code_sum code_sum_zero(void) { return _mm256_setzero_si256(); }
 TM_INLINE code_sum code_sum_dot(code_sum acc, codes32 x, factors32 y) { return tm_dot_words(tm_dot_words(acc, x.a, y.a), x.b, y.b); }
 TM_INLINE code_sum code_sum_next_part(code_sum x) { return x; }
-TM_INLINE i32x8 i32x8_next_part(i32x8 x) { return x; }
 TM_INLINE void code_sums_store(float *p, code_sum a, code_sum b, code_sum c, code_sum d) {
     __m256i sums = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
     _mm_storeu_ps(p, _mm_cvtepi32_ps(_mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1))));
 }
-TM_INLINE void factors_store(code_factor *p, long stride, i32x8 x) {
+TM_INLINE void factors_store(code_factor *p, long stride, f32x8 value, float by) {
+    i32x8 x = f32x8_to_i32x8(f32x8_mul1(value, by));
     (void)stride;
     _mm_storeu_si128((__m128i *)p, _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }

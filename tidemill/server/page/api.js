@@ -83,7 +83,7 @@ export async function* eventsOf(reply) {
           if (line.startsWith("data: ")) data += line.slice(6);
           else if (line.startsWith("event: ")) name = line.slice(7);
         }
-        yield [name, data];
+        if (data) yield [name, data]; // else a comment, which keeps the connection alive
       }
     }
   } finally {

@@ -6,6 +6,7 @@ import { count, h, seconds } from "./dom.js";
 const NAMES = {
   queued: "Queued",
   preempted: "Preempted",
+  loading: "Loading pages",
   prefill: "Prefill",
   decode: "Decode",
   "between steps": "Between steps",

@@ -15,7 +15,7 @@ let controller = null;
 let onKeyNeeded = () => {};
 let engine = {};
 let state = null;
-let pages = { requests: [], kinds: new Uint16Array(0) };
+let pages = { requests: [], kinds: new Uint16Array(0), tiers: [] };
 let experts = null; // tokens of each layer's experts, lately
 let where = null; // how the map was laid out
 let steps = [];
@@ -74,7 +74,7 @@ async function watch(signal) {
 
 async function take(name, data) {
   if (name === "engine") engine = data;
-  else if (name === "pages") pages = { requests: data.requests, kinds: await unpack(data.kinds) };
+  else if (name === "pages") pages = { requests: data.requests, kinds: await unpack(data.kinds), tiers: data.tiers };
   else if (name === "experts") experts = data;
   else if (name === "state") takeState(data);
   draw();
@@ -190,6 +190,9 @@ function drawPages() {
   $("map-legend").replaceChildren(
     h("span", {}, rainbow, `${owned.toLocaleString("en")} used by one request, in its colour`),
     ...legend.map(([shade, words]) => h("span", {}, swatch(shade), words)),
+    ...pages.tiers.map(([name, used, most]) =>
+      h("span", {}, swatch(colour("loading")), `${used.toLocaleString("en")} of ${most.toLocaleString("en")} in ${name}`),
+    ),
   );
   $("map").setAttribute("aria-label", $("map-legend").textContent);
   if (!$("map").matches(":hover")) sayPages();
@@ -294,7 +297,7 @@ function short(id) {
 
 const DECISIONS = {
   Submitted: "queued", Admitted: "admitted", Deferred: "deferred", Preempted: "preempted", Finished: "finished", Aborted: "aborted",
-  EngineRestarted: "restarted",
+  EngineRestarted: "restarted", TierNotUsed: "not used", MovesFailed: "not moved",
 };
 
 function drawDecisions() {

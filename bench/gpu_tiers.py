@@ -1,0 +1,90 @@
+"""Host memory and disk behind the KV cache of the GPU at hand: the same bits as without them, also while requests come and go.
+
+python -m bench.gpu_tiers            (figures: python -m bench.kv_tiers --device cuda --model ... --host 8589934592)
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_checks import ask, random_llama
+from tidemill.config import EngineOptions
+from tidemill.engine.core import EngineCore
+from tidemill.kv.tiers import Tier
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Abort, Submit
+
+
+def loads_of(core: EngineCore, tier: Tier) -> bool:
+    tiers = core.scheduler.kv.tiers
+    assert tiers is not None
+    return (tier, True) in tiers.costs._moves
+
+
+def check_answers(folder: Path, draw: random.Random) -> None:
+    def core(**options: Any) -> EngineCore:
+        return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)))
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
+    asked = {f"x{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], greedy) for i in range(16)}
+    lone = ask(core(prefix_caching=False), asked)
+    tight = {"kv_memory_bytes": 2**23, "max_context": 1024, "max_requests": 32}
+    host = core(**tight, kv_host_memory_bytes=2**27)
+    for turn in range(3):
+        assert ask(host, asked) == lone, f"host memory, turn {turn}"
+    assert loads_of(host, Tier.HOST)
+    host.close()
+    disk = f"{tempfile.mkdtemp()}:{2**28}"
+    first = core(**tight, kv_host_memory_bytes=2**23, kv_disk=disk)
+    for turn in range(3):
+        assert ask(first, asked) == lone, f"disk, turn {turn}"
+    first.close()
+    again = core(**tight, kv_host_memory_bytes=2**23, kv_disk=disk)
+    assert ask(again, asked) == lone, "after a restart"
+    assert loads_of(again, Tier.DISK)
+    again.close()
+
+
+def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
+    """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an engine without tiers."""
+    common = [[draw.randrange(2000) for _ in range(400)] for _ in range(12)]
+    options = EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=32, max_context=1024, token_budget=256)
+    core = EngineCore.load(EngineOptions(**(vars(options) | {"kv_host_memory_bytes": 2**26})))
+    live: list[str] = []
+    for step in range(num_steps):
+        if len(live) < 48 and draw.random() < 0.4:
+            prompt = draw.choice(common)[: draw.randrange(1, 400)] + [draw.randrange(2000)]
+            core.submit(Submit(f"s{step}", prompt, SamplingParams(max_tokens=draw.randrange(1, 60), seed=step)))
+            live.append(f"s{step}")
+        if live and draw.random() < 0.1:
+            core.abort(Abort(live.pop(draw.randrange(len(live))), "stress"))
+        output, failed = core.step()
+        assert not failed
+        for delta in output.deltas:
+            if delta.finish_reason and delta.request_id in live:
+                live.remove(delta.request_id)
+        core.scheduler.check_integrity()
+    while core.has_work:
+        core.step()
+    asked = {
+        f"y{i}": (prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)) for i, prompt in enumerate(common)
+    }
+    assert ask(core, asked) == ask(EngineCore.load(options), asked)
+    assert loads_of(core, Tier.HOST)
+    core.close()
+
+
+def main() -> None:
+    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
+    random_llama(folder)
+    check_answers(folder, draw)
+    print("tiers: the same bits from host memory, from disk and after a restart")
+    stress(folder, draw)
+    print("tiers: the same bits after arrivals and aborts")
+
+
+if __name__ == "__main__":
+    main()

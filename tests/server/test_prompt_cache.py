@@ -1,0 +1,217 @@
+"""Prompt caches, cache_control and prompt_cache_key against `tidemill serve` with a small KV cache and two API keys."""
+
+import time
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import KEYS, Server
+from tests.server.test_anthropic import TOOL
+
+PAGE = 16
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def small(roomy_folder):
+    """100 pages, of which 50 may be held and each key may pin 25 at most."""
+    options = ["--kv-memory", "1200K", "--max-context", "1024", "--speculate", "off", "--session-retention", "60"]
+    options += [word for key in KEYS for word in ("--api-key", key)]
+    running = Server(roomy_folder, *options, "--admin-key", "key-of-the-administrator").wait()
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def http(small):
+    with httpx.Client(base_url=small.url, headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other(small):
+    with httpx.Client(base_url=small.url, headers={"authorization": f"Bearer {KEYS[1]}"}, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(small):
+    return openai.OpenAI(base_url=f"{small.url}/v1", api_key=KEYS[0], max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(small):
+    return anthropic.Anthropic(base_url=small.url, api_key=KEYS[0], max_retries=0)
+
+
+def gauge(small, name):
+    text = httpx.get(f"{small.url}/metrics", headers={"authorization": "Bearer key-of-the-administrator"}).text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"tidemill_{name} "))
+
+
+def evict(http, num=4):
+    """Prompts that fill the KV cache, which nobody asks for again."""
+    for i in range(num):
+        prompt = f"{time.monotonic()}{i}" + "z" * 450
+        assert http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).status_code == 200
+
+
+def cached(reply):
+    return reply.usage.prompt_tokens_details.cached_tokens
+
+
+def test_a_named_prompt_cache_is_continued_and_survives_what_evicts_others(small, http, client):
+    system = [{"role": "system", "content": "You know the tides of every port. " * 6}]
+    made = http.post("/v1/prompt_caches", json={"name": "tides", "messages": system, "ttl": 600}).json()
+    assert made["pinned_tokens"] == made["tokens"] // PAGE * PAGE > 150
+    assert made["usage"] == {"prompt_tokens": made["tokens"], "prompt_tokens_details": {"cached_tokens": 0}}
+    assert gauge(small, "kv_pages_pinned") == made["pinned_tokens"] / PAGE
+    ask = [{"role": "user", "content": "When is high water in Brest?"}]
+    plain = client.chat.completions.create(model="tiny", messages=system + ask, **GREEDY)
+    evict(http)
+    continued = client.chat.completions.create(model="tiny", messages=ask, **GREEDY, extra_body={"prompt_cache": "tides"})
+    assert continued.choices[0].message.content == plain.choices[0].message.content
+    assert continued.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert cached(continued) == made["pinned_tokens"]
+    forked = http.post("/v1/prompt_caches/tides/fork", json={"name": "brest", "messages": ask}).json()
+    assert forked["tokens"] > made["tokens"]
+    assert forked["usage"]["prompt_tokens_details"]["cached_tokens"] >= made["pinned_tokens"]
+    names = {one["name"]: one for one in http.get("/v1/prompt_caches").json()["data"]}
+    assert set(names) == {"tides", "brest"}
+    assert names["tides"]["uses"] == 1
+    assert http.post("/v1/prompt_caches/tides", json={"ttl": 5000}).json()["expires_in"] > 4990
+    for name in names:
+        assert http.delete(f"/v1/prompt_caches/{name}").json()["deleted"]
+    assert http.get("/v1/prompt_caches/tides").status_code == 404
+    evict(http, 1)  # the engine has done it
+    assert gauge(small, "kv_pages_pinned") == 0
+
+
+def test_a_prompt_cache_of_text_or_tokens_is_continued_by_completions(http):
+    text = "Spring tides come after new moon and full moon, neap tides between them. "
+    made = http.post("/v1/prompt_caches", json={"name": "text", "prompt": text}).json()
+    assert made["kind"] == "prompt"
+    whole = http.post("/v1/completions", json={"prompt": text + "So", **GREEDY}).json()
+    begun = http.post("/v1/completions", json={"prompt": "So", "prompt_cache": "text", **GREEDY}).json()
+    assert begun["choices"][0]["text"] == whole["choices"][0]["text"]
+    assert begun["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    wrong = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "prompt_cache": "text"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "prompt_cache")
+    tokens = http.post("/v1/prompt_caches", json={"name": "tokens", "prompt": list(range(60, 100))}).json()
+    assert (tokens["tokens"], tokens["pinned_tokens"]) == (40, 32)
+    for name in ("text", "tokens"):
+        http.delete(f"/v1/prompt_caches/{name}")
+
+
+def test_a_prompt_cache_expires(http):
+    assert http.post("/v1/prompt_caches", json={"name": "brief", "prompt": "x" * 40, "ttl": 1}).status_code == 200
+    while http.get("/v1/prompt_caches/brief").status_code == 200:
+        time.sleep(0.05)
+    reply = http.post("/v1/completions", json={"prompt": "y", "prompt_cache": "brief"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "prompt_cache")
+
+
+def test_another_keys_prompt_cache_is_not_there(http, other):
+    assert http.post("/v1/prompt_caches", json={"name": "mine", "prompt": "x" * 40}).status_code == 200
+    assert other.get("/v1/prompt_caches").json()["data"] == []
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", ""), ("POST", "/fork")):
+        body = {"ttl": 5} if path == "" else {"name": "b", "prompt": "more"}
+        reply = other.request(method, f"/v1/prompt_caches/mine{path}", json=body if method == "POST" else None)
+        assert reply.status_code == 404, (method, path)
+    assert other.post("/v1/completions", json={"prompt": "y", "prompt_cache": "mine"}).status_code == 404
+    assert other.post("/v1/prompt_caches", json={"name": "mine", "prompt": "x" * 40}).status_code == 200, "its own name"
+    for one in (http, other):
+        assert one.delete("/v1/prompt_caches/mine").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "param"),
+    [
+        ({"ttl": 10**9}, 400, "ttl"),
+        ({"ttl": 0}, 400, "ttl"),
+        ({"name": "a/b"}, 400, "name"),
+        ({"name": "a" * 200}, 400, "name"),
+        ({"prompt": None}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}]}, 400, "messages"),
+        ({"prompt": ["a", "b"]}, 400, "prompt"),
+        ({"prompt": "short"}, 400, "prompt"),
+        ({"prompt": [10**6] * 40}, 400, "prompt"),
+        ({"prompt": "x" * 5000}, 400, "prompt"),
+        ({"prompt": "x" * 900}, 429, "name"),
+        ({"pinned": True}, 400, "pinned"),
+    ],
+)
+def test_hostile_prompt_caches(http, wrong, status, param):
+    reply = http.post("/v1/prompt_caches", json={"name": "x", "prompt": "x" * 40} | wrong)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert http.get("/v1/prompt_caches").json()["data"] == []
+
+
+def test_pins_are_bounded_by_key(http):
+    made = [http.post("/v1/prompt_caches", json={"name": f"p{i}", "prompt": f"{i}" * 160}) for i in range(3)]
+    assert [reply.status_code for reply in made] == [200, 200, 429]
+    assert "may pin 5 more" in made[2].json()["error"]["message"]
+    for i in range(2):
+        http.delete(f"/v1/prompt_caches/p{i}")
+
+
+def test_cache_control_retains_the_prompt_up_to_the_mark(http, claude):
+    system = [{"type": "text", "text": "Answer about tides. " * 10, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    ask = [
+        {"type": "text", "text": "How high? " * 10, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "And when?"},
+    ]
+    body = {"model": "tiny", "max_tokens": 4, "system": system, "messages": [{"role": "user", "content": ask}]}
+    num = claude.messages.count_tokens(model="tiny", system=system, messages=body["messages"]).input_tokens
+    first = claude.messages.create(**body).usage
+    created = first.cache_creation
+    assert first.cache_creation_input_tokens == created.ephemeral_1h_input_tokens + created.ephemeral_5m_input_tokens
+    assert created.ephemeral_1h_input_tokens >= 200
+    assert created.ephemeral_5m_input_tokens >= 80
+    assert first.input_tokens + first.cache_creation_input_tokens + first.cache_read_input_tokens == num
+    evict(http)
+    again = claude.messages.create(**body).usage
+    assert again.cache_read_input_tokens == first.cache_creation_input_tokens
+    assert again.cache_creation_input_tokens == 0
+    with claude.messages.stream(**body) as stream:
+        assert stream.get_final_message().usage.cache_read_input_tokens >= again.cache_read_input_tokens
+    body["messages"][0]["content"] = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}] * 4
+    with pytest.raises(anthropic.BadRequestError, match="maximum of 4 blocks"):
+        claude.messages.create(**body)
+
+
+def test_prompt_cache_key_retains_the_latest_request_with_it(http, client):
+    say = [{"role": "user", "content": "Tell me of the moon and of the sea. " * 4}]
+    for more in ({}, {"prompt_cache_key": "thread"}):
+        client.chat.completions.create(model="tiny", messages=say, **GREEDY, **more)
+        evict(http)
+        again = client.chat.completions.create(model="tiny", messages=say, **GREEDY)
+        assert (cached(again) > 128) is bool(more)
+    reply = client.responses.with_raw_response.create(
+        model="tiny", input="x" * 64, max_output_tokens=2, prompt_cache_key="k", prompt_cache_retention="24h"
+    )
+    assert "prompt_cache_key" not in reply.headers.get("x-tidemill-ignored", "")
+    assert reply.parse().prompt_cache_key == "k"
+
+
+def test_a_session_is_retained_while_its_tool_call_is_under_way(http, claude):
+    """Explain says so; one without a call is not."""
+    say = {"role": "user", "content": "When is high water? " * 10}
+    made = [
+        claude.messages.create(model="tiny", max_tokens=num, messages=[say], tools=[TOOL], tool_choice=choice)
+        for num, choice in ((400, {"type": "tool", "name": TOOL["name"]}), (4, {"type": "auto"}))
+    ]
+    assert made[0].stop_reason == "tool_use"
+    decided = ("for 60 s from then on: a tool call is under way", "evictable again: no tool was called")
+    for one, words in zip(made, decided, strict=True):
+        while len(held := http.get(f"/v1/requests/{one.id}/explain").json()["data"][0]["held"]) < 2:
+            time.sleep(0.05)
+        assert held[0].endswith("tokens retained for 10 s: a tool may have been called")
+        assert held[1] == words
+    evict(http)
+    result = {"type": "tool_result", "tool_use_id": made[0].content[0].id, "content": "at noon"}
+    back = [say, {"role": "assistant", "content": made[0].content}, {"role": "user", "content": [result]}]
+    again = claude.messages.create(model="tiny", max_tokens=2, messages=back, tools=[TOOL]).usage
+    assert again.cache_read_input_tokens > 200

@@ -1,0 +1,156 @@
+"""Between the KV manager and the tiers: pages are stored before they are overwritten, and loaded when a sequence starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tidemill.cache_layout import Group
+from tidemill.kv.groups import GroupTable
+from tidemill.kv.pages import PagePool
+from tidemill.kv.prefix import AnyIndex, Found, HashIndex, HashPath, Path
+from tidemill.kv.tiers import Moved, PageMove, Tier, Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """How a preempted sequence will come back, and what was expected of both ways."""
+
+    is_swap: bool
+    num_pages: int  # that only it holds
+    num_tokens: int
+    swap_s: float
+    compute_s: float
+
+    @property
+    def reason(self) -> str:
+        if not self.is_swap and self.swap_s <= self.compute_s:
+            return "compute again: too much is kept in host memory for others"
+        if not self.swap_s or not self.compute_s:
+            return f"swap {self.num_pages} pages: costs are not known yet"
+        chosen, other = ("swap", "computing") if self.is_swap else ("compute again", "a swap")
+        first, second = (self.swap_s, self.compute_s) if self.is_swap else (self.compute_s, self.swap_s)
+        return (
+            f"{chosen} ({self.num_tokens} tokens, {self.num_pages} pages): "
+            f"{1000 * first:.1f} ms against {1000 * second:.1f} ms for {other}"
+        )
+
+
+class Behind:
+    """What the manager asks before it forgets a page, and when it starts a sequence."""
+
+    def __init__(self, tiers: Tiers, index: AnyIndex, pool: PagePool) -> None:
+        assert isinstance(index, HashIndex), "checked by resolve: content is known by its key"
+        self.tiers = tiers
+        self.loading: set[int] = set()  # pages with a load under way: one reference is the load's
+        self.num_stored = 0  # pages so far
+        self._index = index
+        self._pool = pool
+        self._worthless: set[int] = set()  # cached pages that are faster computed again
+        self._returning: dict[int, list[bytes]] = {}  # by preempted sequence: what is kept for it
+        index.look_elsewhere(tiers.find)
+
+    # ---- before a page is forgotten
+
+    def save(self, page: int, step: int) -> None:
+        """A page that was taken still has its content."""
+        key = self._index.key_of(page)
+        if page in self._worthless:
+            self._worthless.remove(page)
+        elif key is not None and not self._index.has_copy(page) and self.tiers.put(key, page, step):
+            self.num_stored += 1
+
+    def leave(self, seq: int, held: Sequence[int], num_tokens: int) -> Leaving:
+        """A sequence is preempted: its pages go to host memory when others take them, or are computed again, whichever is
+        expected to be faster."""
+        own = [page for page in held if page in self._index and self._pool.references(page) == 1]
+        keys = [key for page in held if (key := self._index.key_of(page)) is not None]
+        costs, num_bytes = self.tiers.costs, len(own) * self.tiers.page_bytes
+        swap_s, compute_s = costs.swap_s(Tier.HOST, num_bytes), costs.compute_s(num_tokens)
+        is_swap = (not costs.knows(Tier.HOST) or swap_s <= compute_s) and self.tiers.keep(keys)
+        if is_swap:
+            self._returning[seq] = keys
+        else:
+            self._worthless.update(own)
+        return Leaving(is_swap, len(own), num_tokens, swap_s, compute_s)
+
+    def is_back(self, seq: int) -> None:
+        """It was admitted again, or has ended."""
+        self.tiers.keep_no_longer(self._returning.pop(seq, ()))
+
+    def drop(self, path: Path) -> None:
+        """What a sequence computed is worthless."""
+        assert isinstance(path, HashPath)
+        for key in self._index.keys_of(path):
+            self.tiers.drop(key)
+
+    # ---- when a sequence starts
+
+    def find_in_pages(self, path: Path) -> Found:
+        """Without the tiers."""
+        assert isinstance(path, HashPath)
+        return self._index.find(path, elsewhere=False)
+
+    def bytes_to_load(self, tables: Iterable[GroupTable]) -> dict[int, int]:
+        """By tier."""
+        num_bytes: dict[int, int] = {}
+        for place in (page for table in tables for page in table.held if page < 0):
+            tier = self.tiers.tier_of(place)
+            num_bytes[tier] = num_bytes.get(tier, 0) + self.tiers.page_bytes
+        return num_bytes
+
+    def reuse(self, page: int) -> None:
+        """A cached page is shared."""
+        self._worthless.discard(page)
+
+    def hold(self, tables: Sequence[GroupTable]) -> list[tuple[int, int, bytes, Tier]]:
+        """What is to be loaded stays where it is. Returns group, index in its table, content, tier."""
+        held = []
+        for g, table in enumerate(tables):
+            for i, place in enumerate(table.pages):
+                if place < 0:
+                    key = self.tiers.key_at(place)
+                    held.append((g, i, key, self.tiers.get(key)))
+        return held
+
+    def load(self, key: bytes, tier: Tier, page: int) -> None:
+        """Into a page that was just taken. It is found by others from now on; they wait for it, too."""
+        self._pool.share(page)
+        self.loading.add(page)
+        self._index.enter(key, page)
+        self.tiers.load(key, tier, page)
+
+    def moved(self, done: Moved) -> tuple[PageMove, bool]:
+        """A move is over. Returns it, and whether its page has not got its content."""
+        move = self.tiers.moved(done)
+        if not move.is_load or move.target not in self.loading:
+            return move, False
+        self.loading.remove(move.target)
+        if done.error:
+            self._index.forget(move.target)
+        self._pool.drop(move.target)
+        return move, bool(done.error)
+
+    def fail(self) -> None:
+        """A step has failed; the index is empty, and no sequence holds a page."""
+        self.tiers.fail()
+        for page in self.loading:
+            self._pool.drop(page)
+        self.loading.clear()
+        self._worthless.clear()
+
+    def check_integrity(self) -> None:
+        self.tiers.check_integrity()
+        assert all(self._pool.references(page) == 0 for page in self._worthless)
+
+
+def tokens_by_tier(
+    loads: Sequence[tuple[int, int, bytes, Tier]], groups: Sequence[Group], page_size: int, num_tokens: int
+) -> tuple[int, int]:
+    """Of a prefix of so many tokens: those that wait for host memory, and those that wait for disk in some group."""
+    tiers = [0] * (num_tokens // page_size)
+    for g, i, _, tier in loads:
+        per_page = groups[g].page_size // page_size
+        for at in range(0 if groups[g].is_state else i * per_page, min((i + 1) * per_page, len(tiers))):
+            tiers[at] = max(tiers[at], tier)
+    return tiers.count(Tier.HOST) * page_size, tiers.count(Tier.DISK) * page_size

@@ -131,7 +131,7 @@ static void find_scales(const tm_step *s, const char *scales, const int32_t *pag
 }
 
 /* The same positions, of which the hardware does not know that they come next: pages lie anywhere. */
-static void prefetch(const tm_step *s, const tm_layer *l, const attention_job *j, const int32_t *pages, long head, long first, long num) {
+static void prefetch(const tm_step *s, const tm_layer *l, const tm_attention_job *j, const int32_t *pages, long head, long first, long num) {
     long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;

@@ -170,6 +170,7 @@ class Scene:
         self.table = torch.from_numpy(self.pages).cuda()
         self.qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, device="cuda", dtype=torch.bfloat16)
         self.first = np.cumsum([0, *lengths])
+        self.scales: torch.Tensor | None = None
 
     def expected(self, row: int, start: int, count: int) -> torch.Tensor:
         pages, positions = self.table[row].long(), torch.arange(start, start + count, device="cuda")
@@ -190,7 +191,7 @@ class Scene:
     def prepare(self, items: list[tuple[int, int, int]], extra: int = 0, by_flash: bool = False) -> tuple[Work, attention.Lists]:
         """A step of (row, start, count) items, each list with a program for every entry, or for one in `extra`."""
         group = self.heads // self.kv_heads
-        roles = attention.by_roles((self.spec,))
+        roles = attention.by_roles((self.spec,), self.scales is not None)
         tile, members = attention.prompt_rows(group, roles) // group, attention.shared_rows(group) // group
         tile = flash.WHOLE if by_flash else tile
         work = make_work(np.array(items, np.int32), np.ones(len(items), bool), [self.pages], members, tile)
@@ -218,7 +219,7 @@ class Scene:
         qkv = self.qkv[where]
         out = qkv.new_full((where.numel(), self.heads * self.dim), float("nan"))
         positions = torch.from_numpy(work.positions).cuda()
-        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks)
+        attention.attend(qkv, self.cache, 1, self.table, lists, out, self.spec, positions, self.sinks, scales=self.scales)
         assert not lists.done.any()
         return out
 

@@ -38,5 +38,6 @@ FORMATS = {
         KVFormat("int4", 4, 2),
     )
 }
-SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-ON_DEVICE = {"cpu": ("float32", "bfloat16", "float16", "int8", "int4"), "cuda": ("bfloat16",)}  # what the kernels read and write
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "fp8"}
+# What the kernels read and write.
+ON_DEVICE = {"cpu": ("float32", "bfloat16", "float16", "int8", "int4"), "cuda": ("bfloat16", "fp8", "int8")}

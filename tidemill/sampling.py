@@ -16,6 +16,7 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 20.0
+MAX_DIVERSITY_PENALTY = 100.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_REGEXES, MAX_STOP_REGEX_CHARS = 4, 256
@@ -94,6 +95,8 @@ class Beams(msgspec.Struct, frozen=True):
     width: int
     length_penalty: float = 1.0  # a score is the sum of log-probabilities / length ** length_penalty
     early_stopping: bool | str = False  # True: at `width` outputs; False, "never": when no better one is likely, or possible
+    groups: int = 1  # of beams, each of which is a search of its own
+    diversity_penalty: float = 0.0  # for each beam of an earlier group that has chosen the same token
 
 
 def closed(schema: Any) -> Any:
@@ -321,6 +324,8 @@ class BeamSearchParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=T
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # the end-of-text token is part of an output
     early_stopping: bool | str = False
+    num_beam_groups: int = 1  # diverse beam search: so many searches of beam_width / num_beam_groups beams
+    diversity_penalty: float = 0.0  # for a token that a beam of an earlier group has just chosen
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = 0  # how many alternatives to report beside each token
@@ -339,7 +344,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=T
             include_stop_str_in_output=self.include_stop_str_in_output,
             stop_token_ids=self.stop_token_ids,
             logprobs=self.logprobs,
-            beams=Beams(self.beam_width, self.length_penalty, self.early_stopping),
+            beams=Beams(self.beam_width, self.length_penalty, self.early_stopping, self.num_beam_groups, self.diversity_penalty),
         )
 
 
@@ -367,11 +372,29 @@ def _check_beams(params: SamplingParams, beams: Beams) -> None:
         raise InvalidRequest(f"length_penalty must be a number {limits}; got {beams.length_penalty!r}.", param="length_penalty")
     if not isinstance(beams.early_stopping, bool) and beams.early_stopping != "never":
         raise InvalidRequest(f'early_stopping is true, false or "never"; got {beams.early_stopping!r}.', param="early_stopping")
+    _check_groups(beams)
     neutral = SamplingParams()
     for field in _NOT_WITH_BEAMS:
         if getattr(params, field) != getattr(neutral, field):
             fix = "Use stop_token_ids." if field in ("stop", "stop_regex") else "Leave one of them out."
             raise InvalidRequest(f"Beam search does not support {_NAMES.get(field, field)}.", fix=fix, param=field)
+
+
+def _check_groups(beams: Beams) -> None:
+    if not _is_int(beams.groups) or beams.groups < 1 or beams.width % beams.groups:
+        what = f"num_beam_groups must divide the {beams.width} beams into groups of one size; got {beams.groups!r}."
+        raise InvalidRequest(what, param="num_beam_groups")
+    if not _is_real(beams.diversity_penalty) or not 0 <= beams.diversity_penalty <= MAX_DIVERSITY_PENALTY:
+        limit = f"from 0 to {MAX_DIVERSITY_PENALTY:g}"
+        what = f"diversity_penalty must be a number {limit}; got {beams.diversity_penalty!r}."
+        raise InvalidRequest(what, param="diversity_penalty")
+    if (beams.groups > 1) != (beams.diversity_penalty > 0):
+        raise InvalidRequest(
+            f"num_beam_groups is {beams.groups} and diversity_penalty {beams.diversity_penalty:g}: without a penalty all groups "
+            "would be the same, and one group has none to differ from.",
+            fix="Give both, or neither.",
+            param="diversity_penalty",
+        )
 
 
 def _is_int(value: Any) -> bool:

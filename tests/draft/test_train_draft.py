@@ -21,7 +21,9 @@ from tidemill.errors import ConfigError, DraftError
 from tidemill.runner.spec.choose import Chain, Chooser
 from tidemill.runner.spec.drafters import make_drafter
 from tidemill.runner.spec.heads import KINDS, Target, new_head
-from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft
+from tidemill.runner.spec.medusa import Ranks
+from tidemill.runner.spec.stored import SETTINGS, WEIGHTS, load_draft, load_exits, save_draft
+from tidemill.sched.tree import Tree
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -134,6 +136,8 @@ def _change(folder, tensors=None, settings=None):
         ({}, {"model": {"hidden_size": 65}}, "hidden_size 65"),
         ({}, {"format": 2}, "format"),
         ({}, {"acceptance": "all"}, "acceptance"),
+        ({}, {"draft_cost": 0}, "draft_cost"),
+        ({}, {"step_costs": [1.0, "2"]}, "step_costs"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(llm, eagle, tmp_path, tensors, settings, message):
@@ -212,6 +216,84 @@ def test_tokens_are_those_without_drafts(llm, tiny_folder, text, tmp_path, kind)
         assert engine_run(drafted, asked) == expected
         assert sum(nums) > 50
         nums.clear()
+
+
+def test_exits_chosen_by_a_bandit(llm, tiny_folder, tmp_path):
+    """Tokens are those without drafts; both exits are tried, what came of them is learned, and a run repeats itself."""
+    target = Target(llm.core.runner.model, torch.arange(256))
+    for layer in (2, 1):
+        torch.manual_seed(layer)
+        about = {"least_probability": 0.0, "draft_cost": 0.05 * layer, "step_costs": [1.0, 1.05, 1.1, 1.15]}
+        save_draft(tmp_path / f"exit-{layer}", new_head("exit", 64, {"layer": layer}), target, about)
+    model = load_model(tiny_folder)
+    made = []
+    for _ in range(2):
+        core = make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=3)
+        inner = core.drafting._drafters[0]._inner
+        tried = []
+        add = inner._bandit.add
+        inner._bandit.add = lambda *result, add=add, tried=tried: tried.append(result) or add(*result)
+        prompt = [(i * i) % 97 + 3 for i in range(40)]
+        sampled = SamplingParams(temperature=0.9, max_tokens=40, seed=7)
+        asked = {"greedy": (prompt, greedy(40, logprobs=2)), "seeded": (prompt[3:], sampled)}
+        assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
+        assert {exit_ for _, exit_, _ in tried} == {0, 1}
+        assert {is_right for _, _, is_right in tried} == {False, True}
+        made.append(tried)
+    assert made[0] == made[1]
+    (tmp_path / "exit-2" / SETTINGS).unlink()
+    with pytest.raises(DraftError, match="1 exits to choose from"):
+        make_core(model, speculate="exit-bandit", draft_heads=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_all_exits_are_kept_and_the_fastest_by_measurement_is_the_folders_own(llm, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("tidemill.draft.run._exit_layers", lambda *_: [1, 2])
+    measured, _ = run(llm, text, tmp_path, "exit")
+    speeds = measured["speed_by_exit_layer"]
+    assert speeds.keys() == {"1", "2"}
+    assert measured["speed"] == speeds[str(measured["settings"]["layer"])] == max(speeds.values())
+    exits = load_exits(tmp_path, llm.core.runner.model)
+    assert [one.head.settings["layer"] for one in exits] == [1, 2]
+    assert all(one.draft_cost > 0 and len(one.step_costs) > 1 for one in exits)
+
+
+def test_ranks_of_candidates_shape_the_tree():
+    ranks = Ranks(2)
+    for _ in range(200):
+        ranks.add(0, 0)
+        ranks.add(0, 1)
+        ranks.add(1, 2)
+    shape, chances = ranks.shape(4)
+    assert shape == [(-1, 0), (-1, 1), (0, 2), (1, 2)]
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] == pytest.approx(0.5, abs=0.05)
+    for _ in range(3000):
+        ranks.fade()
+    assert ranks.chance(1, 2) == pytest.approx(Ranks(2).chance(1, 2), abs=0.01)
+
+
+def test_medusa_drafts_trees_where_it_may(llm, tiny_folder, tmp_path):
+    """A right token of a lower rank is found; requests whose draws look at the tokens before get chains."""
+    target = Target(llm.core.runner.model, torch.arange(256))
+    save_draft(tmp_path, new_head("medusa", 64), target, {"least_probability": 0.0})
+    model, prompt = load_model(tiny_folder), [(i * i) % 97 + 3 for i in range(40)]
+    core = make_core(model, speculate="medusa", draft_heads=str(tmp_path), adaptive_drafts=False, max_drafts=12)
+    drafter, made = core.drafting._drafters[0], []
+    propose = drafter.propose
+    drafter.propose = lambda asks: [
+        made.append((ask.params, drafts)) or drafts for ask, drafts in zip(asks, propose(asks), strict=True)
+    ]
+    asked = {
+        "greedy": (prompt, greedy(40, logprobs=1)),
+        "seeded": (prompt[2:], SamplingParams(temperature=0.8, seed=5, max_tokens=40)),
+        "penalized": (prompt[4:], greedy(20, repetition_penalty=1.2)),
+    }
+    assert engine_run(core, asked) == engine_run(make_core(model, speculate="off"), asked)
+    kinds = {(params.has_penalties, isinstance(drafts, Tree)) for params, drafts in made if drafts}
+    assert kinds == {(True, False), (False, True)}
+    assert max(len(drafts) for _, drafts in made) == 12
+    assert any(drafts.parents != list(range(-1, len(drafts) - 1)) for _, drafts in made if isinstance(drafts, Tree))
 
 
 def test_a_drafter_without_its_heads_is_refused(tiny_folder, eagle):

@@ -1,5 +1,7 @@
 """Beam search: the beams and scores of Transformers, whatever else the engine does meanwhile."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -98,6 +100,87 @@ def test_they_are_transformers_beams(reference, model, setting, num_prompts):
         assert [one[0] for one in made] == tokens, seed
         assert [one[1] for one in made] == pytest.approx(scores, abs=1e-4)
         assert [one[2] for one in made] == ["stop" if one[0][-1] in ends else "length" for one in made]
+
+
+@torch.inference_mode()
+def diverse(reference, prompt, how, ends, max_tokens):
+    """Group beam search, plainly: outputs of all groups by score. Groups choose in turn; each token that a beam of an earlier
+    group has chosen in this step costs the penalty."""
+    size = how.width // how.groups
+    live, found, going = [[([], 0.0)]] * how.groups, [[] for _ in range(how.groups)], set(range(how.groups))
+    for length in range(1, max_tokens + 1):
+        if not going:
+            break
+        every = [prompt + tokens for group in sorted(going) for tokens, _ in live[group]]
+        scores = iter(reference(torch.tensor(every)).logits[:, -1].float().log_softmax(-1))
+        chosen = Counter()
+        for group in sorted(going):
+            logits = torch.stack([next(scores) for _ in live[group]])
+            for token, times in chosen.items():
+                logits[:, token] -= how.diversity_penalty * times
+            ranked = [
+                (total + score, tokens + [token])
+                for (tokens, total), row in zip(live[group], logits.tolist(), strict=True)
+                for token, score in enumerate(row)
+            ]
+            ranked.sort(key=lambda one: -one[0])
+            is_last = length == max_tokens
+            ended = [one for one in ranked[:size] if one[1][-1] in ends or is_last]
+            found[group] += [(total / length**how.length_penalty, tokens) for total, tokens in ended]
+            found[group] = sorted(found[group], key=lambda one: -one[0])[:size]
+            live[group] = [(tokens, total) for total, tokens in ranked if tokens[-1] not in ends][:size]
+            enough = len(found[group]) == size
+            if is_last or (
+                enough and (how.early_stopping or live[group][0][1] / length**how.length_penalty <= found[group][-1][0])
+            ):
+                going.remove(group)
+            else:
+                chosen.update(tokens[-1] for tokens, _ in live[group])
+    return sorted((one for of_group in found for one in of_group), key=lambda one: -one[0])[: how.width]
+
+
+@pytest.mark.parametrize(
+    ("how", "ends", "num_prompts"),
+    [
+        (Beams(4, 1.0, False, 2, 0.8), [1, 5], 20),
+        pytest.param(Beams(6, 0.0, True, 3, 2.5), [1, 5, 9], 20, marks=pytest.mark.slow),
+        pytest.param(Beams(3, 1.5, False, 3, 0.3), [2], 20, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_are_diverse(reference, model, how, ends, num_prompts):
+    core = make_core(model, max_requests=16, page_size=4, threads=1)
+    num_other = 0
+    for seed in range(num_prompts):
+        prompt = ids(1 + seed, seed)
+        made = search(core, prompt, SamplingParams(n=how.width, max_tokens=5, beams=how), ends)
+        wanted = diverse(reference, prompt, how, ends, 5)
+        assert [one[0] for one in made] == [tokens for _, tokens in wanted], seed
+        assert [one[1] for one in made] == pytest.approx([score for score, _ in wanted], abs=1e-4)
+        if not num_other:
+            num_other += [one[0] for one in made] != [one[0] for one in search(core, prompt, beams(how.width, 5), ends)]
+    assert num_other > 0
+
+
+def test_groups_among_others_and_in_small_memory(model):
+    asked = {f"b{i}": (ids(10 + i, i), SamplingParams(n=4, max_tokens=10, beams=Beams(4, 1.0, False, 2, 0.7))) for i in range(3)}
+    alone = {}
+    for name, (prompt, params) in asked.items():
+        core = make_core(model, max_requests=8, page_size=4)
+        core.submit(Submit(name, prompt, params, [1]))
+        alone |= collect(core)
+    core = make_core(model, max_requests=8, page_size=4, token_budget=11, kv_memory_bytes=2**15)
+    for name, (prompt, params) in asked.items():
+        core.submit(Submit(name, prompt, params, [1]))
+    assert collect(core) == alone
+
+
+@pytest.mark.parametrize(
+    ("groups", "penalty", "name"),
+    [(3, 1.0, "groups"), (0, 1.0, "groups"), (2, 0.0, "Give both"), (1, 1.0, "Give both"), (2, -1.0, "from 0")],
+)
+def test_wrong_groups_are_refused(groups, penalty, name):
+    with pytest.raises(InvalidRequest, match=name):
+        BeamSearchParams(beam_width=4, max_tokens=4, num_beam_groups=groups, diversity_penalty=penalty)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_a_step_that_raises_fails_its_requests_and_no_others(core, capsys):
 class Ahead:
     """The core's runner, one step ahead as on a GPU. Reading the result of a step with this prompt token fails."""
 
-    steps_ahead, fallback = 1, ""
+    steps_ahead, fallback, mover = 1, "", None
 
     def __init__(self, runner, poison):
         self._runner, self._poison, self._rows = runner, poison, set()

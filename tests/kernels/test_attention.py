@@ -156,6 +156,24 @@ def test_the_size_of_a_tile_changes_no_bit(monkeypatch, dtype, heads, kv_heads, 
     assert torch.allclose(results[0], torch.cat(scene.expected), atol=3e-4 if FORMATS[dtype].has_scales else 2e-5)
 
 
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("dim", [64, 24])
+def test_both_backends_write_the_same_bits(dtype, dim):
+    """Of values, which are not rotated: also of rows that are zero, tiny or not finite."""
+    scenes = [Scene([(5, 40)], 4, 2, dim, 16, backend, dtype) for backend in ("compiled", "torch")]
+    written = []
+    for scene in scenes:
+        values = scene.qkv[0][:, -2:]
+        values[0], values[1], values[2, 0, 3], values[3, 1, 5], values[4] = 0, 1e-35, float("inf"), float("nan"), 1e-3
+        scene.run()
+        slots = scene.slots(0, torch.arange(45))
+        stored = [view for view in (scene.kv.cache, scene.kv.scales) if view is not None]
+        written.append([view[slots // 16, LAYER, 1, :, slots % 16] for view in stored])
+    for ours, theirs in zip(*written, strict=True):
+        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
 def test_larger_tiles_for_decoding_give_the_same(monkeypatch):
     """The fallback for machines whose small matmuls round differently."""
     from tidemill.kernels import attention

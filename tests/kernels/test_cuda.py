@@ -193,7 +193,7 @@ class Scene:
         learned = torch.randn(heads, 2 * LONGEST - 1) if self.spec.has_distance_bias else None
         self.bias = masks.by_distance(self.spec, learned, LONGEST)
         dim, page, self.layer, self.heads = 16, 16, 1, heads
-        self.requests = requests
+        self.requests, self.scales = requests, None
         self.cache = torch.full((100, 2, 2, kv_heads, page, dim), 1e30)
         self.table = torch.zeros(len(requests), LONGEST // page, dtype=torch.int32)
         qkv, expected, used, common = [], [], 1, torch.randn(2, 64, kv_heads, dim)
@@ -228,7 +228,9 @@ class Scene:
         ends = torch.tensor([before + new for before, new in self.requests], dtype=torch.int32)
         lists = attention.Lists(words, singles, *programs, partial, done, prompts, ends=ends)
         positions = torch.from_numpy(work.positions.copy())  # as the words have them: side by side
-        attention.attend(self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias)
+        attention.attend(
+            self.qkv, self.cache, self.layer, self.table, lists, out, self.spec, positions, self.sinks, self.bias, self.scales
+        )  # fmt: skip
         assert not done.any()
         return out
 
@@ -444,9 +446,11 @@ build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)
 build(elementwise._look_up, types, PAGE=64, HAS_PAGES=True, BLOCK=256)
 build(pooling._pool, dict(hidden_ptr=B, spans_ptr=I, out_ptr="*fp64"), 2, TOKENS=16, COLUMNS=64)
-types = dict(qkv_ptr=B, cache_ptr=B, positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F, k_norm_ptr=F,
-             layer_offset="i64", page_stride="i64", eps="fp32")
-build(elementwise._enter_heads, types, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
+types = dict(qkv_ptr=B, cache_ptr=B, scales_ptr="*i16", positions_ptr=I, slots_ptr=L, cos_ptr=F, sin_ptr=F, q_norm_ptr=F,
+             k_norm_ptr=F, layer_offset="i64", page_stride="i64", layer_scales="i64", page_scales="i64", eps="fp32")
+how = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, ROTATED=96, PAGE=64, QK_NORM=True, HEADS=16)
+build(elementwise._enter_heads, types, LARGEST=0, **how)
+build(elementwise._enter_heads, types | dict(cache_ptr="*i8"), LARGEST=448, **how)
 types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>",
              out_desc="tensordesc<bf16[128, 64]>")
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
@@ -493,18 +497,29 @@ build(logprobs._normalize, types, 1, STRETCHES=32)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from tidemill.kernels.cuda import hopper_attention
+from tidemill.kernels.cuda import hopper_attention, scaled_attention
 
-kernel = hopper_attention._attend_prompts_by_roles
+def build_gluon(kernel, types, constants):
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
+    print(kernel.__name__)
+
+shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
 layout = gl.NVMMASharedLayout.get_default_for([64, 128], gl.bfloat16)
 types = dict(qkv_ptr=B, cache_desc=f"tensordesc<bf16[64, 128],{layout!r}>", table_ptr=I, out_ptr=B, lists_ptr=I, scale="fp32")
-constants = dict(WORD=2, NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64, BUFFERS=3)
-signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
-source = GluonASTSource(kernel, signature, constants, aligned)
-triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
-print(kernel.__name__)
+build_gluon(hopper_attention._attend_prompts_by_roles, types, shape | dict(WORD=2, BUFFERS=3))
+layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.int16)
+types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scales_ptr=B)
+build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
+types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
+             singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
+some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)
+build(scaled_attention._attend_single_scaled, types, 2, **shape, **some, SINKS=True, ROWS=16, TOGETHER=4)
+build(scaled_attention._attend_shared_scaled, types, **shape, **some, WORD=0, ROWS=64)
+build(scaled_attention._attend_prompts_scaled, types, **shape, **some | dict(FP8=False), SINKS=True, WORD=2, ROWS=64)
 """
 
 
@@ -516,7 +531,8 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
     kernels = {
         "_add_rms_norm", "_post_norm", "_qk_norm", "_add_layer_norm", "_activate",
         "_glu", "_look_up", "_enter_heads", "_gemm", "_gemm_bulk", "_attend_single", "_attend_shared",
-        "_attend_prompts", "_attend_prompts_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
+        "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
+        "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
         "_pool",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from tests.kernels.test_attention import BACKENDS, spec_of
 from tidemill.cache_layout import one_group
 from tidemill.kernels.kv_cache import Angles, PagedKV, new_cache
 from tidemill.kernels.native_attention import NativeAttention
-from tidemill.kernels.policies import Policies, slots_of
+from tidemill.kernels.policies import Policies
 from tidemill.kernels.policy_attention import plan_policies
 from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
 from tidemill.kv_policy import CachePolicy, read_policy, settle
@@ -106,12 +106,12 @@ def test_against_a_list_of_tokens(kind, backend):
     for start, end in itertools.pairwise(cuts):
         rows, starts, counts = np.array([1, 0]), np.array([0, start]), np.array([2, end - start])
         rounds = policies.rounds(rows, starts, counts)
-        places = slots_of(rounds, 2 + end - start)
+        places = policies.places(rounds, np.concatenate([np.arange(2), np.arange(start, end)]))
         row_of = np.array([1, 1] + [0] * (end - start))
         where = tables.numpy()[row_of, np.maximum(places, 0) // PAGE] * PAGE + places % PAGE
         slots = torch.from_numpy(np.where(places < 0, -1, where)[None].astype(np.int64))
         positions = torch.cat([torch.arange(2), torch.arange(start, end)])
-        step = plan_policies(kv, rounds, positions) if plain is None else plain.plan_policies(rounds, positions, slots)
+        step = plan_policies(kv, rounds, positions, slots) if plain is None else plain.plan_policies(rounds, positions, slots)
         made.append(step.attend(0, torch.cat([qkv[:2], qkv[start:end]]).flatten(1).clone())[2:])
     heads = [ByHand(policy, qkv, head, angles) for head in range(KV_HEADS)]
     expected = torch.stack([torch.cat([one.attend(token) for one in heads]).flatten() for token in range(NUM)])

@@ -46,6 +46,8 @@ class OnCpu(TorchFunctionMode):
 
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.Tensor.view:  # of bytes
+            return func(*args, **kwargs or {})
         args = tuple(instead(value) if isinstance(value, torch.device | torch.dtype | str) else value for value in args)
         kwargs = {
             name: instead(value) if isinstance(value, torch.device | torch.dtype | str) else value

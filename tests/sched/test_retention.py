@@ -106,6 +106,16 @@ def test_pins_are_bounded_and_a_tenant_leaves_room_for_others():
     assert scheduler.kv.held.num_pinned == 12
 
 
+def test_a_pin_that_is_used_stays_whatever_others_have_pinned_since():
+    scheduler, buffer = make(num_pages=32)
+    for tenant, length in (("x", 32), ("y", 16), ("x", 32)):
+        hold = Hold(tenant, length, 60.0, is_pinned=True)
+        submit(scheduler, f"{tenant}{length}", range(length), holds=[hold], tenant=tenant, salt=tenant)
+        run(scheduler)
+    assert not kinds(buffer, events.PrefixNotHeld, events.HoldEnded)
+    assert scheduler.kv.held.num_pinned == 12
+
+
 def test_a_pin_is_given_up_only_for_a_request_that_could_not_run_at_all():
     scheduler, buffer = make(num_pages=32, context=128)
     submit(scheduler, "pin", range(16), holds=[Hold("a", 16, 1e6, is_pinned=True)])

@@ -25,6 +25,7 @@ class TierMachine(SchedulerMachine):
     def make_kv(self, *how):
         on_disk = [(key, record) for record, (key, _) in self.records.items()]
         self.tiers = Tiers(self.num_slots, self.num_records, on_disk, page_bytes=100)
+        self.tiers.num_skipped = 2
         self.tiers.costs.computed(1, self.chance.choice([0.0, 1.0]))
         return KVManager(*how, self.tiers)
 

@@ -4,9 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from tidemill.events import DraftsVerified, ExpertsUsed
+from tidemill.events import Admitted, DraftsVerified, ExpertsUsed, MovesFailed, PagesMoved, Preempted
 from tidemill.server.metrics import Metrics
 
+FROM_TIERS = Admitted(0.0, "x", 0, 96, 100, 0.0, "prefix hit", num_host=64, num_disk=16)
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 
 
@@ -15,11 +16,12 @@ def test_the_dashboard_and_the_metrics_agree():
     metrics = Metrics()
     metrics.finished.labels("stop").inc(0)
     metrics.take([ExpertsUsed(0.0, 64, ((3, (1, 5)), (4, (2, 4)))), DraftsVerified(0.0, 7, "ngram", (("x", 4, 3),))])
+    metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), MovesFailed(0.0, "disk", False, 1, "full"), FROM_TIERS])
     there = set(re.findall(r"^(tidemill_\w+?)(?:\{| )", metrics.render().decode(), re.MULTILINE))
     assert shown <= there, shown - there
     plain = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in there}
     assert plain == {re.sub(r"_(total|bucket)$", "", name) for name in shown}
-    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 15
+    assert len({panel["id"] for panel in json.loads(DASHBOARD.read_text())["panels"]}) == 16
 
 
 def test_experts_are_counted_by_number_and_compared_by_layer():
@@ -41,3 +43,19 @@ def test_drafts_are_counted_by_drafter_and_in_all():
     metrics.take([DraftsVerified(0.0, 7, "ngram", (("x", 4, 3), ("y", 2, 0))), DraftsVerified(0.0, 8, "eagle", (("x", 1, 1),))])
     assert 'tidemill_draft_tokens_total{drafter="ngram"} 6.0' in metrics.render().decode()
     assert (metrics.totals()["draft_tokens"], metrics.totals()["accepted_tokens"]) == (7, 4)
+
+
+def test_hits_are_counted_by_tier():
+    metrics = Metrics()
+    metrics.take([FROM_TIERS, FROM_TIERS, Preempted(0.0, "x", 5, "no page"), Preempted(0.0, "x", 5, "no page", "swap", True)])
+    metrics.take([PagesMoved(0.0, "host", True, 2, 100, 0.1), PagesMoved(0.0, "disk", False, 2, 70, 0.1)])
+    text = metrics.render().decode()
+    for line in (
+        'tier_cached_tokens_total{tier="host"} 128.0',
+        'tier_cached_tokens_total{tier="disk"} 32.0',
+        'kv_moved_bytes_total{direction="load",tier="host"} 100.0',
+        'kv_moved_bytes_total{direction="store",tier="disk"} 70.0',
+        "swaps_total 1.0",
+        "preemptions_total 2.0",
+    ):
+        assert f"tidemill_{line}" in text

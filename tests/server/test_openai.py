@@ -508,6 +508,9 @@ def test_beam_search(client, server):
     every = client.completions.create(**settings, n=4, extra_body=beams | {"best_of": None}).choices
     assert [one.text for one in every[:2]] == [one.text for one in reply.choices]
     assert len({tuple(one.token_ids) for one in every}) == 4
+    diverse = beams | {"best_of": None, "num_beam_groups": 4, "diversity_penalty": 100.0}
+    grouped = client.completions.create(**settings, n=4, extra_body=diverse).choices
+    assert len({one.token_ids[0] for one in grouped}) == 4  # one beam a group, each beginning with another token
     (story,) = httpx.get(f"{server.url}/v1/requests/{reply.id}/explain").json()["data"]
     assert story["beams"]["width"] == 4
     assert story["beams"]["reorderings"] >= 1
@@ -530,6 +533,9 @@ def test_beam_search(client, server):
         ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
         ({"length_penalty": 2.0}, "length_penalty"),
+        ({"num_beam_groups": 2}, "num_beam_groups"),
+        ({"use_beam_search": True, "n": 4, "num_beam_groups": 3, "diversity_penalty": 1}, "num_beam_groups"),
+        ({"use_beam_search": True, "n": 4, "num_beam_groups": 2}, "diversity_penalty"),
         ({"early_stopping": True}, "early_stopping"),
     ],
 )

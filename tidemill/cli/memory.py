@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,9 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.cli.settings import Settings, takes
-from tidemill.config import decide_device, decide_disk, decide_dtype, decide_kv_dtype, fmt_bytes, parse_bytes, sequence_bytes
+from tidemill.config import (
+    EngineOptions,
+    decide_device,
+    decide_disk,
+    decide_dtype,
+    decide_kv_dtype,
+    fmt_bytes,
+    parse_bytes,
+    sequence_bytes,
+)
 from tidemill.errors import ConfigError
-from tidemill.kv_format import FORMATS
+from tidemill.kv_format import FORMATS, ON_DEVICE
 from tidemill.model_config import ModelConfig
 from tidemill.weights.locate import locate
 
@@ -65,6 +75,8 @@ def memory(
     table.add_row("activations", fmt_bytes(activations), "one step of 256 tokens, and logits")
     table.add_row("total", fmt_bytes(weights + kv + activations), "", style="bold")
     console.print(table)
+    if config.attention_layers and config.pooler is None:
+        console.print(_formats(options, config, device, dtype, tokens, room))
     for note in _notes(config, dtype):
         console.print(note, markup=False)
     fits = max(0, room) // per_request
@@ -78,6 +90,21 @@ def memory(
             console.print(f"Behind them, {fmt_bytes(num_bytes)} of {name} keep the prefixes of {more:,} such requests.")
     if fits < requests:
         raise typer.Exit(1)
+
+
+def _formats(options: EngineOptions, config: ModelConfig, device: str, dtype: str, tokens: int, room: int) -> Table:
+    """What each format of the KV cache takes, and how much fits beside weights and activations."""
+    table = Table("--kv-dtype", "bytes a token", f"requests of {tokens:,}", "tokens")
+    chosen, _ = decide_kv_dtype(options, dtype, device, config)
+    for name in ON_DEVICE[device]:
+        try:
+            decide_kv_dtype(replace(options, kv_dtype=name), dtype, device, config)
+        except ConfigError:
+            continue  # not for this model
+        fits = max(0, room) // sequence_bytes(options, config, device, name, tokens)[0]
+        mark = " (chosen)" if name == chosen else ""
+        table.add_row(name + mark, f"{config.kv_bytes_per_token(name):,}", f"{fits:,}", f"{fits * tokens:,}")
+    return table
 
 
 def _notes(config: ModelConfig, dtype: str) -> list[str]:

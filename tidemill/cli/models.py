@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.config import EngineOptions, decide_device, decide_dtype, decide_kv_dtype, fmt_bytes
+from tidemill.kv_format import FORMATS, ON_DEVICE
 from tidemill.model_config import ModelConfig
 from tidemill.weights.locate import PACKAGED, locate, packaged_file
 
@@ -87,7 +88,7 @@ def _inspect(model: str) -> None:
         "chat template": "yes" if tokenizer.chat_template else "no",
         "sampling": f"{defaults}, at most {defaults.limit:,} tokens without max_tokens" if config.pooler is None else "none",
         "pooling": _pooling(config),
-        "KV per token": f"{fmt_bytes(config.kv_bytes_per_token(kv_dtype))} in {kv_dtype}",
+        "KV per token": _kv_per_token(config, device, kv_dtype),
         "tensors": ", ".join(f"{num} {kind} ({fmt_bytes(sizes[kind])})" for kind, num in types.most_common()),
     }
     for key, value in [*rows.items(), *(("note", note) for note in (*config.notes, *defaults.notes))]:
@@ -105,6 +106,14 @@ def _feed_forward(config: ModelConfig) -> str:
             shared = f" and one of {moe.shared_size} for all" if moe.shared_size else ""
             kinds.append(f"{moe.num_experts} experts of {moe.expert_size}, {moe.top_k} a token{shared}")
     return "; ".join(kinds)
+
+
+def _kv_per_token(config: ModelConfig, device: str, kv_dtype: str) -> str:
+    """In the format that is chosen, and in smaller ones."""
+    own = config.kv_bytes_per_token(kv_dtype)
+    sizes = {name: config.kv_bytes_per_token(name) for name in ON_DEVICE[device] if FORMATS[name].has_scales}
+    smaller = [f"{fmt_bytes(size)} in {name}" for name, size in sizes.items() if size < own and config.pooler is None]
+    return "; ".join([f"{fmt_bytes(own)} in {kv_dtype}", *smaller])
 
 
 def _positions(config: ModelConfig) -> str:

@@ -151,8 +151,8 @@ OPTIONS = (
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
-        help="Format of the KV cache: bfloat16; on a CPU also float32, float16, and int8 or int4 with a scale for each token and "
-        "head; or auto.",
+        help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
+        "also float32, float16 and int4; or auto.",
     ),
     Option(
         "load-format", "text", ENGINE, field="load_format", choices=("auto", "dummy"),
@@ -184,7 +184,7 @@ OPTIONS = (
     Option("draft-model", "text", ENGINE, field="draft_model", automatic="none",
            help="A smaller model with the same tokenizer, as `--model` names one, that guesses tokens ahead."),
     Option("draft-heads", "text", ENGINE, field="draft_heads", automatic="none",
-           help="For --speculate medusa, eagle or exit: a folder that train-draft has written."),
+           help="For --speculate medusa, eagle, exit or exit-bandit: a folder that train-draft has written."),
     Option("max-drafts", "integer", ENGINE, field="max_drafts", low=1, high=64, automatic="8",
            help="Tokens guessed for a request in a step, at most."),
     Option("adaptive-drafts", "switch", ENGINE, field="adaptive_drafts",

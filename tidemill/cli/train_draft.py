@@ -118,6 +118,9 @@ class _Shown:
 
 
 def _tell(console: Console, out: Path, measured: dict[str, Any]) -> None:
+    if speeds := measured.get("speed_by_exit_layer"):
+        each = ", ".join(f"{layer}: {speed}x" for layer, speed in speeds.items())
+        console.print(f"The exit was chosen by measurement. Speed by layer: {each}.", markup=False)
     shares = ", ".join(f"{share:.0%}" for share in measured["acceptance"])
     console.print(f"{out}: {measured['kind']} heads, {measured['settings']}", markup=False)
     console.print(f"On held-out text the first 1, 2, ... drafts are all right in {shares} of places.")

@@ -34,6 +34,8 @@ def _given_kv_dtype(name: str, device: str, model: ModelConfig) -> str:
         raise refuse("this model has no keys and values", "Leave --kv-dtype out.")
     if model.pooler is not None and FORMATS[name].has_scales:
         raise refuse("an encoder keeps no keys and values from step to step", "Leave --kv-dtype out.")
+    if device == "cuda" and FORMATS[name].has_scales and model.head_dim < 32:
+        raise refuse(f"on a GPU heads must have at least 32 dimensions, and these have {model.head_dim}", "Leave --kv-dtype out.")
     if FORMATS[name].bits < 8 and model.head_dim % 2:
         raise refuse(f"two values share a byte, and heads have {model.head_dim}", "Use --kv-dtype int8.")
     return name

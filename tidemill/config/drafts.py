@@ -9,7 +9,7 @@ from tidemill.model_config import ModelConfig
 SPECULATE: dict[str, tuple[str, ...]] = {  # drafters, by the option's value
     "auto": ("forced", "ngram"),
     "off": (),
-    **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit")},
+    **{name: (name,) for name in ("forced", "ngram", "suffix", "medusa", "eagle", "exit", "exit-bandit")},
     "draft-model": ("forced", "draft-model"),
 }
 ACCEPTANCE = ("exact", "rejection")

@@ -10,6 +10,7 @@ from tidemill.config.cache import bytes_of_page
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes
 from tidemill.errors import ConfigError
+from tidemill.kv_format import FORMATS
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
@@ -68,8 +69,11 @@ def measure(
     if on_gpu and model.attention_layers:
         # Partial results of attention: one for every 512 tokens of context.
         activations += 4 * max_draws * -(-context // 512) * model.num_heads * (model.head_dim + 2)
-        # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top.
-        max_pages = (_MAX_COPY_ROWS - 1) // (2 * layout.layers_per_page * model.num_kv_heads * page_size) - 1
+        # A bulk copy addresses a row of head_dim values by a 32-bit signed number; the null page comes on top. Scales lie
+        # between the values of two pages, as so many rows.
+        kind, num_rows = FORMATS[kv_dtype], 2 * layout.layers_per_page * model.num_kv_heads * page_size
+        num_rows += -(-num_rows * kind.scale_bytes // kind.row_bytes(model.head_dim))
+        max_pages = (_MAX_COPY_ROWS - 1) // num_rows - 1
     free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
     limit = free if options.memory_bytes is None else options.memory_bytes
     return Memory(

@@ -22,7 +22,7 @@ from tidemill.errors import ConfigError
 from tidemill.models.base import CausalLM
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.spec.heads import KINDS, DraftHead, Target, draft_vocabulary, new_head
-from tidemill.runner.spec.stored import digest_of, save_draft
+from tidemill.runner.spec.stored import EXITS, SETTINGS, digest_of, save_draft
 
 TEXT, WORK = "text.jsonl", "work"
 _PIECE = 256  # tokens of a sequence that is learned from
@@ -104,12 +104,25 @@ def train_draft(options: TrainOptions, llm: LLM, report: Reporter, is_stopped: C
             "held_out_tokens": sum(len(one.probs) for one in drafted),
         }
         results.append((speed, head, measured))
-    _, head, measured = max(results, key=lambda one: one[0])
     learned = sum(one.num_learned for one in sequences)
-    about = measured | {"text": "its own" if options.data is None else options.data.name, "text_tokens": learned}
+    text = {"text": "its own" if options.data is None else options.data.name, "text_tokens": learned}
+    if len(layers) > 1:
+        _save_exits(options.out, results, target, text)
+    _, head, measured = max(results, key=lambda one: one[0])
+    about = measured | text
     save_draft(options.out, head, target, about)
     shutil.rmtree(work)
     return {"kind": head.kind, "settings": head.settings} | about
+
+
+def _save_exits(out: Path, results: list[tuple[float, DraftHead, dict[str, Any]]], target: Target, text: dict[str, Any]) -> None:
+    """Each in a folder of its own, for a drafter that chooses among them. All are said to have been measured."""
+    speeds = {str(head.settings["layer"]): speed for speed, head, _ in results}
+    for settings in out.glob(f"{EXITS}*/{SETTINGS}"):
+        shutil.rmtree(settings.parent)  # of another run
+    for _, head, measured in results:
+        measured["speed_by_exit_layer"] = speeds
+        save_draft(out / f"{EXITS}{head.settings['layer']}", head, target, measured | text)
 
 
 def _exit_layers(options: TrainOptions, num_layers: int) -> list[int | None]:

@@ -7,8 +7,11 @@ are dropped. A beam is held by the scheduler from its token until that choice, s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from tidemill import events
 from tidemill.engine.outputs import Live
@@ -23,11 +26,8 @@ from tidemill.wire import Delta, Submit, Timings, TokenLogprobs
 
 @dataclass(slots=True)
 class Beam:
-    sum_logprobs: float = 0.0
+    total: float = 0.0  # of log-probabilities, less penalties
     tokens: list[TokenLogprobs] = field(default_factory=list)  # its output
-
-    def with_token(self, token: TokenLogprobs) -> Beam:
-        return Beam(self.sum_logprobs + token.logprob, [*self.tokens, token])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +51,33 @@ class BeamSearch:
     def num_output(self) -> int:
         return len(self.beams[0].tokens)
 
-    def advance(self, tops: Sequence[TokenLogprobs]) -> list[int]:
-        """`tops`: of each beam, the likeliest next tokens. Returns which of the beams before each of the next continues; empty:
-        the search is over."""
+    def advance(self, tops: Sequence[TokenLogprobs], penalties: Mapping[int, float] | None = None) -> list[int]:
+        """`tops`: of each beam, the likeliest next tokens. `penalties`: by token, what is taken off its log-probability. Returns
+        which of the beams before each of the next continues; empty: the search is over."""
         length, width = self.num_output + 1, self._how.width
-        ranked = self._ranked(tops, length)
+        ranked = self._ranked(tops, length, penalties or {})
         for total, beam, token, logprob in ranked[:width]:
             if token in self._ends or length == self._max_tokens:
                 reason = "stop" if token in self._ends else "length"
-                made = self.beams[beam].with_token(self._entry(tops[beam], token, logprob))
-                self.outputs.append(Output(self._score(total, length), made.tokens, reason))
+                made = [*self.beams[beam].tokens, self._entry(tops[beam], token, logprob)]
+                self.outputs.append(Output(self._score(total, length), made, reason))
         self.outputs = sorted(self.outputs, key=lambda output: -output.score)[:width]
         going = [one for one in ranked if one[2] not in self._ends][:width] if length < self._max_tokens else []
         if not going or not self._may_improve(going[0][0], length):
             return []
-        self.beams = [self.beams[beam].with_token(self._entry(tops[beam], token, logprob)) for _, beam, token, logprob in going]
+        self.beams = [
+            Beam(total, [*self.beams[beam].tokens, self._entry(tops[beam], token, logprob)])
+            for total, beam, token, logprob in going
+        ]
         return [beam for _, beam, _, _ in going]
 
-    def _ranked(self, tops: Sequence[TokenLogprobs], length: int) -> list[tuple[float, int, int, float]]:
-        """Sum of log-probabilities, beam, token and its log-probability, best first."""
+    def _ranked(
+        self, tops: Sequence[TokenLogprobs], length: int, penalties: Mapping[int, float]
+    ) -> list[tuple[float, int, int, float]]:
+        """Total, beam, token and its log-probability, best first."""
         barred = self._ends if length <= self._min_tokens else frozenset()
         made = [
-            (beam.sum_logprobs + logprob, number, token, logprob)
+            (beam.total + (logprob - penalties.get(token, 0.0)), number, token, logprob)
             for number, (beam, top) in enumerate(zip(self.beams, tops, strict=True))
             for token, logprob in top.top
             if token not in barred
@@ -86,7 +91,7 @@ class BeamSearch:
         return total / length**self._how.length_penalty
 
     def _may_improve(self, best: float, length: int) -> bool:
-        """A beam may still become better than the worst of the outputs. `best`: sum of log-probabilities of the best beam."""
+        """A beam may still become better than the worst of the outputs. `best`: total of the best beam."""
         how = self._how
         if len(self.outputs) < how.width:
             return True
@@ -96,12 +101,53 @@ class BeamSearch:
         return self._score(best, reached) > self.outputs[-1].score
 
 
+class BeamGroups:
+    """Diverse beam search: a search of its own for each group of beams. In each step groups choose in turn, and a token that
+    beams of earlier groups have just chosen costs a penalty for each of them."""
+
+    def __init__(self, how: Beams, ends: frozenset[int], max_tokens: int, min_tokens: int = 0, num_top: int = 0) -> None:
+        self._how = how
+        own = msgspec.structs.replace(how, width=how.width // how.groups)
+        self._groups = [BeamSearch(own, ends, max_tokens, min_tokens, num_top) for _ in range(how.groups)]
+        self._going = self._groups  # those that are not over
+        self._has_begun = False
+
+    @property
+    def beams(self) -> list[Beam]:
+        """Of all groups; before the first token, they have one in common."""
+        return [beam for group in self._going for beam in group.beams] if self._has_begun else [Beam()]
+
+    @property
+    def outputs(self) -> list[Output]:
+        found = [output for group in self._groups for output in group.outputs]
+        return sorted(found, key=lambda output: -output.score)[: self._how.width]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.beams[0].tokens)
+
+    def advance(self, tops: Sequence[TokenLogprobs]) -> list[int]:
+        """As of one search, over the beams of all groups."""
+        parents, going, first = list[int](), list[BeamSearch](), 0
+        chosen = Counter[int]()
+        for group in self._going:
+            num = len(group.beams)
+            penalties = {token: self._how.diversity_penalty * times for token, times in chosen.items()}
+            if own := group.advance(tops[first : first + num], penalties):
+                parents += [first + parent for parent in own]
+                going.append(group)
+                chosen.update(beam.tokens[-1].token_id for beam in group.beams)
+            first += num if self._has_begun else 0
+        self._going, self._has_begun = going, True
+        return parents
+
+
 @dataclass(slots=True)
 class _Search:
     """A beam search in the engine."""
 
     live: Live
-    choice: BeamSearch
+    choice: BeamSearch | BeamGroups
     requests: list[Request]  # by beam
     indices: list[int]  # of the outputs that are asked for
     has_logprobs: bool
@@ -146,7 +192,8 @@ class BeamSearches:
     def start(self, request: Submit, live: Live, first: Request, vocab_size: int) -> None:
         params, beams = request.params, request.params.beams
         assert beams is not None
-        choice = BeamSearch(beams, ends_of(request, vocab_size), first.max_tokens, params.min_tokens, params.logprobs or 0)
+        kind = BeamSearch if beams.groups == 1 else BeamGroups
+        choice = kind(beams, ends_of(request, vocab_size), first.max_tokens, params.min_tokens, params.logprobs or 0)
         indices = list(range(params.n)) if request.resumed is None else [sample.index for sample in request.resumed]
         self._of[first.seq] = _Search(live, choice, [first], indices, params.logprobs is not None)
 
@@ -253,7 +300,7 @@ def ends_of(request: Submit, vocab_size: int) -> frozenset[int]:
 
 def params_of_a_beam(request: Submit, vocab_size: int) -> SamplingParams:
     """Each step reports as many candidates as the next beams can come from: all of them may continue one beam, and a token that
-    ends an output continues none."""
+    ends an output continues none. In a group there are fewer beams, by as many as other groups have tokens to penalize."""
     params = request.params
     assert params.beams is not None
     num_candidates = params.beams.width + len(ends_of(request, vocab_size))

@@ -138,6 +138,7 @@ class EngineCore:
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
+        self._is_closed = False
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -187,13 +188,14 @@ class EngineCore:
         return tiers is not None and tiers.is_busy
 
     def close(self) -> None:
-        """Save what is cached on disk, if there is one behind it."""
+        """The end: save what is cached on disk, if there is one behind it."""
         if self.runner.mover is not None:
             if not self._in_flight:
                 self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
                 kv_tiers.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
+        self._is_closed = True
 
     def has_grammar(self, grammar: Grammar) -> bool:
         """It need not be compiled first."""
@@ -205,6 +207,8 @@ class EngineCore:
 
     def submit(self, request: Submit, compiled: Matcher | None = None) -> None:
         """Queue a request, or raise what is wrong with it. `compiled`: its grammar, if it was compiled just now."""
+        if self._is_closed:
+            raise TidemillError("The engine is closed.", fix="Make a new one.")
         if request.request_id in self._live or request.request_id in self._awaiting:
             raise InvalidRequest(f"A request with the id {request.request_id!r} is already running.", param="request_id")
         if request.resumed is None:
@@ -447,11 +451,20 @@ class EngineCore:
         return [one for one in progress if one.request.seq in self._live_of]
 
     def _fail_broken(self, plan: StepPlan, result: StepResult) -> list[Refused]:
-        """Requests whose logits are not numbers fail alone."""
+        """Requests whose logits are not numbers fail alone. If drafts can be the reason, they are computed again without."""
         failed = []
-        for item in plan.items if any(tokens[-1] < 0 for tokens in result.tokens.values()) else ():
-            if item.seq in self._live_of and result.tokens.get(item.row, (0,))[-1] < 0:
-                error = _nothing_to_draw(next(iter(self._live_of[item.seq].requests.values())).params)
+        rows = result.broken | {row for row, tokens in result.tokens.items() if tokens[-1] < 0}
+        for item in plan.items if rows else ():
+            if item.row not in rows or item.seq not in self._live_of:
+                continue
+            live = self._live_of[item.seq]
+            request = live.requests[live.samples[item.seq]]
+            if request.epoch != item.epoch:
+                continue
+            if request.had_drafts and request.takes_drafts:
+                self.scheduler.compute_again(request, "a draft's logits are not numbers: computed again without drafts")
+            elif result.tokens.get(item.row, (0,))[-1] < 0:
+                error = _nothing_to_draw(request.params)
                 failed.append(self._fail_request(item.seq, error, "logits are not numbers", self.scheduler.discard))
         return failed
 

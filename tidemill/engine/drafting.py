@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from tidemill import events
 from tidemill.events import EventSink
-from tidemill.runner.spec import Ask, Drafter, Drawn
+from tidemill.runner.spec import Ask, Drafter, Drawn, KnowsChances
 from tidemill.sched.clock import Clock
 from tidemill.sched.drafts import Acceptance, StepTimes, Trust, allot
 from tidemill.sched.plan import StepPlan
 from tidemill.sched.progress import Progress
 from tidemill.sched.request import Request, Status
 from tidemill.sched.scheduler import Scheduler
+from tidemill.sched.tree import Tree, depths_of, right_path
 
 _MAX_FAILURES = 3
 _PRIOR = 0.5  # how often a draft is right, before any was tried
@@ -50,7 +51,10 @@ class Drafting:
         given, self._expected = self._allot(scheduler, ready, 0)
         for drafter in self._drafters:
             if not drafter.is_free:
-                self._ask(drafter, [request for request in ready if request.seq not in self._guesses], given)
+                left = [request for request in ready if request.seq not in self._guesses]
+                for request in left:
+                    request.had_drafts = True  # early exits write to its pages
+                self._ask(drafter, left, given)
         for request in ready:
             num = given.get(request.seq, 0)
             request.drafts = self._guesses[request.seq][1][:num] if num and request.seq in self._guesses else ()
@@ -106,7 +110,7 @@ class Drafting:
         left = [request for request in requests if request.max_tokens - request.num_output > 1]
         for request in left:
             self._guesses.pop(request.seq, None)
-        rates: dict[int, float] = {}
+        rates: dict[int, float | Sequence[float]] = {}
         most: dict[int, int] = {}
         for drafter in self._drafters:
             acceptance, asked = self._acceptance[drafter.name], left
@@ -115,13 +119,18 @@ class Drafting:
                 guess = self._guesses[request.seq][1] if request.seq in self._guesses else ()
                 num = len(guess) - num_unknown if drafter.is_free else self._max_drafts
                 if num > 0:
-                    rates[request.seq], most[request.seq] = acceptance.rate(request.seq), num
+                    rates[request.seq], most[request.seq] = self._chances(drafter, acceptance, request, num), num
         if not rates:
             return {}, 0.0
         num_running, room = len(scheduler.running), scheduler.room_for_drafts
         if not self._adaptive:
             return most, 0.0  # the scheduler takes what fits
         return allot(rates, most, num_running, room, self._times, self._trust.value)
+
+    def _chances(self, drafter: Drafter, acceptance: Acceptance, request: Request, num: int) -> float | Sequence[float]:
+        """Of each draft, if the drafter knows; else how likely one is right if those before it were."""
+        chances = drafter.chances(request.params, num) if isinstance(drafter, KnowsChances) else None
+        return acceptance.rate(request.seq) if chances is None else chances
 
     def observe(self, plan: StepPlan, progress: Sequence[Progress], started_s: float, is_ahead: bool, goes_on: bool) -> None:
         """A step was collected. `is_ahead`: it was launched as early as it can be; one that follows a step with drafts is not,
@@ -136,9 +145,8 @@ class Drafting:
             if not guess:
                 self._acceptance[self._drafters[-1].name].fade(done.request.seq)
                 continue
-            num_drafts = done.num_drafts or 1
-            num_right = next((i for i in range(num_drafts) if done.token_ids[i : i + 1] != [guess[i]]), num_drafts)
-            self._acceptance[name].add(done.request.seq, num_drafts, num_right)
+            num_right, num_compared = _compare(guess[: done.num_drafts or 1], done.token_ids)
+            self._acceptance[name].add(done.request.seq, num_compared, num_right)
             if done.num_drafts:
                 num_saved = min(num_right, len(done.token_ids) - 1)  # the token that ends a request may be a draft itself
                 verified.append((done.request.request_id, done.num_drafts, num_saved))
@@ -158,8 +166,22 @@ class Drafting:
             self._acceptance[drafter.name].forget(request.seq)
 
 
+def _compare(drafts: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+    """How many drafts in a row are right, and how many there are in a row at most."""
+    if isinstance(drafts, Tree):
+        return len(right_path(drafts.tokens, drafts.parents, _after_each(drafts, tokens))), drafts.depth
+    return next((i for i, draft in enumerate(drafts) if tokens[i : i + 1] != [draft]), len(drafts)), len(drafts)
+
+
+def _after_each(tree: Tree, tokens: Sequence[int]) -> list[int]:
+    """The token drawn after the last known one and after each draft, as far as there is one."""
+    padded = [*tokens, *[-1] * tree.depth]
+    return [padded[depth] for depth in (0, *depths_of(tree.parents))]
+
+
 def _can_have_drafts(request: Request) -> bool:
     params = request.params
     if request.cache is not None:  # what it gives up cannot be taken back
         return False
-    return request.status is Status.RUNNING and request.num_needed <= 1 and params.pooling is None and params.beams is None
+    is_decoding = request.status is Status.RUNNING and request.num_needed <= 1
+    return is_decoding and request.takes_drafts and params.pooling is None and params.beams is None

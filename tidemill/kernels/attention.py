@@ -26,8 +26,9 @@ import torch.nn.functional as F
 
 from tidemill.cache_layout import Place
 from tidemill.kernels import masks
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, runs_of_pages, write_kv
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, read_runs, read_slots, runs_of_pages, write_kv
 from tidemill.kernels.rope import apply_rope
+from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
 
 PREFILL_TILE = 32
@@ -97,6 +98,7 @@ class _Block:
     num_tiles: int
     runs: torch.Tensor  # of the first layer's keys, see `runs_of_pages`; ordered [tile, G, page]
     hidden: torch.Tensor | None  # [n, 1, M, B]: keys after the query, or before its window; None if there are none
+    moved: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # keys that lie elsewhere: their tiles, numbers and slots
     first_key: int
     num_keys: int
 
@@ -122,7 +124,12 @@ class AttentionPlan:
 
 
 def plan_attention(
-    starts: np.ndarray, counts: np.ndarray, page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec
+    starts: np.ndarray,
+    counts: np.ndarray,
+    page_tables: np.ndarray,
+    kv: PagedKV,
+    spec: AttentionSpec,
+    paths: Paths | None = None,
 ) -> AttentionPlan:
     """Cut the step into tiles. Token i of request r is number sum(counts[:r]) + i of the step, at position starts[r] + i.
     `page_tables`: [requests, pages], at least as wide as the last block. `spec`: of the layers, for their mask."""
@@ -133,7 +140,7 @@ def plan_attention(
     if decoding.size:
         ones = np.ones_like(decoding)
         ends = starts[decoding] + 1
-        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, spec)
+        groups += _make_groups(decoding, first_token[decoding], starts[decoding], ones, ends, 1, page_tables, kv, spec, paths)
     prefilling = np.flatnonzero(counts >= (2 if small == 1 else 1))
     if prefilling.size:
         num_tiles = -(-counts[prefilling] // PREFILL_TILE)
@@ -142,13 +149,15 @@ def plan_attention(
         lens = np.minimum(counts[request] - offset, PREFILL_TILE)
         first = starts[request] + offset
         ends = (starts + counts)[request] if spec.is_bidirectional else first + lens
-        groups += _make_groups(request, first_token[request] + offset, first, lens, ends, PREFILL_TILE, page_tables, kv, spec)
+        groups += _make_groups(
+            request, first_token[request] + offset, first, lens, ends, PREFILL_TILE, page_tables, kv, spec, paths
+        )
     return AttentionPlan(groups, int(counts.sum()))
 
 
 def _make_groups(
     request: np.ndarray, token: np.ndarray, position: np.ndarray, lens: np.ndarray, ends: np.ndarray, tile_len: int,
-    page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec,
+    page_tables: np.ndarray, kv: PagedKV, spec: AttentionSpec, paths: Paths | None,
 ) -> list[_Tiles]:  # fmt: skip
     """Tiles of one shape, sorted by reach and cut into groups of bounded memory. `ends`: after the last key each tile sees."""
     order = np.argsort(-ends, kind="stable")
@@ -170,7 +179,9 @@ def _make_groups(
             pages = page_tables[request[part[:n]], lo // kv.page_size : hi // kv.page_size]
             unseen = _unseen(masks.mask_of(spec, reach[:n, None, None]), positions[:n, :, None], lo, hi)
             hidden = None if unseen is None else torch.from_numpy(np.repeat(unseen, rows // tile_len, axis=1)[:, None])
-            blocks.append(_Block(n, runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten(), hidden, lo, hi - lo))
+            runs = runs_of_pages(kv.cache, torch.from_numpy(pages)).flatten()
+            moved = None if paths is None else _moved(paths, request[part[:n]], ends[part[:n]], page_tables, kv.page_size, lo, hi)
+            blocks.append(_Block(n, runs, hidden, moved, lo, hi - lo))
         groups.append(
             _Tiles(
                 part.size,
@@ -182,6 +193,20 @@ def _make_groups(
             )
         )
     return groups
+
+
+def _moved(
+    paths: Paths, request: np.ndarray, ends: np.ndarray, page_tables: np.ndarray, page_size: int, lo: int, hi: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Of the keys of a block, those whose tokens are on a path."""
+    firsts, lasts = np.maximum(paths.bases[request], lo), np.minimum(ends, hi)
+    places = [(tile, at) for tile, (first, last) in enumerate(zip(firsts, lasts, strict=True)) for at in range(first, last)]
+    if not places:
+        return None
+    tiles, positions = np.array(places).T
+    at = paths.places[request[tiles], positions - paths.bases[request[tiles]]]
+    slots = page_tables[request[tiles], at // page_size].astype(np.int64) * page_size + at % page_size
+    return torch.from_numpy(tiles), torch.from_numpy(positions - lo), torch.from_numpy(slots)
 
 
 def _unseen(mask: masks.Mask, queries: np.ndarray, lo: int, hi: int) -> np.ndarray | None:
@@ -233,7 +258,7 @@ def _attend(
     heads, queries = _rows_of(group, rows, num_kv_heads, num_repeats)
     for block in group.blocks:
         batch = block.num_tiles * num_kv_heads
-        k = read_runs(kv, block.runs, layer, False).view(batch, block.num_keys, dim)
+        k = _read(kv, block, layer, False)
         scores = torch.bmm(q[:batch], k.transpose(1, 2))
         if change is not None:
             keys = torch.arange(block.first_key, block.first_key + block.num_keys)
@@ -242,17 +267,37 @@ def _attend(
         if block.hidden is not None:
             scores.view(block.num_tiles, num_kv_heads, rows, -1).masked_fill_(block.hidden, float("-inf"))
         block_top = scores.amax(-1, keepdim=True)
-        v = read_runs(kv, block.runs, layer, True).view(batch, block.num_keys, dim)
+        v = _read(kv, block, layer, True)
         # Longer tiles come first, so those that reach this block are a leading part of the state.
         old_top, new_top = top[:batch], torch.maximum(top[:batch], block_top)
         shrink = old_top.sub_(new_top).exp_()
         scores.sub_(new_top).exp_()
         total[:batch].mul_(shrink).add_(scores.sum(-1, keepdim=True))
-        acc[:batch].mul_(shrink).baddbmm_(scores, v)
+        _mix(acc[:batch].mul_(shrink), scores, v, block.hidden)
         top[:batch] = new_top
     out = acc.div_(total)[:, : tile_len * num_repeats]
     out = out.view(n, num_kv_heads, tile_len, num_repeats, dim).transpose(1, 2)
     return out.reshape(n * tile_len, num_kv_heads * num_repeats, dim)
+
+
+def _read(kv: PagedKV, block: _Block, layer: int, is_value: bool) -> torch.Tensor:
+    """A block's keys or values, [n * G, B, D]."""
+    made = read_runs(kv, block.runs, layer, is_value).view(block.num_tiles, kv.num_kv_heads, block.num_keys, kv.head_dim)
+    if block.moved is not None:
+        tiles, keys, slots = block.moved
+        made[tiles, :, keys] = read_slots(kv, slots, layer, is_value)
+    return made.flatten(0, 1)
+
+
+def _mix(acc: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> None:
+    """Add the values of a block. One that is not finite, 0 times which is not 0, spoils only the rows that see it."""
+    if hidden is None or v.isfinite().all():
+        acc.baddbmm_(weights, v)
+        return
+    is_broken = ~v.isfinite().all(-1)
+    acc.baddbmm_(weights, v.masked_fill(is_broken.unsqueeze(-1), 0.0))
+    is_spoiled = (is_broken.view(hidden.shape[0], -1, 1, v.shape[1]) & ~hidden).any(-1).view(acc.shape[0], -1, 1)
+    acc.masked_fill_(is_spoiled, float("nan"))
 
 
 def _rows_of(group: _Tiles, rows: int, num_kv_heads: int, num_repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,12 +315,18 @@ class TorchAttention:
         self.kv = kv
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        positions_T: torch.Tensor,
+        slots_GT: torch.Tensor,
+        paths: Paths | None = None,
     ) -> TorchStep:
         kv = self.kv
         kinds = {_kind(place, spec): spec for place, spec in zip(kv.places, kv.specs, strict=True)}
         tables = [table.numpy()[rows] for table in kv.tables]
-        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, spec) for kind, spec in kinds.items()}
+        plans = {kind: plan_attention(starts, counts, tables[kind[0]], kv, spec, paths) for kind, spec in kinds.items()}
         return TorchStep(kv, plans, slots_GT, positions_T)
 
 

@@ -168,6 +168,12 @@ def write_kv(kv: PagedKV, layer: int, slots_T: torch.Tensor, keys_TGD: torch.Ten
             kv.cache[pages, layer, i, :, offsets], kv.scales[pages, layer, i, :, offsets] = quantize(given, kv.format)
 
 
+def read_slots(kv: PagedKV, slots: torch.Tensor, layer: int, is_value: bool) -> torch.Tensor:
+    """Keys or values of single tokens in float32, [slots, G, D]."""
+    at = (slots // kv.page_size, layer, int(is_value), slice(None), slots % kv.page_size)
+    return kv.cache[at].float() if kv.scales is None else dequantize(kv.cache[at], kv.scales[at], kv.format)
+
+
 def read_runs(kv: PagedKV, runs: torch.Tensor, layer: int, is_value: bool) -> torch.Tensor:
     """Keys or values of `runs_of_pages` in float32, [runs, S, D]. `layer`: of a page."""
     num_heads = kv.num_kv_heads

@@ -20,6 +20,7 @@ from tidemill.kernels.native_state import NativeStates, NativeStateStep
 from tidemill.kernels.policies import Round
 from tidemill.kernels.policy_attention import PolicyStep, plan_policies
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
+from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec, LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
@@ -58,6 +59,11 @@ class Mixers:
         return kv if self.paged is None else [*kv, *((table, self.paged.interval) for table in self.paged.tables)]
 
     @property
+    def takes_trees(self) -> bool:
+        """Drafts may be a tree."""
+        return self.states is None and isinstance(self.attention, NativeAttention | TorchAttention)
+
+    @property
     def are_native(self) -> bool:
         """All of them: then a forward pass can be recorded."""
         return isinstance(self.attention, NativeAttention | None) and isinstance(self.states, NativeStates | None)
@@ -69,16 +75,21 @@ class Mixers:
         counts: np.ndarray,
         positions_T: torch.Tensor,
         slots_GT: torch.Tensor,
+        paths: Paths | None = None,
         rounds: Sequence[Round] = (),
     ) -> MixedStep:
-        """`rounds`: if rows have KV policies."""
+        """`paths`: of drafts that are a tree, each of which is an entry of its own. `rounds`: if rows have KV policies."""
         attention: AttentionStep | None = None
-        if self.attention is not None and not rounds:
+        if isinstance(self.attention, FlexAttention):
+            assert paths is None
+            assert not rounds
             attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)
-        elif isinstance(self.attention, NativeAttention):
-            attention = self.attention.plan_policies(rounds, positions_T, slots_GT)
-        elif self.kv is not None:
-            attention = plan_policies(self.kv, rounds, positions_T)
+        elif isinstance(self.attention, NativeAttention) and rounds:
+            attention = self.attention.plan_policies(rounds, positions_T, slots_GT, paths)
+        elif self.kv is not None and rounds:
+            attention = plan_policies(self.kv, rounds, positions_T, slots_GT, paths)
+        elif self.attention is not None:
+            attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT, paths)
         states = None if self.states is None else self.states.plan(rows, starts, counts)
         return MixedStep(self._numbers, attention, states, self._address(attention, states))
 

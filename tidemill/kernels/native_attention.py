@@ -17,6 +17,7 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
+from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
 
 # Rows, which are (token, query head of a KV head's group), of a tile: larger ones copy keys and values less often, smaller ones
@@ -27,6 +28,12 @@ _TILE_FIELDS = ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
 _BLOCK = 32  # keys; as in attention.c
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4}  # as in tidemill.h
 _MAX_CODE_DIM = 1024  # as in kv_codes.h
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    fields: np.ndarray  # `_TILE_FIELDS`
+    paths: tuple[np.ndarray, np.ndarray] | None  # bases and places
 
 
 class NativeAttention:
@@ -65,15 +72,23 @@ class NativeAttention:
         return uncovered("C", kv.specs)
 
     def plan(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        positions_T: torch.Tensor,
+        slots_GT: torch.Tensor,
+        paths: Paths | None = None,
     ) -> NativeStep:
-        tiles = self._tiles(rows, np.cumsum(counts) - counts, starts, counts)
+        tiles = self._tiles(rows, np.cumsum(counts) - counts, starts, counts, paths)
         step = self._step(tiles, positions_T, slots_GT)
         return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
 
-    def plan_policies(self, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor) -> NativeStep:
+    def plan_policies(
+        self, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
+    ) -> NativeStep:
         """A step in which some rows have a KV policy. The first round is the step's own."""
-        tiles = [self._tiles(one.rows, one.tokens, one.slots, one.counts) for one in rounds]
+        tiles = [self._tiles(one.rows, one.tokens, one.slots, one.counts, one.paths(paths)) for one in rounds]
         steps = [self._step(of_round, positions_T, slots_GT) for of_round in tiles]
         made, alive = (native.Round * len(rounds))(), list[Any]()
         for i, one in enumerate(rounds):
@@ -84,8 +99,10 @@ class NativeAttention:
         kept = (*steps, made, alive, tiles, positions_T, slots_GT)
         return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, self._num_out, kept)
 
-    def _tiles(self, rows: np.ndarray, first_token: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """`_TILE_FIELDS` of the tiles. `starts`: where in the cache the first tokens are."""
+    def _tiles(
+        self, rows: np.ndarray, first_token: np.ndarray, starts: np.ndarray, counts: np.ndarray, paths: Paths | None
+    ) -> _Tiles:
+        """`starts`: where in the cache the first tokens are."""
         balanced = int(counts.sum()) * self.kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         num_tiles = -(-counts // tile_tokens)
@@ -96,22 +113,28 @@ class NativeAttention:
             [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
         )
         # Longest first, so that no thread starts the longest when the others are done.
-        return np.ascontiguousarray(tiles[:, np.argsort(-(tiles[1] + tiles[2]), kind="stable")], dtype=np.int64)
+        order = np.argsort(-(tiles[1] + tiles[2]), kind="stable")
+        of_paths = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
+        return _Tiles(np.ascontiguousarray(tiles[:, order], dtype=np.int64), of_paths)
 
-    def _step(self, tiles: np.ndarray, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> native.Step:
-        kv = self.kv
-        return native.Step(
+    def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> native.Step:
+        kv, fields = self.kv, tiles.fields
+        step = native.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
             page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
             table_width=kv.tables[0].stride(0),
             kv_format=_FORMATS[kv.format.name],
-            num_tiles=tiles.shape[1],
-            **{name: tiles[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
+            num_tiles=fields.shape[1],
+            **{name: fields[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
             tables=ctypes.addressof(self._tables),
             positions=positions_T.data_ptr(),
             slots=slots_GT.data_ptr(),
         )
+        if tiles.paths is not None:
+            step.path_width = tiles.paths[1].shape[1]
+            step.tile_base, step.tile_path = (part.ctypes.data for part in tiles.paths)
+        return step
 
 
 def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:

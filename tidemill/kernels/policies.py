@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.kernels.kv_cache import PagedKV
+from tidemill.kernels.trees import Paths
 from tidemill.kv_policy import CachePolicy
 
 NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "random": 5}  # as in policy_attention.c
@@ -67,19 +68,23 @@ class Round:
     tokens: np.ndarray  # the first of each
     slots: np.ndarray  # of these
     counts: np.ndarray
+    entries: np.ndarray  # of the step, which they are part of
     segments: list[Placed]
+
+    def paths(self, of_entries: Paths | None) -> Paths | None:
+        return None if of_entries is None else Paths(of_entries.bases[self.entries], of_entries.places[self.entries])
 
 
 @dataclass(slots=True)
 class _Open:
     """A round while it is made."""
 
-    places: list[tuple[int, int, int, int]] = field(default_factory=list)  # row, token, slot, count
+    places: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # row, token, slot, count, entry
     segments: list[Placed] = field(default_factory=list)
 
     def close(self) -> Round:
-        rows, tokens, slots, counts = np.array(self.places, np.int64).reshape(-1, 4).T
-        return Round(rows, tokens, slots, counts, self.segments)
+        rows, tokens, slots, counts, entries = np.array(self.places, np.int64).reshape(-1, 5).T
+        return Round(rows, tokens, slots, counts, entries, self.segments)
 
 
 class Policies:
@@ -97,38 +102,38 @@ class Policies:
             self._rows[row] = RowPolicy.new(policy, self._kv)
 
     def rounds(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[Round]:
-        """Of a step; none if no row in it has a policy."""
+        """Of a step; none if no row in it has a policy. Rows with a policy have one entry."""
         if not self._rows or self._rows.keys().isdisjoint(rows.tolist()):
             return []
         made = [_Open()]
-        for row, start, count, token in zip(
+        for entry, (row, start, count, token) in enumerate(zip(
             *(a.tolist() for a in (rows, starts, counts, np.cumsum(counts) - counts)), strict=True
         ):
             owner = self._rows.get(row)
             if owner is None:
-                made[0].places.append((row, token, start, count))
+                made[0].places.append((row, token, start, count, entry))
             elif owner.policy.kind == "quest":
-                self._place_sparse(made[0], owner, row, token, start, count)
+                self._place_sparse(made[0], owner, entry, row, token, start, count)
             else:
-                self._place(made, owner, row, token, start, count)
+                self._place(made, owner, entry, row, token, start, count)
         return [one.close() for one in made]
 
-    def _place(self, made: list[_Open], owner: RowPolicy, row: int, token: int, start: int, count: int) -> None:
+    def _place(self, made: list[_Open], owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
         watches = owner.policy.kind in ("h2o", "snapkv")
         for i, part in enumerate(owner.policy.segments(start, count)):
             if i == len(made):
                 made.append(_Open())
-            made[i].places.append((row, token, part.slot, part.count))
+            made[i].places.append((row, token, part.slot, part.count, entry))
             if i or watches or part.evicts:
                 made[i].segments.append(Placed(owner, row, token, part.count, part.position, part.slot, part.evicts))
             token += part.count
 
-    def _place_sparse(self, first: _Open, owner: RowPolicy, row: int, token: int, start: int, count: int) -> None:
+    def _place_sparse(self, first: _Open, owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
         """Each query on its own, since it chooses its pages; in the first segment, the pages that are full by now."""
         assert self._kv is not None
         policy, size, num_dense = owner.policy, self._kv.page_size, max(min(owner.policy.dense - start, count), 0)
         if num_dense:
-            first.places.append((row, token, start, num_dense))
+            first.places.append((row, token, start, num_dense, entry))
         known, num_full = owner.num_summed, (start + count) // size
         for i in range(num_dense, count):
             position = start + i
@@ -136,13 +141,12 @@ class Policies:
             first.segments.append(Placed(owner, row, token + i, 1, position, position, False, num_read, known, num_full - known))
             owner.num_summed = known = num_full
 
-
-def slots_of(rounds: Sequence[Round], num_tokens: int) -> np.ndarray:
-    """The slot of each token of the first round; -1: it is written in a later one."""
-    slots = np.full(num_tokens, -1, np.int64)
-    first = rounds[0]
-    for token, slot, count in zip(first.tokens.tolist(), first.slots.tolist(), first.counts.tolist(), strict=True):
-        slots[token : token + count] = np.arange(slot, slot + count)
-    for segment in first.segments:
-        slots[segment.token : segment.token + segment.count] = np.arange(segment.slot, segment.slot + segment.count)
-    return slots
+    def places(self, rounds: Sequence[Round], positions: np.ndarray) -> np.ndarray:
+        """Where the tokens of a step lie in the page tables of their rows: `positions`, but for rows with a policy. -1: it is
+        written in a later round."""
+        places = positions.copy() if rounds else positions
+        for number, one in enumerate(rounds):
+            for row, token, slot, count in zip(*(a.tolist() for a in (one.rows, one.tokens, one.slots, one.counts)), strict=True):
+                if row in self._rows:
+                    places[token : token + count] = -1 if number else np.arange(slot, slot + count)
+        return places

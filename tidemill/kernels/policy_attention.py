@@ -11,6 +11,7 @@ import torch
 from tidemill.kernels.attention import AttentionPlan, paged_attention, plan_attention, rotate_heads
 from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, write_kv
 from tidemill.kernels.policies import Placed, Round
+from tidemill.kernels.trees import Paths
 
 _POOLED = 3  # SnapKV: slots before and after, whose attention counts for a slot, too
 
@@ -45,20 +46,30 @@ class PolicyStep:
         return out.flatten(1)
 
 
-def plan_policies(kv: PagedKV, rounds: Sequence[Round], positions_T: torch.Tensor) -> PolicyStep:
+def plan_policies(
+    kv: PagedKV, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
+) -> PolicyStep:
     table, planned = kv.tables[0].numpy(), []
     for one in rounds:
         tokens = np.concatenate(
             [np.arange(t, t + n) for t, n in zip(one.tokens, one.counts, strict=True)] or [np.empty(0, np.int64)]
         )
-        plan = plan_attention(one.slots, one.counts, table[one.rows], kv, kv.specs[0]) if one.rows.size else None
-        of_rows = zip(one.rows, one.tokens, one.slots, one.counts, strict=True)
-        places = [(row, token + i, slot + i) for row, token, slot, num in of_rows for i in range(num)]
-        places += [(part.row, part.token, part.slot) for part in one.segments if part.num_read]
-        row, token, slot = np.array(places, np.int64).T
-        where = table[row, slot // kv.page_size].astype(np.int64) * kv.page_size + slot % kv.page_size
-        planned.append(_Planned(one, torch.from_numpy(tokens), plan, torch.from_numpy(token), torch.from_numpy(where)))
+        plan = (
+            plan_attention(one.slots, one.counts, table[one.rows], kv, kv.specs[0], one.paths(paths)) if one.rows.size else None
+        )
+        planned.append(_Planned(one, torch.from_numpy(tokens), plan, *_written(kv, one, slots_GT[0], is_first=not planned)))
     return PolicyStep(kv, planned, positions_T)
+
+
+def _written(kv: PagedKV, one: Round, slots_T: torch.Tensor, is_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the step that a round writes, and where in the cache."""
+    if is_first:
+        tokens = (slots_T >= 0).nonzero()[:, 0]
+        return tokens, slots_T[tokens]
+    of_rows = zip(one.rows, one.tokens, one.slots, one.counts, strict=True)
+    row, token, slot = np.array([(r, t + i, s + i) for r, t, s, num in of_rows for i in range(num)], np.int64).T
+    where = kv.tables[0].numpy()[row, slot // kv.page_size].astype(np.int64) * kv.page_size + slot % kv.page_size
+    return torch.from_numpy(token), torch.from_numpy(where)
 
 
 class _Segment:

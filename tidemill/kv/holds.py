@@ -50,8 +50,12 @@ class Holds:
 
     def put(self, held: Held) -> tuple[str, list[Held]]:
         """Hold a prefix, instead of what was held by this name. Returns why not, if it cannot be, and what had to end for it."""
-        self.drop(held.name)
         ended = list[Held]()
+        held.times = [self._pool.times_taken(page) for page in held.pages]
+        if self._is_held(held):
+            self.renew(held.name, held.expires_s)
+            return "", ended
+        self.drop(held.name)
         if why := self._excess(held):
             return why, ended
         while len(self._held) >= MAX_HOLDS or self._pool.num_kept + self._num_new(held) > self.most:
@@ -60,7 +64,6 @@ class Holds:
                 return f"{self.num_pinned} of {self.most} pages are pinned", ended
             ended.append(victim)
             self.drop(victim.name)
-        held.times = [self._pool.times_taken(page) for page in held.pages]
         for page in reversed(held.pages):  # the last is taken first
             self._pool.keep(page)
             if held.is_pinned:
@@ -70,6 +73,13 @@ class Holds:
         self._held[held.name] = held
         self._next_end_s = min(self._next_end_s, held.expires_s)
         return "", ended
+
+    def _is_held(self, held: Held) -> bool:
+        """By this name, and nothing of it was lost."""
+        standing = self._held.get(held.name)
+        if standing is None or standing.is_pinned is not held.is_pinned:
+            return False
+        return [*standing.pages] == [*held.pages] and [*standing.times] == [*held.times]
 
     def _num_new(self, held: Held) -> int:
         return sum(1 for page in held.pages if not self._pool.keepers(page))

@@ -237,8 +237,8 @@ class KVManager:
         match = self._match_in(self._index.find(path) if self._behind is None else self._behind.find_in_pages(path))
         for group, table, own in zip(self.groups, match.tables, sequence.tables, strict=True):
             for i in range(table.num_trimmed, 0 if group.is_state else min(len(table.pages), len(own.pages))):
-                if own.pages[i] in self._index:  # of several pages with this content, the one that is not free
-                    table.pages[i] = own.pages[i]
+                if self._pool.references(table.pages[i]) == 0 and own.pages[i] in self._index:
+                    table.pages[i] = own.pages[i]  # of several pages with this content, one that is not free
         held.num_tokens, held.pages = match.num_tokens, [page for _, page in self._in_order(match.tables)]
         if self._behind is not None:
             for page in held.pages:

@@ -129,6 +129,8 @@ class Slots:
 class Tiers:
     """Host memory and, behind it, disk. A place is a negative int: slots first, then records."""
 
+    num_skipped = 1000  # contents that are not written after one could not be
+
     def __init__(
         self,
         num_slots: int,
@@ -149,6 +151,7 @@ class Tiers:
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()  # in a slot, trusted, and not on disk
         self._kept: Counter[bytes] = Counter()  # content of sequences that were preempted and will come back
         self._num_writes = 0
+        self._num_to_skip = 0  # contents, since the disk takes none now
         self._next_number = 0
         self._num_trusted = 0  # steps
 
@@ -245,6 +248,9 @@ class Tiers:
                 tier.drop(move.key)
             if self._stored.get(move.key, (-1, 0))[0] == move.number:
                 del self._stored[move.key]
+            if move.tier is Tier.DISK and not move.is_load:
+                self._num_to_skip = self.num_skipped
+                self._unwritten.clear()
         elif move.source != NOWHERE:
             self.costs.moved(move.tier, move.is_load, done.num_bytes, done.seconds)
         tier.let_go(at)
@@ -286,7 +292,9 @@ class Tiers:
         number, step = self._stored.get(key, (0, self._num_trusted + 1))
         if step <= self._num_trusted and number not in self._under_way:
             del self._stored[key]
-            if self.disk.num and key in self.host and key not in self.disk:
+            if self._num_to_skip:
+                self._num_to_skip -= 1
+            elif self.disk.num and key in self.host and key not in self.disk:
                 self._unwritten[key] = None
 
     def _write_some(self) -> None:

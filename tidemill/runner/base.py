@@ -15,6 +15,7 @@ from tidemill.runner.page_moves import PageMover
 from tidemill.runner.sampler import Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepItem, StepPlan
+from tidemill.sched.tree import depths_of, right_path
 from tidemill.wire import TokenLogprobs
 
 _AT_ONCE, _MOST_AT_ONCE = 64, 256  # prompt tokens whose logits are held at a time: on their own, and in the room given
@@ -31,32 +32,74 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)  # float64 [H]: the sum over this step's tokens, or the last
+    paths: dict[int, list[int]] = field(default_factory=dict)  # of drafts that are a tree: which are right
+    broken: set[int] = field(default_factory=set)  # rows of which a draft, right or wrong, has logits that are not finite
 
     def take_logprobs(self, rows: Sequence[int], entries: Mapping[int, TokenLogprobs]) -> None:
         """`rows`: of every token drawn. `entries`: by its number, what was asked. Those of wrong drafts are dropped."""
         for number, entry in sorted(entries.items()):
-            own = self.logprobs.setdefault(rows[number], [])
-            if len(own) < len(self.tokens[rows[number]]):
+            row = rows[number]
+            own = self.logprobs.setdefault(row, [])
+            if row in self.paths and number - rows.index(row) - 1 not in (-1, *self.paths[row]):
+                continue
+            if len(own) < len(self.tokens[row]):
                 own.append(entry)
 
 
-def draws(items: Iterable[StepItem]) -> tuple[list[int], list[int]]:
-    """Row and position of every token that a step draws."""
-    places = [(item.row, item.start + item.count - item.num_drafts + i) for item in items for i in range(item.num_draws)]
-    return [row for row, _ in places], [position for _, position in places]
+def draws(items: Iterable[StepItem], trees: Mapping[int, list[int]] | None = None) -> tuple[list[int], list[int]]:
+    """Row and position of every token that a step draws. `trees`: see StepPlan."""
+    rows, positions = list[int](), list[int]()
+    for item in items:
+        first = item.start + item.count - item.num_drafts
+        rows += [item.row] * item.num_draws
+        if trees and item.row in trees:
+            positions += [first, *(first + depth for depth in depths_of(trees[item.row]))]
+        else:
+            positions += range(first, first + item.num_draws)
+    return rows, positions
 
 
-def accept(items: Iterable[StepItem], drafts: Mapping[int, list[int]], drawn: Sequence[int]) -> dict[int, list[int]]:
+def accept(
+    items: Iterable[StepItem],
+    drafts: Mapping[int, list[int]],
+    drawn: Sequence[int],
+    paths: Mapping[int, list[int]] | None = None,
+) -> dict[int, list[int]]:
     """By row: the tokens drawn in the places of drafts, for as long as the drafts before them were the same, and so what would
-    have been drawn without drafts."""
+    have been drawn without drafts. `paths`: of those that are trees, the right drafts."""
     tokens, at = {}, 0
     for item in items:
         if item.num_draws:
             own, guessed = drawn[at : at + item.num_draws], drafts.get(item.row, ())
-            num_right = next((i for i in range(item.num_drafts) if own[i] != guessed[i]), item.num_drafts)
-            tokens[item.row] = list(own[: num_right + 1])
+            if paths and item.row in paths:
+                tokens[item.row] = [own[0], *(own[draft + 1] for draft in paths[item.row])]
+            else:
+                num_right = next((i for i in range(item.num_drafts) if own[i] != guessed[i]), item.num_drafts)
+                tokens[item.row] = list(own[: num_right + 1])
             at += item.num_draws
     return tokens
+
+
+def right_drafts(
+    items: Iterable[StepItem], drafts: Mapping[int, list[int]], trees: Mapping[int, list[int]], drawn: Sequence[int]
+) -> dict[int, list[int]]:
+    """By row, which drafts of its tree are right."""
+    paths, at = {}, 0
+    for item in items:
+        if item.row in trees and item.num_draws:
+            paths[item.row] = right_path(drafts[item.row], trees[item.row], drawn[at : at + item.num_draws])
+        at += item.num_draws
+    return paths
+
+
+def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
+    """Of those with drafts, where a token drawn, counting or not, shows logits that are not finite."""
+    rows, at = set(), 0
+    for item in items:
+        if item.num_drafts and min(drawn[at : at + item.num_draws]) < 0:
+            rows.add(item.row)
+        at += item.num_draws
+    return rows
 
 
 class Runner(Protocol):

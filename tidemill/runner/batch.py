@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from tidemill.kernels.policies import Policies, Round, slots_of
+from tidemill.kernels.policies import Policies, Round
+from tidemill.kernels.trees import Paths
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
+from tidemill.sched.tree import ancestors_of, depths_of
 
 
 @dataclass(slots=True)
@@ -25,16 +27,22 @@ class Batch:
     positions_T: torch.Tensor
     slots_GT: torch.Tensor  # of each KV group: page * page_size + offset
     types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # rows, starts and counts for attention, if other than above
+    paths: Paths | None = None  # of each entry
     rounds: Sequence[Round] = ()  # if rows have KV policies
 
 
-def gather_batch(items: list[StepItem], state: RowState, policies: Policies | None = None) -> Batch:
+def gather_batch(
+    items: list[StepItem], state: RowState, trees: Mapping[int, list[int]] | None = None, policies: Policies | None = None
+) -> Batch:
+    """`trees`: see StepPlan."""
     rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items]).T
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)
     positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-    rounds = [] if policies is None else policies.rounds(rows, starts, counts)
-    places = slots_of(rounds, positions.size) if rounds else positions  # in the row's page table
+    seen_at, entries, paths = _branch(items, positions, trees) if trees else (positions, None, None)
+    rounds = [] if policies is None else policies.rounds(*(entries or (rows, starts, counts)))
+    places = positions if policies is None else policies.places(rounds, positions)  # in the row's page table
     pages, offsets = places // state.page_size, places % state.page_size
     slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
     if rounds:
@@ -45,11 +53,39 @@ def gather_batch(items: list[StepItem], state: RowState, policies: Policies | No
         counts=counts,
         last_token=ends - 1,
         ids_T=torch.from_numpy(state.tokens.numpy()[row_of, positions].astype(np.int64)),
-        positions_T=torch.from_numpy(positions),
+        positions_T=torch.from_numpy(seen_at),
         slots_GT=torch.from_numpy(np.array(slots, np.int64).reshape(len(slots), positions.size)),
         types_T=_types(state, rows, counts, positions),
+        entries=entries,
+        paths=paths,
         rounds=rounds,
     )
+
+
+def _branch(
+    items: list[StepItem], places: np.ndarray, trees: Mapping[int, list[int]]
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray], Paths]:
+    """Positions of the tokens, and what attention computes: the drafts of a tree one by one, each on its path. `places`: where
+    the tokens lie in their rows."""
+    positions, at = places.copy(), 0
+    entries, paths = list[tuple[int, int, int]](), list[tuple[int, list[int]] | None]()
+    for item in items:
+        parents = trees.get(item.row)
+        if parents is None:
+            entries.append((item.row, item.start, item.count))
+            paths.append(None)
+        else:
+            num_known = item.count - item.num_drafts
+            base = item.start + num_known
+            entries.append((item.row, item.start, num_known))
+            paths.append(None)
+            for draft, depth in enumerate(depths_of(parents)):
+                positions[at + num_known + draft] = base + depth - 1
+                entries.append((item.row, base + depth - 1, 1))
+                paths.append((base, [base + one for one in ancestors_of(parents, draft)]))
+        at += item.count
+    rows, starts, counts = np.array(entries).T
+    return positions, (rows, starts, counts), Paths.of(paths)
 
 
 def _types(state: RowState, rows: np.ndarray, counts: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:

@@ -14,16 +14,17 @@ from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.policies import Policies
 from tidemill.kernels.state import PagedStates
+from tidemill.kernels.trees import move_tokens
 from tidemill.layers.lora import Loras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
-from tidemill.runner.base import StepResult, accept, draws, look_at_prompt
+from tidemill.runner.base import StepResult, accept, broken_rows, draws, look_at_prompt, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.page_moves import PageMover, changed_pages
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
-from tidemill.sched.plan import StepPlan
+from tidemill.sched.plan import StepItem, StepPlan
 
 
 def new_pool(num_pages: int, config: EngineConfig, shape: ModelConfig) -> torch.Tensor:
@@ -96,7 +97,7 @@ class CpuRunner:
             self._policies.take(copy.target, None)  # whose source has none
         for new in plan.new_rows:
             self._policies.take(new.row, new.cache)
-        batch = gather_batch(plan.items, self.state, self._policies)
+        batch = gather_batch(plan.items, self.state, plan.trees, self._policies)
         hidden_TH = self.forward(batch)
         result = self._sample(plan, batch, hidden_TH)
         for observe in self.observers:
@@ -126,7 +127,8 @@ class CpuRunner:
             return self._forward(batch, self._lora_program)
 
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
-        step = self.mixers.plan(batch.rows, batch.starts, batch.counts, batch.positions_T, batch.slots_GT, batch.rounds)
+        entries = batch.entries or (batch.rows, batch.starts, batch.counts)
+        step = self.mixers.plan(*entries, batch.positions_T, batch.slots_GT, batch.paths, batch.rounds)
         embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
         if program:
             return step.replay(program, embedded_TH)
@@ -149,10 +151,28 @@ class CpuRunner:
             return StepResult(pooled)
         assert isinstance(self.model, CausalLM)
         items = [plan.items[i] for i in sampling]
-        rows, positions = draws(items)
+        rows, positions = draws(items, plan.trees)
         sources = np.concatenate([batch.last_token[i] + np.arange(-plan.items[i].num_drafts, 1) for i in sampling])
         sampled = self.sampler.sample(self.model.logits(hidden_TH[sources]), rows, positions)
-        self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
-        result = StepResult(pooled | accept(items, plan.drafts, sampled.token_ids.tolist()))
+        drawn = sampled.token_ids.tolist()
+        paths = right_drafts(items, plan.drafts, plan.trees, drawn) if plan.trees else {}
+        result = StepResult(pooled | accept(items, plan.drafts, drawn, paths), paths=paths, broken=broken_rows(items, drawn))
+        if paths:
+            self._settle(items, result)
+        else:
+            self.state.append(torch.tensor(rows), torch.tensor(positions), sampled.token_ids)
         result.take_logprobs(rows, sampled.logprobs)
         return result
+
+    def _settle(self, items: list[StepItem], result: StepResult) -> None:
+        """Tokens, and the keys and values of drafts of trees that are right, go where the next step looks for them."""
+        assert self.mixers.kv is not None
+        moves = []
+        for item in items:
+            first = item.start + item.count - item.num_drafts
+            tokens = torch.tensor(result.tokens[item.row])
+            self.state.append(torch.full_like(tokens, item.row), first + torch.arange(len(tokens)), tokens)
+            path = result.paths.get(item.row, ())
+            moves += [(item.row, first + draft, first + i) for i, draft in enumerate(path) if draft != i]
+        if moves:
+            move_tokens(self.mixers.kv, *np.array(moves).T)

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import torch
@@ -40,12 +41,13 @@ from tidemill.kernels.cuda.records import HEADER, LIVE
 from tidemill.kernels.cuda.sampling import pick_tokens
 from tidemill.kernels.cuda.scan import CudaStates, CudaStateStep, StateLists
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
-from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages
+from tidemill.kernels.kv_cache import PLAIN, HeadWeights, PagedKV, copy_pages, views
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights
+from tidemill.kv_format import FORMATS
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, accept, draws, look_at_prompt
+from tidemill.runner.base import Report, StepResult, accept, broken_rows, draws, look_at_prompt
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
@@ -77,10 +79,10 @@ class CudaStep:
             layer = self.numbers[layer]
         kv, at = self.kv, self.kv.places[layer]
         slots_T, table = self.slots_GT[at.group], kv.tables[at.group]
-        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned)
+        enter_heads(qkv_TC, kv.cache, at.index, self.positions_T, slots_T, kv.angles[layer], kv.num_heads, learned, kv.scales)
         out = qkv_TC.new_empty(qkv_TC.shape[0], kv.num_heads * kv.head_dim)
         spec, bias = kv.specs[layer], self.biases[layer]
-        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias)
+        attend(qkv_TC, kv.cache, at.index, table, self.lists, out, spec, self.positions_T, learned.sinks, bias, kv.scales)
         return out
 
     def convolve(self, layer: int, projected_TC: torch.Tensor, learned: StateWeights) -> torch.Tensor:
@@ -124,16 +126,21 @@ class CudaRunner:
         angles = model.angles(config.max_context, self._device)
         own = [one for one, has in zip(angles, has_attention, strict=True) if has]
         biases = model.distance_biases(config.max_context)
-        self._kv = PagedKV(self.cache, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases)
+        page = config.layout.layers_per_page, shape.num_kv_heads, config.page_size, shape.head_dim
+        values, scales = views(self.cache, *page, config.kv_dtype)
+        self._kv = PagedKV(values, self.state.kv_tables, shape.attention_layers, own, config.layout.places, biases, scales)
         self._biases = self._kv.by_distance()
         missing = uncovered("Triton", shape.attention_layers)
         if missing and shape.state_layers:
             raise ConfigError(f"{missing}, and this model has states beside them.", fix="Use --device cpu.")
+        if missing and scales is not None:
+            why = f"{missing}, and torch's FlexAttention does not read {config.kv_dtype} keys and values."
+            raise ConfigError(why, fix="Leave --kv-dtype out.", param="kv_dtype")
         self._flex = FlexAttention(self._kv) if missing else None
         self.fallback = f"{missing}; torch's FlexAttention computes it, several times slower" if missing else ""
         self._numbers = (np.cumsum(has_attention) - 1).tolist()  # of each layer, among those with attention
         self._states = self._make_states(config)
-        self._by_roles = by_roles(shape.attention_layers)
+        self._by_roles = by_roles(shape.attention_layers, scales is not None)
         self._either = (False, True) if shape.attention_layers else (False,)  # graphs that differ in their attention
         group = shape.num_heads // max(1, shape.num_kv_heads)
         self._at_once, self._members_per_tile, self._prompt_tile = (
@@ -167,7 +174,9 @@ class CudaRunner:
             for has_singles in self._either
         }
         self.flash = FlashTrial(False, "batch-invariant")
-        if config.fast_math:
+        if config.fast_math and scales is not None:
+            self.flash = FlashTrial(False, f"it does not read {config.kv_dtype} keys and values")
+        elif config.fast_math:
             self.flash = (
                 self._try_flash(pool)
                 if flash.covers(shape.attention_layers) and not shape.state_layers
@@ -255,7 +264,8 @@ class CudaRunner:
     def collect(self, launched: Launched) -> StepResult:
         launched.ready.synchronize()
         tokens = [] if launched.tokens is None else launched.tokens.tolist()
-        result = StepResult(accept(launched.plan.items, launched.plan.drafts, tokens))
+        items = launched.plan.items
+        result = StepResult(accept(items, launched.plan.drafts, tokens), broken=broken_rows(items, tokens))
         for report in launched.reports:
             report.read(result)
         return result
@@ -429,7 +439,9 @@ def _new_pool(config: EngineConfig, shape: ModelConfig, device: torch.device) ->
     layout, num = config.layout, config.num_pages + 1
     if layout.states is not None and not shape.attention_layers:
         return torch.zeros(num, layout.states.page_bytes, dtype=torch.uint8, device=device)
-    page = layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim
+    page, kind = (layout.layers_per_page, 2, shape.num_kv_heads, config.page_size, shape.head_dim), FORMATS[config.kv_dtype]
+    if kind.has_scales:
+        return torch.zeros(num, prod(page[:-1]) * kind.head_bytes(shape.head_dim), dtype=torch.uint8, device=device)
     return torch.zeros(num, *page, dtype=torch.bfloat16, device=device)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -157,16 +157,21 @@ class Trust:
 
 
 def allot(
-    rates: Mapping[int, float], most: Mapping[int, int], num_tokens: int, room: int, times: StepTimes, trust: float = 1.0
+    rates: Mapping[int, float | Sequence[float]],
+    most: Mapping[int, int],
+    num_tokens: int,
+    room: int,
+    times: StepTimes,
+    trust: float = 1.0,
 ) -> tuple[dict[int, int], float]:
     """By request, how many drafts: of all numbers of drafts in the step, that with the most expected tokens a second. And how
     many of them are expected to be right, at full trust.
 
-    `rates`: how likely each draft is right if those before it were. `most`: drafts there are. `num_tokens`: of the step without
-    drafts, each of which yields one. `room`: drafts that fit."""
+    `rates`: how likely each draft is right if those before it were, or how likely each is right, the likelier ones first.
+    `most`: drafts there are. `num_tokens`: of the step without drafts, each of which yields one. `room`: drafts that fit."""
     if not times.knows(num_tokens):
         return {}, 0.0  # what drafts are to be compared with is measured first
-    heap = [(-rate, seq, 1) for seq, rate in rates.items() if most.get(seq)]
+    heap = [(-_chance(rate, 0), seq, 1) for seq, rate in rates.items() if most.get(seq)]
     heapify(heap)
     order, best, num_right, best_right = list[int](), 0, 0.0, 0.0
     best_rate = _MARGIN * num_tokens / times.of(num_tokens, False)
@@ -180,5 +185,12 @@ def allot(
         if rate > best_rate:
             best, best_rate, best_right = len(order), rate, num_right
         if number < most[seq]:
-            heappush(heap, (chance * rates[seq], seq, number + 1))
+            heappush(heap, (-_chance(rates[seq], number), seq, number + 1))
     return Counter(order[:best]), best_right
+
+
+def _chance(rate: float | Sequence[float], number: int) -> float:
+    """That a draft is right, and all that come before it in a chain."""
+    if isinstance(rate, float):
+        return rate ** (number + 1)
+    return rate[number] if number < len(rate) else 0.0

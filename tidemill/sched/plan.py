@@ -85,6 +85,7 @@ class StepPlan:
     page_zeroes: list[int] = field(default_factory=list)  # pages that held NaN, cleared before another sequence reads them
     page_moves: list[PageMove] = field(default_factory=list)  # between the device, host memory and disk
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by row: tokens guessed to follow the known ones
+    trees: dict[int, list[int]] = field(default_factory=dict)  # by row: of drafts that are no chain, the parents (see Tree)
     masks: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by row and position: a bit per token that may come there
     draft_probs: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of drafts that were drawn: a float32 per token
 

@@ -55,6 +55,8 @@ class Request:
     num_computed: int = 0
     num_in_flight: int = 0  # sampled on the device, not yet known to the host
     drafts: Sequence[int] = ()  # guesses of the tokens that follow, to be verified by its next step
+    had_drafts: bool = False  # or a drafter wrote to its pages
+    takes_drafts: bool = True
     writable_end: int = 0  # tokens before this one are in pages that no other sequence shares, so they can be written at once
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     holds: Sequence[Hold] = ()  # of its prefixes, that are to be made
@@ -91,6 +93,7 @@ class Request:
             num_computed=0,
             num_in_flight=0,
             drafts=(),
+            had_drafts=False,
             writable_end=0,
             epoch=0,
             path=None,

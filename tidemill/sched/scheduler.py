@@ -26,6 +26,7 @@ from tidemill.sched.progress import Progress, append
 from tidemill.sched.queue import WaitingQueue
 from tidemill.sched.request import Request, Status
 from tidemill.sched.retention import Retention
+from tidemill.sched.tree import Tree
 from tidemill.wire import Hold
 
 
@@ -203,6 +204,13 @@ class Scheduler:
             self._pages.unsent.page_zeroes += pages
             for row in self._pages.unsent.rows_that_copy(pages):
                 self._preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
+
+    def compute_again(self, request: Request, reason: str) -> None:
+        """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
+        in the same step."""
+        self.clear(request)
+        self._preempt(request, reason)
+        request.takes_drafts = False
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request that has all it needs, between steps."""
@@ -525,7 +533,10 @@ class Scheduler:
         if request.num_needed > 1:
             state.num_prefill_tokens += count
         if drafts:
+            request.had_drafts = True
             plan.drafts[request.row] = list(drafts)
+            if isinstance(drafts, Tree):
+                plan.trees[request.row] = list(drafts.parents)
             count += len(drafts)
         request.account.num_served += count
         if request.in_background:
@@ -593,7 +604,7 @@ class Scheduler:
         """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
         are not found in the prefix cache or behind it. `is_lost`: they will not be."""
         now = self._clock.now()
-        leaving = self.kv.preempt(request.seq, is_lost)
+        leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
         how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
         self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
         request.num_computed = 0

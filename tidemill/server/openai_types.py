@@ -194,6 +194,8 @@ class SamplingRequest(Body):
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)  # of which n are returned: samples, or beams
     length_penalty: float | None = None  # of beam search
     early_stopping: bool | Literal["never"] | None = None  # of beam search
+    num_beam_groups: int | None = None  # of beam search
+    diversity_penalty: float | None = None  # of beam search
     timings: bool = False  # report where the time went
     timings_per_token: bool = False  # in each chunk
     return_progress: bool = False  # of the prompt, in chunks before the first token
@@ -259,7 +261,8 @@ class SamplingRequest(Body):
     def _beams(self) -> Beams | None:
         """Their number is best_of, or n."""
         if not self.use_beam_search:
-            for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+            own = (("length_penalty", 1), ("early_stopping", False), ("num_beam_groups", 1), ("diversity_penalty", 0))
+            for name, neutral in own:
                 if getattr(self, name) not in (None, neutral):
                     raise InvalidRequest(f"{name} is only allowed with use_beam_search.", param=name)
             return None
@@ -269,7 +272,8 @@ class SamplingRequest(Body):
         if width > MAX_BEAMS:
             raise InvalidRequest(f"{name} is {width}; a beam search has at most {MAX_BEAMS} beams.", param=name)
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
-        return Beams(width, penalty, self.early_stopping or False)
+        groups = 1 if self.num_beam_groups is None else self.num_beam_groups
+        return Beams(width, penalty, self.early_stopping or False, groups, self.diversity_penalty or 0.0)
 
     def _asked_grammar(self) -> Grammar | None:
         names = [name for name in ("structured_outputs", "response_format", *_GRAMMARS) if getattr(self, name) is not None]

@@ -276,8 +276,9 @@ def _part(part, there, columns, DIM: tl.constexpr):
 def _merge_parts(
     partial_ptr, out_ptr, sinks_ptr, token, slot, num_splits, kv_head, factor,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr, SINKS: tl.constexpr,
+    HALVES: tl.constexpr = False,
 ):  # fmt: skip
-    """In order."""
+    """In order. `HALVES`: they have the even columns first, then the odd ones."""
     group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     num_rows: tl.constexpr = triton.next_power_of_2(group)
     rows, columns = tl.arange(0, num_rows), tl.arange(0, DIM)
@@ -294,6 +295,8 @@ def _merge_parts(
             more, more_top, more_weight = parts[i]
             acc, top, weight = _merge(acc, top, weight, more, more_top, more_weight, factor)
         part += TOGETHER * NUM_HEADS * (DIM + 2)
+    if HALVES:
+        columns = 2 * (columns % (DIM // 2)) + columns // (DIM // 2)
     out_at = (token * NUM_HEADS + head)[:, None] * DIM + columns[None, :]
     tl.store(out_ptr + out_at, (acc / weight[:, None]).to(out_ptr.dtype.element_ty), mask=there[:, None])
 
@@ -410,12 +413,12 @@ def attend(
     positions_T: torch.Tensor,
     sinks_N: torch.Tensor | None = None,
     bias_NW: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """`cache`: [P, layers, 2, G, S, D] with pages of a block; `layer`: which of a page. Queries are read from `qkv_TC`, results
-    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`."""
+    go to `out_TC`. `bias_NW`: added to scores, see `masks.by_distance`. `scales`: [P, layers, 2, G, S], if there are any."""
     _, num_layers, _, num_kv_heads, page_size, dim = cache.shape
     assert page_size == BLOCK
-    desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
     num_heads, group = spec.num_heads, spec.num_heads // num_kv_heads
     where = (layer * 2 * num_kv_heads, num_layers * 2 * num_kv_heads, table.stride(0))
     has_bias = bias_NW is not None
@@ -427,6 +430,14 @@ def attend(
     has_sinks = {"SINKS": sinks_N is not None}
     unused = qkv_TC
     sinks, bias, ends = (unused if one is None else one for one in (sinks_N, bias_NW, lists.ends))
+    if scales is not None:
+        from tidemill.kernels.cuda.scaled_attention import attend_scaled
+
+        attend_scaled(
+            qkv_TC, cache, scales, layer, table, out_TC, positions_T, lists, sinks, bias, how_much, sinks_N is not None, common
+        )  # fmt: skip
+        return
+    desc = TensorDescriptor.from_tensor(cache.view(-1, dim), [BLOCK, dim]) if lists.num_shared or lists.num_prompts else None
     if lists.num_shared:
         launch(
             _attend_shared, (num_kv_heads, lists.num_shared),
@@ -465,11 +476,12 @@ def _single_how(num_tokens: int, group: int) -> dict[str, int]:
 
 
 @cache
-def by_roles(specs: tuple[AttentionSpec, ...]) -> bool:
+def by_roles(specs: tuple[AttentionSpec, ...], has_scales: bool = False) -> bool:
     """Whether prompts go through the kernel made for this GPU: if no layer has anything beyond causal attention."""
     if IS_INTERPRETED or torch.cuda.get_device_capability()[0] != 9:
         return False
-    return all(64 <= s.head_dim <= 128 and not s.kinds for s in specs)
+    smallest = 128 if has_scales else 64
+    return all(smallest <= s.head_dim <= 128 and not s.kinds for s in specs)
 
 
 def num_prompt_programs(num_tiles: int, num_kv_heads: int, by_roles: bool) -> int:

@@ -95,7 +95,18 @@ def _fix_keys() -> None:
 
     from triton import JITFunction
 
-    for module in ("attention", "elementwise", "gemm", "hopper_attention", "lora", "moe", "pooling", "sampling", "scan"):
+    for module in (
+        "attention",
+        "elementwise",
+        "gemm",
+        "hopper_attention",
+        "lora",
+        "moe",
+        "pooling",
+        "sampling",
+        "scaled_attention",
+        "scan",
+    ):
         for value in vars(import_module(f"{__package__}.{module}")).values():
             if isinstance(value, JITFunction):
                 _ = value.cache_key

@@ -9,6 +9,8 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}  # of the values of a KV cache whose format has scales
+
 
 @triton.jit(do_not_specialize=["num", "slots_width"])
 def _look_up(
@@ -228,13 +230,40 @@ def glu(gate_up_TI2: torch.Tensor, act: str) -> torch.Tensor:
 
 
 @triton.jit
+def _scale_of(x, y, LARGEST: tl.constexpr):
+    """A scale for each row of both, as kv_cache.quantize has it: bfloat16, rounded up, in the upper half of its bits; and what
+    values are multiplied by. In fp8, scales end at 2**7: the attention kernels have them times 2**120."""
+    top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+    top = tl.where(top < 1e-30, 0.0, top)
+    bits = (tl.div_rn(top, tl.zeros_like(top) + LARGEST).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    if LARGEST == 448:
+        bits = tl.minimum(bits, 0x43000000)
+    scale = bits.to(tl.float32, bitcast=True)
+    factor = tl.where(top > 0.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale), 0.0)
+    is_finite = tl.sum(x - x, 1) + tl.sum(y - y, 1) == 0.0
+    return tl.where(is_finite, bits, 0x7FC00000), tl.where(is_finite, factor, 0.0)
+
+
+@triton.jit
+def _code_of(x, LARGEST: tl.constexpr):
+    """The nearest int8, or e4m3: the upper bits of a float32 times 2**-120, rounded to even."""
+    if LARGEST == 448:
+        bits = (tl.abs(x) * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+        code = tl.minimum((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20, 0x7E)
+        return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.int8)
+    else:
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
 def _enter_heads(
-    qkv_ptr, cache_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride, eps,
+    qkv_ptr, cache_ptr, scales_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, layer_offset, page_stride,
+    layer_scales, page_scales, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, PAGE: tl.constexpr,
-    QK_NORM: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
+    QK_NORM: tl.constexpr, LARGEST: tl.constexpr, HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is normed and rotated in place; k likewise into the cache; v into the cache. Pairs are (i, i +
-    DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated."""
+    DIM / 2) in what is loaded; (i, i + ROTATED / 2) in what is rotated. `LARGEST`: of a format with scales; 0: has none."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     turned: tl.constexpr = ROTATED // 2
@@ -264,9 +293,14 @@ def _enter_heads(
     tl.store(base + high, second.to(qkv_ptr.dtype.element_ty), mask=is_q[:, None])
     number = head - NUM_HEADS  # keys, then values: so they lie in the cache, too
     to = cache_ptr + slot // PAGE * page_stride + layer_offset + (number * PAGE + slot % PAGE)[:, None] * DIM
-    enters = (there & (head >= NUM_HEADS))[:, None]
-    tl.store(to + low, first.to(cache_ptr.dtype.element_ty), mask=enters)
-    tl.store(to + high, second.to(cache_ptr.dtype.element_ty), mask=enters)
+    enters = there & (head >= NUM_HEADS)
+    if LARGEST:
+        bits, factor = _scale_of(first, second, LARGEST)
+        first, second = _code_of(first * factor[:, None], LARGEST), _code_of(second * factor[:, None], LARGEST)
+        scale_to = scales_ptr + slot // PAGE * page_scales + layer_scales + number * PAGE + slot % PAGE
+        tl.store(scale_to, (bits >> 16).to(tl.int16), mask=enters)
+    tl.store(to + low, first.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
+    tl.store(to + high, second.to(cache_ptr.dtype.element_ty), mask=enters[:, None])
 
 
 def enter_heads(
@@ -278,16 +312,21 @@ def enter_heads(
     angles: Angles | None,
     num_heads: int,
     learned: HeadWeights = PLAIN,
+    scales: torch.Tensor | None = None,
 ) -> None:
-    """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]."""
+    """Norm (if the model has one), rotation and entry into the cache. `cache`: [P, layers, 2, G, S, D]; `scales`: [P, layers, 2,
+    G, S], if its format has them."""
     _, _, _, num_kv_heads, page_size, dim = cache.shape
+    largest = 0 if scales is None else LARGEST[cache.dtype]
+    codes, marks = (cache, positions_T) if scales is None else (cache.view(torch.int8), scales.view(torch.int16))
     cos, sin = (qkv_TC, qkv_TC) if angles is None else (angles.cos, angles.sin)  # not read if there are none
     has_norm = learned.q_norm is not None
     q_norm, k_norm = (learned.q_norm, learned.k_norm) if has_norm else (cos, cos)
     heads = 16
     launch(
         _enter_heads, (qkv_TC.shape[0], triton.cdiv(num_heads + 2 * num_kv_heads, heads)),
-        qkv_TC, cache, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0), learned.eps,
+        qkv_TC, codes, marks, positions_T, slots_T, cos, sin, q_norm, k_norm, layer * cache.stride(1), cache.stride(0),
+        layer * 2 * num_kv_heads * page_size, 0 if scales is None else scales.stride(0), learned.eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, ROTATED=0 if angles is None else 2 * angles.cos.shape[1],
-        PAGE=page_size, QK_NORM=has_norm, HEADS=heads, num_warps=4, **HOW,
+        PAGE=page_size, QK_NORM=has_norm, LARGEST=largest, HEADS=heads, num_warps=4, **HOW,
     )  # fmt: skip

@@ -4,6 +4,9 @@ The same sums in the same order as `_attend_prompts` of attention.py, so the sam
 twice as many rows, and because one group's softmax runs while the other's matmuls do, and its own: the values of a block are
 multiplied out while the next one is being weighted. A program stays on its multiprocessor and takes tile after tile; what the
 next tile needs is fetched while this one ends. Written in Gluon, Triton's language for one kind of chip.
+
+Of a cache with scales (scaled_attention.py), the warps that fetch also make bfloat16 of what they have fetched, on its way from
+one buffer to another: those that compute see no difference, but that even dimensions come before odd ones.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.launch import launch
 from tidemill.kernels.cuda.records import PROMPT_POSITION, PROMPT_ROW, PROMPT_TOKEN, PROMPT_TOKENS, PROMPT_WIDTH
+from tidemill.kernels.cuda.scaled_attention import FP8_PAIRS, INT8_PAIRS
 
 # Names that have changed with Triton's versions.
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of this group of warps
@@ -80,6 +84,92 @@ def _fetch(
         turn += 1
         tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
         num = gl.load(tile + PROMPT_TOKENS)
+
+
+@gluon.jit
+def _convert(words_buf, buf, scales, FP8: gl.constexpr, words_layout: gl.constexpr):
+    half: gl.constexpr = words_buf.type.shape[1]
+    words = words_buf.load(words_layout)
+    asm: gl.constexpr = FP8_PAIRS if FP8 else INT8_PAIRS
+    even, odd = gl.inline_asm_elementwise(
+        asm, "=r,=r,r,r", [words, scales[:, None]], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
+    buf.slice(0, half, dim=1).store(even)
+    buf.slice(half, half, dim=1).store(odd)
+
+
+@gluon.jit
+def _scales(scales_ptr, at, FP8: gl.constexpr):
+    scales = gl.load(scales_ptr + at)
+    if FP8:
+        scales = (scales.to(gl.float32) * 1.329227995784916e36).to(gl.bfloat16)  # 2**120
+    return scales
+
+
+@gluon.jit
+def _fetch_scaled(
+    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, k_words, v_words,
+    words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free,
+    WORD: gl.constexpr, NUM_KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Blocks are fetched ahead, as many as there is room for; each is converted when it is the next to compute with."""
+    num_buffers: gl.constexpr = k_bufs.type.shape[0]
+    num_ahead: gl.constexpr = k_words.type.shape[0]
+    by_words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, by_words))
+    to_values: gl.constexpr = NUM_KV_HEADS * BLOCK
+    turn = 0
+    tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
+    num = gl.load(tile + PROMPT_TOKENS)
+    left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)  # blocks of this tile
+    table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+    page = gl.load(table)
+    fetched, converted = 0, 0
+    # Where the scales of blocks lie that are under way: of number n in n % 3. Those of the next are asked for while one is
+    # converted.
+    scales0 = page.to(gl.int64) * page_scales + (layer_run + kv_head) * BLOCK
+    scales1, scales2 = scales0, scales0
+    k_scales = _scales(scales_ptr, scales0 + keys, FP8)
+    v_scales = _scales(scales_ptr, scales0 + to_values + keys, FP8)
+    while (num > 0) | (converted < fetched):
+        if num > 0:
+            i = fetched % num_ahead
+            row = page * rows_per_page + (layer_run + kv_head) * BLOCK
+            mbarrier.expect(words_full.index(i), 2 * cache_desc.block_type.nbytes)
+            fetch(cache_desc, [row, 0], words_full.index(i), k_words.index(i))
+            fetch(cache_desc, [row + to_values, 0], words_full.index(i), v_words.index(i))
+            at = page.to(gl.int64) * page_scales + (layer_run + kv_head) * BLOCK
+            scales0 = gl.where(i == 0, at, scales0)
+            scales1 = gl.where(i == 1, at, scales1)
+            scales2 = gl.where(i == 2, at, scales2)
+            fetched += 1
+            left -= 1
+            table += 1
+            if left == 0:
+                turn += 1
+                tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
+                num = gl.load(tile + PROMPT_TOKENS)
+                left = gl.cdiv(gl.load(tile + PROMPT_POSITION) + num, BLOCK)
+                table = table_ptr + gl.load(tile + PROMPT_ROW).to(gl.int64) * table_width
+            page = gl.load(table)
+        if (converted < fetched) & ((num == 0) | (fetched - converted == num_ahead)):
+            i, phase = converted % num_ahead, (converted // num_ahead) & 1
+            o, out_phase = converted % num_buffers, (converted // num_buffers) & 1
+            converted += 1
+            after = converted % num_ahead
+            at = gl.where(after == 0, scales0, gl.where(after == 1, scales1, scales2))
+            k_scales_next = _scales(scales_ptr, at + keys, FP8)
+            v_scales_next = _scales(scales_ptr, at + to_values + keys, FP8)
+            mbarrier.wait(words_full.index(i), phase)
+            mbarrier.wait(k_free.index(o), out_phase ^ 1)
+            _convert(k_words.index(i), k_bufs.index(o), k_scales, FP8, by_words)
+            fence_async_shared()
+            _done_with(k_full.index(o))
+            mbarrier.wait(v_free.index(o), out_phase ^ 1)
+            _convert(v_words.index(i), v_bufs.index(o), v_scales, FP8, by_words)
+            fence_async_shared()
+            _done_with(v_full.index(o))
+            k_scales, v_scales = k_scales_next, v_scales_next
 
 
 @gluon.jit
@@ -145,21 +235,43 @@ def _done_with(buffer_free):
 @gluon.jit
 def _queries(
     qkv_ptr, token0, num, kv_head, PART: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
-    layout: gl.constexpr,
+    HALVES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
+    """In halves, two values come as one word."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    width: gl.constexpr = DIM // 2 if HALVES else DIM
     rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    at = ((token0 + rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + rows % group)[:, None] * DIM
-    return gl.load(qkv_ptr + (at + columns[None, :]), mask=(rows // group < num)[:, None], other=0.0)
+    columns = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+    at = ((token0 + rows // group) * (NUM_HEADS + 2 * NUM_KV_HEADS) + kv_head * group + rows % group)[:, None] * width
+    valid = (rows // group < num)[:, None]
+    if HALVES:
+        words = gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0)
+        even = words.to(gl.int16).to(gl.bfloat16, bitcast=True)
+        return even, (words >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    else:
+        q = gl.load(qkv_ptr + (at + columns[None, :]), mask=valid, other=0.0)
+        return q, q
+
+
+@gluon.jit
+def _scores(q, q_odd, k_buf, nothing, HALVES: gl.constexpr):
+    """Started."""
+    if HALVES:
+        half: gl.constexpr = k_buf.type.shape[1] // 2
+        even = k_buf.slice(0, half, dim=1).permute((1, 0))
+        scores = warpgroup_mma(q, even, nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q_odd, k_buf.slice(half, half, dim=1).permute((1, 0)), scores, is_async=True)
+    else:
+        return warpgroup_mma(q, k_buf.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _compute(
     qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf, k_full, k_free, v_full, v_free,
     PART: gl.constexpr, WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr,
-    SPLIT: gl.constexpr, BLOCK: gl.constexpr,
+    SPLIT: gl.constexpr, BLOCK: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
+    """`HALVES`: keys and values have the even dimensions first, then the odd ones."""
     num_buffers: gl.constexpr = k_bufs.type.shape[0]
     dtype: gl.constexpr = k_bufs.dtype
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -174,10 +286,12 @@ def _compute(
 
     line_rows = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(1, by_line))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, by_line))
+    if HALVES:
+        columns = 2 * (columns % (DIM // 2)) + columns // (DIM // 2)
     turn = 0
     tile, kv_head = _entry(lists_ptr, WORD, turn, NUM_KV_HEADS)
     token0, num, start = _read(tile)
-    q = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score)
+    q, q_odd = _queries(qkv_ptr, token0, num, kv_head, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score)
     count = 0
     while num > 0:
         end = start + num
@@ -194,7 +308,7 @@ def _compute(
         num_blocks = gl.cdiv(end, BLOCK)
         i, phase = count % num_buffers, (count // num_buffers) & 1
         mbarrier.wait(k_full.index(i), phase)
-        scores = warpgroup_mma(q, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False)
+        scores, q, q_odd = warpgroup_mma_wait(0, (_scores(q, q_odd, k_bufs.index(i), nothing, HALVES), q, q_odd))
         _done_with(k_free.index(i))
         if start + 1 < BLOCK:
             scores = _mask(scores, 0, positions, BLOCK, by_score)
@@ -207,11 +321,11 @@ def _compute(
             before, before_phase = count % num_buffers, (count // num_buffers) & 1
             count += 1
             i = count % num_buffers
-            scores_soon = warpgroup_mma(q, k_bufs.index(i).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores_soon = _scores(q, q_odd, k_bufs.index(i), nothing, HALVES)
             mbarrier.wait(v_full.index(before), before_phase)
             operand = gl.convert_layout(weights, for_value)
             acc_soon = warpgroup_mma(operand, v_bufs.index(before), acc, is_async=True)
-            scores, q = warpgroup_mma_wait(1, (scores_soon, q))
+            scores, q, q_odd = warpgroup_mma_wait(1, (scores_soon, q, q_odd))
             _done_with(k_free.index(i))
             if (block + 1) * BLOCK > start + 1:
                 scores = _mask(scores, block * BLOCK, positions, BLOCK, by_score)
@@ -235,8 +349,8 @@ def _compute(
                 acc = acc * gl.convert_layout(shrink, value_rows)[:, None]
         i, phase = count % num_buffers, (count // num_buffers) & 1
         count += 1
-        q = _queries(
-            qkv_ptr, token0_next, num_next, kv_head_next, PART, NUM_HEADS, NUM_KV_HEADS, DIM, for_score
+        q, q_odd = _queries(
+            qkv_ptr, token0_next, num_next, kv_head_next, PART, NUM_HEADS, NUM_KV_HEADS, DIM, HALVES, for_score
         )  # of the next tile
         mbarrier.wait(v_full.index(i), phase)
         v_buf = v_bufs.index(i)
@@ -287,14 +401,14 @@ def _attend_prompts_by_roles(
                 _compute,
                 (
                     qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf0, k_full, k_free, v_full, v_free,
-                    gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
+                    gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK, gl.constexpr(False),
                 ),
             ),
             (
                 _compute,
                 (
                     qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf1, k_full, k_free, v_full, v_free,
-                    gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK,
+                    gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK, gl.constexpr(False),
                 ),
             ),
             (
@@ -310,6 +424,62 @@ def _attend_prompts_by_roles(
     )  # fmt: skip
 
 
+@gluon.jit(do_not_specialize=["layer_run"])
+def _attend_prompts_scaled_by_roles(
+    qkv_ptr, cache_desc, scales_ptr, table_ptr, out_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width, scale,
+    WORD: gl.constexpr, NUM_HEADS: gl.constexpr, NUM_KV_HEADS: gl.constexpr, DIM: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK: gl.constexpr, BUFFERS: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    bf16: gl.constexpr = gl.bfloat16
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], bf16)
+    k_bufs = gl.allocate_shared_memory(bf16, [BUFFERS, BLOCK, DIM], layout)
+    v_bufs = gl.allocate_shared_memory(bf16, [BUFFERS, BLOCK, DIM], layout)
+    k_words = gl.allocate_shared_memory(cache_desc.dtype, [3, BLOCK, DIM // 2], cache_desc.layout)
+    v_words = gl.allocate_shared_memory(cache_desc.dtype, [3, BLOCK, DIM // 2], cache_desc.layout)
+    by_thread: gl.constexpr = _by_thread(DIM)
+    all_buf0 = gl.allocate_shared_memory(gl.float32, [_HALF, DIM], by_thread)
+    all_buf1 = gl.allocate_shared_memory(gl.float32, [_HALF, DIM], by_thread)
+    k_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    words_full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    for i in gl.static_range(3):
+        mbarrier.init(words_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _compute,
+                (
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf0, k_full, k_free, v_full, v_free,
+                    gl.constexpr(0), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK, gl.constexpr(True),
+                ),
+            ),
+            (
+                _compute,
+                (
+                    qkv_ptr, out_ptr, lists_ptr, scale, k_bufs, v_bufs, all_buf1, k_full, k_free, v_full, v_free,
+                    gl.constexpr(1), WORD, NUM_HEADS, NUM_KV_HEADS, DIM, SPLIT, BLOCK, gl.constexpr(True),
+                ),
+            ),
+            (
+                _fetch_scaled,
+                (
+                    cache_desc, scales_ptr, table_ptr, lists_ptr, layer_run, rows_per_page, page_scales, table_width,
+                    k_words, v_words, words_full, k_bufs, v_bufs, k_full, k_free, v_full, v_free, WORD, NUM_KV_HEADS, BLOCK, FP8,
+                ),
+            ),
+        ],
+        [4, 4],
+        [216, 72],
+    )  # fmt: skip
+
+
 def attend_prompts(
     qkv_TC: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, out_TC: torch.Tensor, words: torch.Tensor,
     where: tuple[int, int, int, float], num_programs: int, word: int, num_heads: int, split: int,
@@ -321,4 +491,23 @@ def attend_prompts(
         qkv_TC, TensorDescriptor.from_tensor(cache.view(-1, dim), [block, dim], layout), table, out_TC, words, *where,
         WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
         num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def attend_prompts_scaled(
+    qkv_TC: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor, layer: int, table: torch.Tensor, out_TC: torch.Tensor,
+    words: torch.Tensor, scale: float, num_programs: int, word: int, num_heads: int, split: int,
+) -> None:  # fmt: skip
+    """The pool, of which `cache` and `scales` are parts, is copied from as rows of one head's words."""
+    num_kv_heads, block, dim = cache.shape[3:]
+    codes = cache.view(torch.int16)
+    rows_per_page = codes.stride(0) // (dim // 2)
+    pool = codes.as_strided((cache.shape[0] * rows_per_page, dim // 2), (dim // 2, 1))
+    layout = gl.NVMMASharedLayout.get_default_for([block, dim // 2], gl.int16)
+    launch(
+        _attend_prompts_scaled_by_roles, (num_programs,),
+        qkv_TC.view(torch.int32), TensorDescriptor.from_tensor(pool, [block, dim // 2], layout), scales, table, out_TC, words,
+        layer * 2 * num_kv_heads, rows_per_page, scales.stride(0), table.stride(0), scale,
+        WORD=word, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, DIM=dim, SPLIT=split, BLOCK=block, BUFFERS=_BUFFERS,
+        FP8=cache.dtype == torch.float8_e4m3fn, num_warps=4, maxnreg=168,
     )  # fmt: skip

@@ -55,6 +55,8 @@ class Step(ctypes.Structure):
     _fields_ = [
         *((name, _LONG) for name in ("num_tokens", "page_size", "page_bytes", "table_width", "kv_format", "num_tiles")),
         *((name, _POINTER) for name in ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")),
+        ("path_width", _LONG),
+        *((name, _POINTER) for name in ("tile_base", "tile_path")),
         *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
         ("num_rounds", _LONG),
         ("rounds", _POINTER),

@@ -7,6 +7,7 @@ being one chain of operations: bits depend on the query's position and the token
 #pragma GCC optimize("no-schedule-insns") /* which moves loads up until the register tiles spill: a quarter slower */
 #endif
 
+#include <limits.h>
 #include <math.h>
 #include <stddef.h>
 
@@ -105,26 +106,31 @@ TM_INLINE f32x8 load(const char *row, long i, int format) {
     return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
 }
 
+TM_INLINE long place_of(const tm_places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
+
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
-static void find_rows(const tm_step *s, long dim, const char *cache, const int32_t *pages, long head, long first, long num, block_rows rows) {
+static void find_rows(const tm_step *s, long dim, const char *cache, const tm_places *w, long head, long first, long num, block_rows rows) {
     long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
-        long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
-        const char *row = cache + pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
+        long position = place_of(w, first + i), offset = position & (s->page_size - 1);
+        long left = first + i >= w->base ? 1 : w->base - first < num ? w->base - first - i : num - i;
+        long run = s->page_size - offset < left ? s->page_size - offset : left;
+        const char *row = cache + w->pages[position >> shift] * s->page_bytes + ((head << shift) + offset) * num_bytes;
         for (long end = i + run; i < end; i++, row += num_bytes) rows[i] = row;
     }
     for (long i = num; i < BLOCK; i++) rows[i] = rows[num - 1];
 }
 
 /* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
-static void find_scales(const tm_step *s, const char *scales, const int32_t *pages, long head, long first, long num, float *to) {
+static void find_scales(const tm_step *s, const char *scales, const tm_places *w, long head, long first, long num, float *to) {
     float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
     long shift = __builtin_ctzl(s->page_size), i = 0, last = s->page_size - 1;
     if (s->page_size >= 8)
-        for (; i + 8 <= num; i += 8)
-            f32x8_store(to + i, f32x8_mul1(f32x8_load_bf16(scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & last)), factor));
+        for (; i + 8 <= num && first + i + 8 <= w->base; i += 8)
+            f32x8_store(to + i, f32x8_mul1(f32x8_load_bf16(scale_at(s, scales, w->pages[(first + i) >> shift], head, (first + i) & last)), factor));
     for (; i < BLOCK; i++) {
-        uint32_t bits = i < num ? (uint32_t)*scale_at(s, scales, pages[(first + i) >> shift], head, (first + i) & last) << 16 : 0;
+        long position = i < num ? place_of(w, first + i) : 0;
+        uint32_t bits = i < num ? (uint32_t)*scale_at(s, scales, w->pages[position >> shift], head, position & last) << 16 : 0;
         memcpy(to + i, &bits, 4);
         to[i] *= factor;
     }
@@ -381,13 +387,31 @@ static void add_bias(const tile *t, long row, long first, float *scores) {
         f32x8_store(scores + k, f32x8_fma(f32x8_load(scores + k), f32x8_load(bias + k), f32x8_set(LOG2_E)));
 }
 
+/* Whether a value of keys `from` .. num - 1 is not finite: 0 times it is not 0. */
+static int has_broken(const block_rows values, long from, long num, long dim, int format) {
+    f32x8 sum = f32x8_set(0);
+    for (long k = from > 0 ? from : 0; k < num; k++)
+        for (long i = 0; i < dim; i += 8) sum = f32x8_fma(sum, load(values[k], i, format), f32x8_set(0));
+    return f32x8_sum(sum) != 0;
+}
+
+/* As mix_rows, but of keys that a row does not see nothing is read: the same bits. */
+static void mix_seen(const tile *t, long row, int n, long first, const float *probs, const block_rows values, int format, float *acc) {
+    for (int r = 0; r < n; r++) {
+        long num = last_key(t, row + r) + 1 - first;
+        for (long k = 0; k < num && k < BLOCK; k++)
+            for (long i = r * t->dim; i < (r + 1) * t->dim; i += 8)
+                f32x8_store(acc + i, f32x8_fma(f32x8_load(acc + i), load(values[k], i - r * t->dim, format), f32x8_set(probs[r * BLOCK + k])));
+    }
+}
+
 /* One block of keys and values for the rows of a tile that see it. `copied`: keys and values in float32, or NULL; `codes`: in 8 or 4
    bits, or NULL. */
 static void attend_block(const tile *t, long first, long num, const block_rows keys, const block_rows values, int format,
                          const float *copied, const code_block *codes) {
     float scores[MANY * BLOCK], shrink[MANY];
     long dim = t->dim, together = copied ? MANY : FEW;
-    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2;
+    int size = dim == 64 ? 0 : dim == 128 ? 1 : 2, is_broken = -1; /* -1: not known */
     for (long row = 0; row < t->num_rows; row += together) {
         int n = t->num_rows - row < together ? t->num_rows - row : together;
         long last = last_key(t, row + n - 1);
@@ -413,9 +437,11 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
         for (int r = 0; r < n; r++)
             if (shrink[r] != 1)
                 for (long i = 0; i < dim; i += 8) f32x8_store(acc + r * dim + i, f32x8_mul1(f32x8_load(acc + r * dim + i), shrink[r]));
-        long num_keys = last + 1 - first < num ? last + 1 - first : num;
+        long num_keys = last + 1 - first < num ? last + 1 - first : num, num_seen = last_key(t, row) + 1 - first; /* by all of these rows */
         if (codes)
             CODE_MIXES[size](scores, codes, num_keys, dim, n, acc);
+        else if (num_seen < num && (is_broken >= 0 ? is_broken : (is_broken = has_broken(values, last_key(t, 0) + 1 - first, num, dim, format))))
+            mix_seen(t, row, n, first, scores, values, format, acc);
         else if (copied)
             COPIED_MIXES[size](scores, copied + BLOCK * dim, num_keys, dim, n, acc);
         else
@@ -423,7 +449,7 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     }
 }
 
-void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const int32_t *pages, long head, int thread) {
+void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const tm_places *where, long head, int thread) {
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
     long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
@@ -455,13 +481,13 @@ void attention_tile(const tm_attention_job *j, long first_token, long len, long 
         block_rows keys, values;
         code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        find_rows(s, dim, j->keys, pages, head, first, num, keys);
-        find_rows(s, dim, j->values, pages, head, first, num, values);
-        if (first + BLOCK < end) prefetch(s, l, j, pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
+        find_rows(s, dim, j->keys, where, head, first, num, keys);
+        find_rows(s, dim, j->values, where, head, first, num, values);
+        if (first + BLOCK < end) prefetch(s, l, j, where->pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
-            find_scales(s, l->key_scales, pages, head, first, num, codes.key_scales);
-            find_scales(s, l->value_scales, pages, head, first, num, codes.value_scales);
+            find_scales(s, l->key_scales, where, head, first, num, codes.key_scales);
+            find_scales(s, l->value_scales, where, head, first, num, codes.value_scales);
         } else if (is_copied) {
             copy_keys(keys, num, dim, format, copied);
             copy_values(values, num, dim, format, copied + BLOCK * dim);
@@ -478,8 +504,9 @@ static void attend_tile(void *arg, long task, int thread) {
     const tm_attention_job *j = arg;
     const tm_step *s = j->step;
     long at = task / j->layer->num_kv_heads, head = task % j->layer->num_kv_heads;
-    const int32_t *pages = s->tables[j->layer->group] + s->tile_row[at] * s->table_width;
-    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], pages, head, thread);
+    tm_places where = {s->tables[j->layer->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
+    if (s->tile_path) where.path = s->tile_path + at * s->path_width, where.base = s->tile_base[at];
+    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
 }
 
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out) {

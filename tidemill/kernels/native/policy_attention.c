@@ -3,6 +3,7 @@
 A query sees all slots up to its own, so it is computed like any other (attention.c), over slots instead of positions. Segments of a row
 end where slots are given up; the next segment of the row is in the next round. All that a segment does is one chain of operations for
 each KV head, and segments end at fixed positions: bits do not depend on how a prompt was cut or on the rest of the batch. */
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 
@@ -75,8 +76,8 @@ static void attend_round(void *arg, long task, int thread) {
     const tm_step *s = r->round->tiles;
     const tm_attention_job *j = r->attention;
     long at = task / j->layer->num_kv_heads, head = task % j->layer->num_kv_heads;
-    const int32_t *pages = s->tables[j->layer->group] + s->tile_row[at] * s->table_width;
-    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], pages, head, thread);
+    tm_places where = {s->tables[j->layer->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
+    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
 }
 
 /* ---- attention that slots get */
@@ -290,7 +291,8 @@ static void attend_sparse(void *arg, long task, int thread) {
     const int32_t *pages = pages_of(j, g);
     long head = task % l->num_kv_heads, size = j->step->page_size, last = g->position / size, num = g->num_read;
     if (l->number < g->policy->dense_layers || num > last) {
-        attention_tile(j, g->token, 1, g->position, 0, pages, head, thread);
+        tm_places where = {pages, NULL, LONG_MAX};
+        attention_tile(j, g->token, 1, g->position, 0, &where, head, thread);
         return;
     }
     uint64_t ranks[last]; /* a context of pages: some KiB */
@@ -306,7 +308,8 @@ static void attend_sparse(void *arg, long task, int thread) {
     qsort(ranks, num - 1, sizeof *ranks, by_place);
     for (long i = 0; i < num - 1; i++) read[i] = pages[ranks[i]];
     read[num - 1] = pages[last];
-    attention_tile(j, g->token, 1, (num - 1) * size + g->position % size, 0, read, head, thread);
+    tm_places where = {read, NULL, LONG_MAX};
+    attention_tile(j, g->token, 1, (num - 1) * size + g->position % size, 0, &where, head, thread);
 }
 
 int policy_rounds(const tm_attention_job *job) {

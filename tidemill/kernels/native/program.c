@@ -43,7 +43,7 @@ TM_API const field *tm_layout(void) {
         LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin), LAYER(key_scales), LAYER(value_scales), LAYER(number),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_bytes),
         STEP(table_width), STEP(kv_format), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
-        STEP(tile_end), STEP(tables), STEP(positions), STEP(slots), STEP(states), STEP(num_rounds), STEP(rounds),
+        STEP(tile_end), STEP(path_width), STEP(tile_base), STEP(tile_path), STEP(tables), STEP(positions), STEP(slots), STEP(states), STEP(num_rounds), STEP(rounds),
         OP(op), OP(in), OP(in_out), OP(out), OP(in_2), OP(in_3), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
         {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
         MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),

@@ -64,6 +64,8 @@ typedef struct {
     long num_tiles;
     const int64_t *tile_token, *tile_len, *tile_start, *tile_row; /* first token in the step, tokens, position, row of the table */
     const int64_t *tile_end;          /* position after the last token that the step has of the tile's sequence */
+    long path_width;
+    const int64_t *tile_base, *tile_path; /* [tile], [tile][path_width]: tokens from position base on lie in these places; NULL: all in their own */
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */
@@ -88,9 +90,16 @@ typedef struct {
     float *out;          /* [token][q heads][head_dim] */
 } tm_attention_job;
 
+/* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
+typedef struct {
+    const int32_t *pages;
+    const int64_t *path;
+    long base;
+} tm_places;
+
 /* Tokens `token` .. of one sequence, in slots `start` .. of the cache: their queries of one KV head over all slots up to their own, or
    up to `end` if the layer is bidirectional. */
-void attention_tile(const tm_attention_job *j, long token, long len, long start, long end, const int32_t *pages, long head, int thread);
+void attention_tile(const tm_attention_job *j, long token, long len, long start, long end, const tm_places *where, long head, int thread);
 
 /* ---- policy_attention.c: sequences that give up tokens, or read few of them. Field by field as in policies.py. */
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -58,4 +58,13 @@ class Drafter(Protocol):
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         """The request has ended, or has left its row."""
+        ...
+
+
+@runtime_checkable
+class KnowsChances(Protocol):
+    """A drafter whose drafts are not a chain of equals."""
+
+    def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
+        """How likely each of so many drafts would be right, never more than the one before it; None: as in a chain."""
         ...

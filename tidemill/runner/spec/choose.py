@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.kernels.noise import gumbel_argmax_among
+from tidemill.kernels.noise import exponential_noise, gumbel_argmax_among, noise_keys
 from tidemill.runner.sampler import penalize, restrict_min_p, restrict_top_k, restrict_top_p
 from tidemill.sampling import SamplingParams
+from tidemill.sched.tree import Tree
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Chain:
     most: int  # drafts
     drafts: list[int]
     prob: float = 1.0  # that all drafts so far are right, by the head's own account
+    tree: Tree | None = None  # drafts that are no chain, instead
 
     @property
     def position(self) -> int:
@@ -59,6 +61,17 @@ class Chooser:
                 if len(chain.drafts) < chain.most:
                     going.append(i)
         return going
+
+    def candidates(self, logits_RD: torch.Tensor, chains: Sequence[Chain], number: int, num: int) -> list[list[int]]:
+        """The `num` tokens of each that are likeliest to be drawn `number` places after its known ones. Logits are consumed."""
+        drawn = [i for i, chain in enumerate(chains) if not chain.params.greedy]
+        if drawn:
+            some = self._restricted(logits_RD[drawn], [chains[i].params for i in drawn])
+            seeds = torch.tensor([chains[i].params.seed or 0 for i in drawn])
+            positions = torch.tensor([len(chains[i].tokens) + number for i in drawn])
+            logits_RD[drawn] = some - exponential_noise(noise_keys(seeds, positions), len(self._ids_D), self._ids_D).log_()
+        best = logits_RD.topk(min(num, logits_RD.shape[1]), dim=-1).indices
+        return [(row + [row[-1]] * (num - len(row))) for row in self._ids_D[best].tolist()]
 
     def _restricted(self, logits_SD: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         logits_SD /= torch.tensor([[p.temperature] for p in params], dtype=torch.float32)

@@ -14,12 +14,14 @@ from tidemill.models.base import CausalLM
 from tidemill.runner.base import Runner, StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.spec import Ask
+from tidemill.runner.spec.bandit import ExitBandit
 from tidemill.runner.spec.choose import Chain
 from tidemill.runner.spec.eagle import EagleDrafter
-from tidemill.runner.spec.exit import ExitDrafter, FirstLayers
+from tidemill.runner.spec.exit import Exit, ExitDrafter, FirstLayers
 from tidemill.runner.spec.heads import DraftHead, EagleHead, ExitHead, MedusaHeads, Target
 from tidemill.runner.spec.medusa import MedusaDrafter
-from tidemill.runner.spec.stored import load_draft
+from tidemill.runner.spec.stored import StoredDraft, load_draft, load_exits
+from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
 
 
@@ -37,15 +39,29 @@ class HeadDrafter(Protocol):
         ...
 
 
-def make_drafter(head: DraftHead, target: Target, runner: CpuRunner, least: float) -> HeadDrafter:
-    """`least`: the probability of a chain of drafts under which it ends. While no sequence is in the runner's cache."""
+def make_drafter(head: DraftHead, target: Target, runner: CpuRunner, least: float, trees: bool = False) -> HeadDrafter:
+    """`least`: the probability of a chain of drafts under which it ends. `trees`: drafts may be trees. While no sequence is in
+    the runner's cache."""
     num_rows = runner.state.tokens.shape[0]
     if isinstance(head, MedusaHeads):
-        return MedusaDrafter(head, target, num_rows, least)
+        return MedusaDrafter(head, target, num_rows, least, trees)
     if isinstance(head, EagleHead):
         return EagleDrafter(head, target, num_rows, least)
     assert isinstance(head, ExitHead)
-    return ExitDrafter(head, target, FirstLayers(runner.model, runner.mixers, runner.cache, runner.state, head.layer), least)
+    return ExitDrafter([_make_exit(head, target, runner, least)], target)
+
+
+def _make_exit(head: ExitHead, target: Target, runner: CpuRunner, least: float) -> Exit:
+    return Exit(head, target, FirstLayers(runner.model, runner.mixers, runner.cache, runner.state, head.layer), least)
+
+
+def make_exit_bandit(stored: Sequence[StoredDraft], target: Target, runner: CpuRunner) -> HeadDrafter:
+    """`stored`: exits, from the first to the deepest, which guess tokens of one vocabulary. Costs are those of their training."""
+    exits = []
+    for one in stored:
+        assert isinstance(one.head, ExitHead)
+        exits.append(_make_exit(one.head, target, runner, one.least))
+    return ExitDrafter(exits, target, ExitBandit([one.draft_cost for one in stored], stored[0].step_costs))
 
 
 class HeadsDrafter:
@@ -62,18 +78,30 @@ class HeadsDrafter:
         if not config.draft_heads:
             raise ConfigError(
                 f"--speculate {name} needs trained heads.",
-                fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {name} makes one.",
+                fix=f"Give --draft-heads FOLDER; tidemill train-draft MODEL --kind {name.partition('-')[0]} makes one.",
                 param="draft_heads",
             )
-        self.stored = load_draft(Path(config.draft_heads), runner.model, name)
         self._state = runner.state
-        self._inner = make_drafter(self.stored.head, Target(runner.model, self.stored.ids_D), runner, self.stored.least)
+        self._inner = self._make(name, config, runner, runner.model)
         runner.observers.append(self.observe)
+
+    def _make(self, name: str, config: EngineConfig, runner: CpuRunner, model: CausalLM) -> HeadDrafter:
+        path = Path(config.draft_heads or "")
+        if name == "exit-bandit":
+            stored = load_exits(path, model)
+            return make_exit_bandit(stored, Target(model, stored[0].ids_D), runner)
+        one = load_draft(path, model, name)
+        trees = runner.mixers.takes_trees and config.acceptance == "exact"
+        return make_drafter(one.head, Target(model, one.ids_D), runner, one.least, trees)
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         chains = [Chain(ask.row, ask.params, ask.tokens, ask.num_prompt, ask.most, []) for ask in asks]
         self._inner.propose(chains)
-        return [chain.drafts for chain in chains]
+        return [chain.drafts if chain.tree is None else chain.tree for chain in chains]
+
+    def chances(self, params: SamplingParams, most: int) -> Sequence[float] | None:
+        """How likely each draft is right; None: it is not known beforehand."""
+        return self._inner.chances(params, most) if isinstance(self._inner, MedusaDrafter) else None
 
     def forget(self, seq: int, tokens: Sequence[int], salt: str) -> None:
         return  # a row is forgotten when another request takes it
@@ -85,8 +113,13 @@ class HeadsDrafter:
         first = 0
         for item in plan.items:
             drawn = result.tokens.get(item.row, [])
-            num = item.count - item.num_drafts + (len(drawn) - 1 if item.num_drafts else 0)
+            num_known = item.count - item.num_drafts
+            num = num_known + (len(drawn) - 1 if item.num_drafts else 0)
             if num > 0 and (not drawn or drawn[-1] >= 0) and not self._state.is_pooled(item.row):
                 after = self._state.tokens[item.row, item.start + 1 : item.start + num + 1].tolist()
-                self._inner.observe(item.row, item.start, hidden_TH[first : first + num], after)
+                states_TH = hidden_TH[first : first + num]
+                if item.row in result.paths:
+                    at = [*range(num_known), *(num_known + draft for draft in result.paths[item.row])]
+                    states_TH = hidden_TH[[first + i for i in at]]
+                self._inner.observe(item.row, item.start, states_TH, after)
             first += item.count

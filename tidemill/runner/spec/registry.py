@@ -43,7 +43,7 @@ DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
     "ngram": lambda parts: NgramDrafter(),
     "suffix": lambda parts: SuffixDrafter(),
     "draft-model": _draft_model,
-    **{name: partial(_heads, name) for name in ("medusa", "eagle", "exit")},
+    **{name: partial(_heads, name) for name in ("medusa", "eagle", "exit", "exit-bandit")},
 }
 # What a further token adds to the time of a step of one, before it is measured.
 SLOPES = {"cpu": 0.35, "cuda": 0.005}

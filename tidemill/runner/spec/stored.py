@@ -20,7 +20,9 @@ from tidemill.version import __version__
 from tidemill.weights.locate import read_json
 
 SETTINGS, WEIGHTS = "draft.json", "draft.safetensors"
+EXITS = "exit-"  # a folder in that of early exits, and its layer
 _FORMAT = 1
+_MOST_EXITS = 8
 _IDS = "draft_ids"
 _FLOATS, _INTS = ("F32", "F16", "BF16"), ("I32", "I64")
 _MOST = {"num_heads": 128, "intermediate_size": 2**18, "window": 4096, "layer": 10_000, "rank": 2**15}
@@ -35,6 +37,8 @@ class StoredDraft:
     acceptance: list[float]  # the share of places of a held-out text where the first 1, 2, ... drafts were all right
     least: float  # the probability of a chain of drafts under which it is best ended
     note: str  # why it may be less here, or empty
+    draft_cost: float  # of one draft, in steps of one token
+    step_costs: list[float]  # of a step of 1, 2, ... tokens, in the same unit
 
 
 def shape_of(config: ModelConfig) -> dict[str, int | str]:
@@ -102,7 +106,24 @@ def load_draft(path: Path, model: CausalLM, kind: str = "") -> StoredDraft:
         "" if said["model"].get("digest") == digest_of(model) else "trained on other weights of this shape: fewer may be accepted"
     )
     shares, least = _acceptance(path / SETTINGS, said)
-    return StoredDraft(path, head.eval().requires_grad_(False), ids_D, shares, least, note)
+    costs = _costs(path / SETTINGS, said)
+    return StoredDraft(path, head.eval().requires_grad_(False), ids_D, shares, least, note, *costs)
+
+
+def load_exits(path: Path, model: CausalLM) -> list[StoredDraft]:
+    """All exits of a folder, from the first to the deepest: each has a folder of its own in it."""
+    path = path.expanduser()
+    folders = [found.parent for found in sorted(path.glob(f"{EXITS}*/{SETTINGS}"))[: _MOST_EXITS + 1]]
+    if not 2 <= len(folders) <= _MOST_EXITS:
+        raise DraftError(
+            f"The draft heads {path} have {len(folders)} exits to choose from; there must be 2 to {_MOST_EXITS}.",
+            fix="Train them with tidemill train-draft MODEL --kind exit, without --exit-layer; or use --speculate exit.",
+        )
+    exits = sorted((load_draft(folder, model, "exit") for folder in folders), key=lambda one: one.head.settings["layer"])
+    for one in exits[1:]:
+        if not torch.equal(one.ids_D, exits[0].ids_D):
+            raise DraftError(f"{one.path}: the draft vocabulary is another than that of {exits[0].path}.")
+    return exits
 
 
 def _settings(source: Path, said: dict[str, Any], kind: str) -> dict[str, int]:
@@ -145,6 +166,19 @@ def _acceptance(source: Path, said: dict[str, Any]) -> tuple[list[float], float]
     if not isinstance(least, int | float) or not 0 <= least <= 1:
         raise DraftError(f"{source}: key least_probability is {str(least)[:50]!r}; it must be from 0 to 1.")
     return [float(one) for one in given[:64]], float(least)
+
+
+def _costs(source: Path, said: dict[str, Any]) -> tuple[float, list[float]]:
+    draft, steps = said.get("draft_cost", 0.5), said.get("step_costs", [1.0])
+    if not _is_cost(draft):
+        raise DraftError(f"{source}: key draft_cost is {str(draft)[:50]!r}; it must be a number above 0.")
+    if not isinstance(steps, list) or not steps or not all(map(_is_cost, steps)):
+        raise DraftError(f"{source}: key step_costs must be a list of numbers above 0.")
+    return float(draft), [float(one) for one in steps[:64]]
+
+
+def _is_cost(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < 1e6
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,56 @@
+"""Drafts for which the model computes NaN, on the GPU at hand: tokens are those without drafts, and no page harms another."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.gpu_checks import ask, random_llama
+from tests.helpers import Guesser, guess_with
+from tidemill.config import EngineOptions
+from tidemill.engine.core import EngineCore
+from tidemill.runner.spec import Ask
+from tidemill.sampling import SamplingParams
+
+BROKEN = 7
+
+
+class Poison(Guesser):
+    """Now and then the broken token, with more drafts after it."""
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        nums = [len(one.tokens) for one in asks]
+        return [
+            [*right[: n % 3], BROKEN, *right] if n % 4 else right for n, right in zip(nums, super().propose(asks), strict=True)
+        ]
+
+
+def check_broken_drafts() -> None:
+    folder = Path(tempfile.mkdtemp())
+    random_llama(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).clone()
+    weights["model.embed_tokens.weight"][BROKEN] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    requests = {
+        "greedy": (list(range(100, 190)), SamplingParams(temperature=0.0, max_tokens=40, logprobs=1)),
+        "seeded": (list(range(300, 420)), SamplingParams(temperature=0.8, seed=5, max_tokens=40)),
+    }
+
+    def core(speculate: str) -> EngineCore:
+        return EngineCore.load(EngineOptions(model=str(folder), speculate=speculate, kv_memory_bytes=2**24, max_requests=16))
+
+    expected = ask(core("off"), requests)
+    known = {tuple(prompt): expected[name][0] for name, (prompt, _) in requests.items()}
+    drafted = guess_with(core("auto"), Poison(known, 1.0))
+    for _ in range(3):  # later rounds take pages of the first
+        assert ask(drafted, requests) == expected
+    print("Drafts that are NaN: right")
+
+
+if __name__ == "__main__":
+    check_broken_drafts()

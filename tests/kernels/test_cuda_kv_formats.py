@@ -1,0 +1,111 @@
+"""Attention over 8-bit keys and values on the GPU, without a GPU: interpreted in float32 against the reference, which gets what
+the values stand for."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton")
+
+from tests.kernels.test_cuda import KINDS, Scene, small_blocks
+from tidemill.kernels.attention import attention_reference
+from tidemill.kernels.cuda import elementwise
+from tidemill.kernels.kv_cache import Angles, dequantize, quantize, views
+from tidemill.kernels.rope import apply_rope, rope_frequencies, rope_tables
+from tidemill.kv_format import FORMATS
+from tidemill.runner import cuda_work
+
+__all__ = ["small_blocks"]
+REQUESTS = [(70, 1), (64, 1), (40, 12), (0, 1)]
+
+
+def new_pool(num_pages, layers, kv_heads, page, dim, name):
+    """Pages of bytes with garbage, and their values and scales."""
+    torch.manual_seed(1)
+    num_bytes = layers * 2 * kv_heads * page * (dim + 2)
+    pool = torch.randint(0, 256, (num_pages, num_bytes), dtype=torch.uint8)
+    return pool, *views(pool, layers, kv_heads, page, dim, name)
+
+
+def in_format(scene, name):
+    """Its cache in another format, and in float32 what that stands for. Nobody may see what nobody wrote."""
+    pages, layers, _, kv_heads, page, dim = scene.cache.shape
+    _, values, scales = new_pool(pages, layers, kv_heads, page, dim, name)
+    written = scene.cache[..., 0] != 1e30
+    codes, found = quantize(scene.cache[written], FORMATS[name])
+    scales.fill_(float("nan"))
+    values[written], scales[written] = codes, found
+    exact = scene.cache.clone()
+    exact[written] = dequantize(codes, found, FORMATS[name])
+    return values, scales, exact
+
+
+def reference(scene, exact):
+    """Of every request, over the keys and values in `exact`."""
+    made, first = [], 0
+    for row, (before, new) in enumerate(scene.requests):
+        positions = torch.arange(before + new)
+        keys, values = exact[scene.table[row].long()[positions // 16], scene.layer, :, :, positions % 16].unbind(1)
+        q = scene.qkv[first : first + new].view(new, -1, 16)[:, : scene.heads]
+        made.append(attention_reference(q, keys, values, positions[before:], scene.spec, scene.sinks, None).flatten(1))
+        first += new
+    return torch.cat(made)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fp8", "all at once"), ("int8", None), *(pytest.param(*more, marks=slow) for more in [("fp8", None), ("int8", "window")])],
+)
+def test_attention_reads_the_format(name, kind, small_blocks):
+    """Tokens alone in several splits, a prompt, a split in common; alone they have the same bits."""
+    scene = Scene(REQUESTS, 2, 1, family=(0, 1), **(KINDS[kind] if kind else {}))
+    work = scene.work()
+    assert work.shared.size
+    scene.cache, scene.scales, exact = in_format(scene, name)
+    out = scene.attend(work, 16, (3, 1, 1))
+    assert_close(out, reference(scene, exact), atol=1e-4, rtol=1e-5)
+    alone = cuda_work.make_work(np.array([(0, *REQUESTS[0])], np.int32), np.ones(1, bool), [scene.table.numpy()], 16, 32)
+    assert torch.equal(scene.attend(alone, 1, (2, 0, 0))[0], out[0])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_heads_enter_the_cache_in_its_format(name):
+    """With the codes and scales of the reference; a value that is no number makes its own head's scale one."""
+    heads, kv_heads, dim, page, layer = 4, 2, 16, 4, 1
+    qkv = torch.randn(6, (heads + 2 * kv_heads) * dim) * torch.logspace(-35, 3, 6).unsqueeze(1)
+    qkv[2], qkv[4, -1] = 0, float("inf")
+    pool, cache, scales = new_pool(4, 3, kv_heads, page, dim, name)
+    before = pool.clone()
+    angles = Angles(*rope_tables(*rope_frequencies(dim, 1e4, None), 40))
+    positions, slots = torch.tensor([30, 1, 2, 0, 7, 8]), torch.tensor([5, 0, 15, 9, 4, 11])
+    _, k, v = qkv.view(6, -1, dim).clone().split([heads, kv_heads, kv_heads], 1)
+    k = apply_rope(k, angles.cos[positions], angles.sin[positions])
+    elementwise.enter_heads(qkv, cache, layer, positions, slots, angles, heads, scales=scales)
+    codes, expected = quantize(torch.stack([k, v], 1), FORMATS[name])
+    at = slots // page, layer, slice(None), slice(None), slots % page
+    assert torch.equal(scales[at].view(torch.int16), expected.view(torch.int16))
+    assert scales[at].isnan().nonzero().tolist() == [[4, 1, 1]]
+    is_number = ~expected.isnan()
+    written, codes = cache[at].view(torch.int8).int()[is_number], codes.view(torch.int8).int()[is_number]
+    assert (written - codes).abs().max() <= 1  # the rotation is rounded differently
+    assert (written != codes).float().mean() < 0.01
+    assert (pool != before).sum() <= 6 * 2 * kv_heads * (dim + 2)
+    # All that was not theirs is as it was.
+    cache[at].view(torch.int8).zero_()
+    untouched = torch.ones(cache.shape[:-1], dtype=torch.bool)
+    untouched[at] = False
+    _, old, old_scales = pool, *views(before, 3, kv_heads, page, dim, name)
+    assert torch.equal(cache.view(torch.int8)[untouched], old.view(torch.int8)[untouched])
+    assert torch.equal(scales.view(torch.int16)[untouched], old_scales.view(torch.int16)[untouched])
+
+
+def test_scales_of_fp8_end_where_the_kernels_can_use_them():
+    """2**7, times 2**120 in the kernels: larger values saturate."""
+    qkv, (_, cache, scales) = torch.full((1, 3 * 16), 3e38), new_pool(1, 1, 1, 4, 16, "fp8")
+    elementwise.enter_heads(qkv, cache, 0, torch.tensor([0]), torch.tensor([0]), None, 1, scales=scales)
+    assert scales[0, 0, :, 0, 0].tolist() == [128.0, 128.0]
+    assert cache[0, 0, 0, 0, 0].float().tolist() == [448.0] * 16

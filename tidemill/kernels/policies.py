@@ -106,9 +106,8 @@ class Policies:
         if not self._rows or self._rows.keys().isdisjoint(rows.tolist()):
             return []
         made = [_Open()]
-        for entry, (row, start, count, token) in enumerate(zip(
-            *(a.tolist() for a in (rows, starts, counts, np.cumsum(counts) - counts)), strict=True
-        ):
+        columns = (a.tolist() for a in (rows, starts, counts, np.cumsum(counts) - counts))
+        for entry, (row, start, count, token) in enumerate(zip(*columns, strict=True)):
             owner = self._rows.get(row)
             if owner is None:
                 made[0].places.append((row, token, start, count, entry))

@@ -49,7 +49,7 @@ class PolicyStep:
 def plan_policies(
     kv: PagedKV, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
 ) -> PolicyStep:
-    table, planned = kv.tables[0].numpy(), []
+    table, planned = kv.tables[0].numpy(), list[_Planned]()
     for one in rounds:
         tokens = np.concatenate(
             [np.arange(t, t + n) for t, n in zip(one.tokens, one.counts, strict=True)] or [np.empty(0, np.int64)]

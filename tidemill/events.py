@@ -112,6 +112,15 @@ class Preempted(_Event, frozen=True):
     is_swap: bool = False
 
 
+class TokensEvicted(_Event, frozen=True):
+    """A request's KV policy gives up tokens in the step that is planned; in each layer and head they may be others."""
+
+    request_id: str
+    num_tokens: int  # of each layer and head
+    num_computed: int  # by then
+    reason: str
+
+
 class Forked(_Event, frozen=True):
     request_id: str
     parent_id: str
@@ -318,6 +327,7 @@ Event: TypeAlias = (
     | Deferred
     | Admitted
     | Preempted
+    | TokensEvicted
     | Forked
     | BeamsReordered
     | PageCopied

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.errors import InvalidRequest
+from tidemill.kv_policy import KVPolicy, read_policy
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -194,6 +195,9 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     reasoning: Reasoning | None = None  # before what the grammar applies to
     beams: Beams | None = None  # beam search, of which the n best are the output; temperature and seed have no effect
     pooling: str | None = None  # mean, last, cls or score: report the prompt's hidden states, pooled, instead of generating
+    kv_policy: KVPolicy | None = (
+        None  # which tokens stay in the KV cache; a name or a dict is taken, too. None: the engine's default
+    )
     pair_start: int = 0  # with pooling, of a pair of texts: where the second begins, if the model tells them apart by types
 
     def __post_init__(self) -> None:
@@ -221,6 +225,11 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
             msgspec.structs.force_setattr(self, "top_k", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens and self.is_given("max_tokens"):
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.", param="min_tokens")
+        if self.kv_policy is not None:
+            msgspec.structs.force_setattr(self, "kv_policy", read_policy(self.kv_policy))
+            for field, other in (("pooling", self.pooling), ("beam search", self.beams)):
+                if other is not None and self.kv_policy.kind != "full":
+                    raise InvalidRequest(f"kv_policy does not go with {field}.", fix="Leave one of them out.", param="kv_policy")
         if self.pooling not in (None, "mean", "last", "cls", "score"):
             raise InvalidRequest(f"pooling is mean, last, cls or score; got {self.pooling!r}.", param="pooling")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):

@@ -14,6 +14,7 @@ from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
 from tidemill.kv_format import FORMATS, SHORT_NAMES
+from tidemill.kv_policy import KINDS
 from tidemill.sched.policies import POLICIES
 from tidemill.sched.queue import ORDERS
 
@@ -199,6 +200,12 @@ OPTIONS = (
     Option("kv-layout", "text", ENGINE, field="kv_layout", choices=LAYOUTS,
            help="Where keys and values lie. paged: in pages that a page table names. virtual: each slot has an address range of "
            "its own, in which memory is mapped as tokens come."),
+    Option("kv-policy", "text", ENGINE, field="kv_policy", automatic="full",
+           help="Which tokens of a request stay in the KV cache, if it does not ask for another policy (`kv_policy`): "
+           f"{', '.join(KINDS)}, or JSON with its fields, such as {{\"kind\": \"streaming\", \"sinks\": 4, \"recent\": 1020}}."),
+    Option("max-stream", "integer", ENGINE, field="max_stream", low=1, high=2**20,
+           automatic="8 times the context, at most 131072",
+           help="Tokens of a request whose KV policy is window or streaming: it may go on beyond the context."),
     Option("prefix-caching", "switch", ENGINE, field="prefix_caching",
            help="Keep the KV cache of prompts, so that a prefix that was computed before is not computed again."),
     Option("prefix-index", "text", ENGINE, field="prefix_index", choices=tuple(INDEXES),

@@ -34,6 +34,8 @@ class EngineOptions:
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
     policy: str = "continuous"
     kv_layout: str = "paged"  # or virtual
+    kv_policy: str | None = None  # of requests that do not ask for one: a name, or JSON
+    max_stream: int | None = None  # tokens of a request whose policy bounds its cache
     prefix_caching: bool = True
     prefix_index: str = "hash"  # or radix
     queue_order: str = "arrival"  # or prefix

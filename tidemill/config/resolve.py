@@ -33,11 +33,14 @@ from tidemill.config.compute import (
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
+from tidemill.kv_policy import UNBOUNDED, KVPolicy
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
+from tidemill.sampling import SamplingParams
 
 _DRAFT_TOKENS = {"cpu": 2**15, "cuda": 2**18}  # in the KV cache of a draft model, at most, or one whole context
 
@@ -78,6 +81,9 @@ class EngineConfig:
     draft: EngineConfig | None = None  # of the draft model
     acceptance: str = "exact"
     draft_heads: str | None = None
+    kv_policies: tuple[str, ...] = ()  # kinds that requests may ask for
+    kv_policy: KVPolicy | None = None  # of those that do not ask; None: all tokens stay
+    max_stream: int = 0  # tokens of a request whose policy bounds its cache
     max_draws: int = 0  # tokens drawn in a step: one for each request, and one for each draft
     max_loras: int = 0  # slots for adapters; 0: none can be used
     max_lora_rank: int = 0
@@ -88,6 +94,18 @@ class EngineConfig:
     kv_disk_bytes: int = 0
     kv_layout: str = "paged"
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def policy_of(self, params: SamplingParams) -> KVPolicy | None:
+        """The request's KV policy, or the engine's where it has none. Raises unless the engine has it."""
+        if params.kv_policy is not None:
+            check_kv_policy(params.kv_policy, self.kv_policies, self.reasons.get("kv_policies", ""))
+            return params.kv_policy
+        return None if params.pooling is not None or params.beams is not None else self.kv_policy
+
+    def context_of(self, params: SamplingParams) -> int:
+        """Prompt and output of such a request, at most."""
+        policy = self.policy_of(params)
+        return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
 
     @property
     def memory_bytes(self) -> int:
@@ -174,6 +192,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     else:
         used = num_pages * memory.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
+    kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, model))
+    kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
+    max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -207,6 +228,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         draft=draft,
         acceptance=acceptance,
         draft_heads=options.draft_heads,
+        kv_policies=kv_policies,
+        kv_policy=kv_policy,
+        max_stream=max_stream,
         max_draws=max_draws,
         max_loras=max_loras,
         max_lora_rank=max_lora_rank,
@@ -238,7 +262,7 @@ def _draft(
         options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
         max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
         queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None,
+        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None, kv_policy=None, max_stream=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

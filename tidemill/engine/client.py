@@ -300,7 +300,7 @@ class EngineClient:
         """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
         request, background = pending.request, pending.request.priority >= BACKGROUND
-        request.check(self.ready.model.vocab_size, self.ready.config.max_context)
+        request.check(self.ready.model.vocab_size, self.ready.config.context_of(request.params))
         waiting = [
             one.request
             for one in self._pending.values()

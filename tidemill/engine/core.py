@@ -25,6 +25,7 @@ from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
 from tidemill.kv.manager import KVManager
+from tidemill.kv_policy import CachePolicy, settle
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
@@ -214,7 +215,8 @@ class EngineCore:
         if request.resumed is None:
             self._check_queue(request)
         self.model_config.check_pooling(request.params.pooling)
-        request.check(self.model_config.vocab_size, self.config.max_context)
+        request.check(self.model_config.vocab_size, self.config.context_of(request.params))
+        self._cache_of(request)
         self.beams.check(request, self.model_config.vocab_size, self.config.max_requests)
         if request.params.beams is not None and not self.config.evict:
             fix = "Sample with n instead, or serve without --no-evict."
@@ -262,6 +264,8 @@ class EngineCore:
             salt=_salt(request.salt, adapter),
             tenant=request.tenant,
             adapter=-1 if adapter is None else adapter.slot,
+            cache=self._cache_of(request),
+            max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
             holds=request.holds,
         )
@@ -277,6 +281,13 @@ class EngineCore:
             self.beams.start(request, live, made[0], self.model_config.vocab_size)
         for sample, matcher in zip(made, matchers, strict=False):
             self.structured.start(sample.seq, matcher)
+
+    def _cache_of(self, request: Submit) -> CachePolicy | None:
+        """Which of its tokens stay in its pages; None: all."""
+        num_prompt = len(request.prompt_ids)
+        room = self.config.context_of(request.params) - num_prompt
+        most = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+        return settle(self.config.policy_of(request.params), num_prompt, most, self.config.max_context)
 
     def _check_queue(self, request: Submit) -> None:
         waiting, in_background = self.scheduler.waiting, request.priority >= BACKGROUND

@@ -246,7 +246,7 @@ class LLM:
         if isinstance(prompt, Mapping):
             prompt = of_mapping(prompt)
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, max_tokens=self.config.max_context)
+            return prompt, self.tokenizer.encode(prompt, max_tokens=max(self.config.max_context, self.config.max_stream))
         if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
             raise InvalidRequest(
                 f"A prompt is a text or a list of token ids; got {shown(prompt)}.",
@@ -257,7 +257,7 @@ class LLM:
 
     def _encode_chat(self, messages: Any, **how: Any) -> list[int]:
         check_messages(messages)
-        return self.tokenizer.encode_chat(messages, max_tokens=self.config.max_context, **how)
+        return self.tokenizer.encode_chat(messages, max_tokens=max(self.config.max_context, self.config.max_stream), **how)
 
     def _run(
         self,
@@ -336,7 +336,7 @@ class LLM:
         """A request's id, and its output, which grows with each `step`."""
         request_id = f"llm-{self._next_id}"
         self._next_id += 1
-        params = self.defaults.fill(params, self.config.max_context - len(prompt_ids))
+        params = self.defaults.fill(params, self.config.context_of(params) - len(prompt_ids))
         if self._seed is not None and params.seed is None:
             params = msgspec.structs.replace(params, seed=sample_seed(self._seed, self._next_id))
         ends = list(self.tokenizer.eos_token_ids)

@@ -360,7 +360,20 @@ def enter_heads(
     kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, slots_GT: torch.Tensor, learned: HeadWeights
 ) -> torch.Tensor:
     """Norm and rotate queries and keys, write keys and values into the cache. Returns the queries [T, N, D]."""
-    angles, at = kv.angles[layer], kv.places[layer]
+    queries, keys, values = rotate_heads(kv, layer, qkv_TC, positions_T, learned)
+    at = kv.places[layer]
+    if kv.quant is not None:
+        kvquant.enter(kv, layer, positions_T, slots_GT[at.group], keys, values)
+    else:
+        write_kv(kv, at.index, slots_GT[at.group], keys, values)
+    return queries
+
+
+def rotate_heads(
+    kv: PagedKV, layer: int, qkv_TC: torch.Tensor, positions_T: torch.Tensor, learned: HeadWeights
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, normed and rotated (keys not, where they are stored as they are before it), and values: [T, heads, D]."""
+    angles = kv.angles[layer]
     heads = qkv_TC.view(qkv_TC.shape[0], -1, kv.head_dim)
     num_rotated = kv.num_heads + kv.num_kv_heads
     turning = heads[:, :num_rotated]
@@ -371,8 +384,5 @@ def enter_heads(
     keys = turning[:, kv.num_heads :]
     if angles is not None:
         turning = apply_rope(turning, angles.cos.index_select(0, positions_T), angles.sin.index_select(0, positions_T))
-    if kv.quant is not None:
-        kvquant.enter(kv, layer, positions_T, slots_GT[at.group], keys, heads[:, num_rotated:])
-    else:
-        write_kv(kv, at.index, slots_GT[at.group], turning[:, kv.num_heads :], heads[:, num_rotated:])
-    return turning[:, : kv.num_heads]
+    stored = keys if kv.quant is not None else turning[:, kv.num_heads :]
+    return turning[:, : kv.num_heads], stored, heads[:, num_rotated:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,12 +17,14 @@ from tidemill.kernels.kv_cache import HeadWeights, PagedKV
 from tidemill.kernels.native.program import Program
 from tidemill.kernels.native_attention import NativeAttention, NativeStep
 from tidemill.kernels.native_state import NativeStates, NativeStateStep
+from tidemill.kernels.policies import Round
+from tidemill.kernels.policy_attention import PolicyStep, plan_policies
 from tidemill.kernels.state import PagedStates, ScanInputs, StateWeights, TorchStates, TorchStateStep
 from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec, LayerSpec
 
 Attention: TypeAlias = NativeAttention | TorchAttention | FlexAttention
-AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep
+AttentionStep: TypeAlias = NativeStep | TorchStep | FlexStep | PolicyStep
 
 
 def _choose_attention(kv: PagedKV, fast_math: bool) -> tuple[Attention, str]:
@@ -73,12 +76,18 @@ class Mixers:
         positions_T: torch.Tensor,
         slots_GT: torch.Tensor,
         paths: Paths | None = None,
+        rounds: Sequence[Round] = (),
     ) -> MixedStep:
-        """`paths`: of drafts that are a tree, each of which is an entry of its own."""
+        """`paths`: of drafts that are a tree, each of which is an entry of its own. `rounds`: if rows have KV policies."""
         attention: AttentionStep | None = None
         if isinstance(self.attention, FlexAttention):
             assert paths is None
+            assert not rounds
             attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT)
+        elif isinstance(self.attention, NativeAttention) and rounds:
+            attention = self.attention.plan_policies(rounds, positions_T, slots_GT, paths)
+        elif self.kv is not None and rounds:
+            attention = plan_policies(self.kv, rounds, positions_T, slots_GT, paths)
         elif self.attention is not None:
             attention = self.attention.plan(rows, starts, counts, positions_T, slots_GT, paths)
         states = None if self.states is None else self.states.plan(rows, starts, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights, PagedKV
 from tidemill.kernels.kvquant import KVQuantLayer, bounds_of
 from tidemill.kernels.native.program import Program
+from tidemill.kernels.policies import NUMBERS, Placed, Round, RowPolicy
 from tidemill.kernels.trees import Paths
 from tidemill.model_config import AttentionSpec
 
@@ -27,6 +29,12 @@ _TILE_FIELDS = ("tile_token", "tile_len", "tile_start", "tile_row", "tile_end")
 _BLOCK = 32  # keys; as in attention.c
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "int4": 4, "kvquant4": 5, "kvquant3": 6}  # as in tidemill.h
 _MAX_CODE_DIM = 1024  # as in kv_codes.h and kvquant.c
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    fields: np.ndarray  # `_TILE_FIELDS`
+    paths: tuple[np.ndarray, np.ndarray] | None  # bases and places
 
 
 class NativeAttention:
@@ -42,6 +50,8 @@ class NativeAttention:
         self._specs = [_spec(kv, *layer) for layer in zip(kv.specs, kv.angles, kv.places, self._biases, strict=True)]
         for own, (quant, _) in zip(self._specs, self._quants, strict=False):
             own.quant = ctypes.addressof(quant)
+        for number, spec in enumerate(self._specs):
+            spec.number = number
         self._layers = [
             _Layer(ctypes.addressof(spec), kv.cache[0, at.index, 0].data_ptr(), kv.cache[0, at.index, 1].data_ptr())
             for spec, at in zip(self._specs, kv.places, strict=True)
@@ -74,38 +84,85 @@ class NativeAttention:
         slots_GT: torch.Tensor,
         paths: Paths | None = None,
     ) -> NativeStep:
-        kv = self.kv
-        balanced = int(counts.sum()) * kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
+        tiles = self._tiles(rows, np.cumsum(counts) - counts, starts, counts, paths)
+        step = self._step(tiles, positions_T, slots_GT)
+        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, (step, tiles, positions_T, slots_GT))
+
+    def plan_policies(
+        self, rounds: Sequence[Round], positions_T: torch.Tensor, slots_GT: torch.Tensor, paths: Paths | None = None
+    ) -> NativeStep:
+        """A step in which some rows have a KV policy. The first round is the step's own."""
+        tiles = [self._tiles(one.rows, one.tokens, one.slots, one.counts, one.paths(paths)) for one in rounds]
+        steps = [self._step(of_round, positions_T, slots_GT) for of_round in tiles]
+        made, alive = (native.Round * len(rounds))(), list[Any]()
+        for i, one in enumerate(rounds):
+            segments, policies = _segments(one.segments)
+            alive += [segments, policies]
+            made[i] = native.Round(len(one.segments), ctypes.addressof(segments), ctypes.addressof(steps[i]) if i else None)
+        steps[0].num_rounds, steps[0].rounds = len(rounds), ctypes.addressof(made)
+        kept = (*steps, made, alive, tiles, positions_T, slots_GT)
+        return NativeStep(self._lib, ctypes.addressof(steps[0]), self._layers, self._num_out, kept)
+
+    def _tiles(
+        self, rows: np.ndarray, first_token: np.ndarray, starts: np.ndarray, counts: np.ndarray, paths: Paths | None
+    ) -> _Tiles:
+        """`starts`: where in the cache the first tokens are."""
+        balanced = int(counts.sum()) * self.kv.num_kv_heads // (_TASKS_PER_THREAD * self._lib.num_threads)
         tile_tokens = min(max(balanced, _MIN_TILE_ROWS // self._group), _MAX_TILE_ROWS // self._group)
         num_tiles = -(-counts // tile_tokens)
         request = np.repeat(np.arange(counts.size), num_tiles)
         offset = (np.arange(request.size) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * tile_tokens
-        first_token = np.cumsum(counts) - counts
         lens = np.minimum(counts[request] - offset, tile_tokens)
         tiles = np.stack(
             [first_token[request] + offset, lens, starts[request] + offset, rows[request], (starts + counts)[request]]
         )
         # Longest first, so that no thread starts the longest when the others are done.
         order = np.argsort(-(tiles[1] + tiles[2]), kind="stable")
-        tiles = np.ascontiguousarray(tiles[:, order], dtype=np.int64)
-        of_tiles = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
+        of_paths = None if paths is None else (paths.bases[request[order]], paths.places[request[order]])
+        return _Tiles(np.ascontiguousarray(tiles[:, order], dtype=np.int64), of_paths)
+
+    def _step(self, tiles: _Tiles, positions_T: torch.Tensor, slots_GT: torch.Tensor) -> native.Step:
+        kv, fields = self.kv, tiles.fields
         step = native.Step(
             num_tokens=positions_T.shape[0],
             page_size=kv.page_size,
             page_bytes=kv.cache.stride(0) * kv.cache.element_size(),
             table_width=kv.tables[0].stride(0),
             kv_format=_FORMATS[kv.format.name],
-            num_tiles=tiles.shape[1],
-            **{name: tiles[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
+            num_tiles=fields.shape[1],
+            **{name: fields[i].ctypes.data for i, name in enumerate(_TILE_FIELDS)},
             tables=ctypes.addressof(self._tables),
             positions=positions_T.data_ptr(),
             slots=slots_GT.data_ptr(),
         )
-        if of_tiles is not None:
-            step.path_width = of_tiles[1].shape[1]
-            step.tile_base, step.tile_path = (part.ctypes.data for part in of_tiles)
-        alive = (step, tiles, positions_T, slots_GT, of_tiles)
-        return NativeStep(self._lib, ctypes.addressof(step), self._layers, self._num_out, alive)
+        if tiles.paths is not None:
+            step.path_width = tiles.paths[1].shape[1]
+            step.tile_base, step.tile_path = (part.ctypes.data for part in tiles.paths)
+        return step
+
+
+def _segments(placed: Sequence[Placed]) -> tuple[Any, list[native.Policy]]:
+    """For C: the segments, and what they point to."""
+    segments, policies = (native.Segment * len(placed))(), list[native.Policy]()
+    for i, part in enumerate(placed):
+        policy, memory = part.owner.policy, part.owner.memory_LGX
+        policies.append(
+            native.Policy(
+                NUMBERS[policy.kind],
+                RowPolicy.num_slots(policy),
+                policy.kept,
+                policy.recent,
+                policy.sinks,
+                policy.num_prompt - policy.observed,
+                policy.dense_layers,
+                memory.shape[2],
+                memory.ctypes.data,
+            )
+        )
+        where = (part.row, part.token, part.count, part.position, part.slot)
+        how = (part.evicts, part.num_read, part.first_page, part.num_pages)
+        segments[i] = native.Segment(ctypes.addressof(policies[-1]), *where, *how)
+    return segments, policies
 
 
 def _bias_table(bias: torch.Tensor) -> torch.Tensor:

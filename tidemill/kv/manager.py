@@ -23,6 +23,7 @@ from tidemill.kv.pages import NULL_PAGE, PagePool
 from tidemill.kv.prefix import AnyIndex, Found, HashIndex, Path
 from tidemill.kv.radix import RadixIndex
 from tidemill.kv.tiers import Moved, PageMove, Tiers
+from tidemill.kv_policy import CachePolicy
 
 INDEXES: dict[str, type[AnyIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 
@@ -37,11 +38,15 @@ class _Sequence:
     num_recorded: int = 0  # leading full pages that are in the prefix index
     stops: Sequence[int] = ()  # where in its prompt states are kept beside those at every interval
     given_back: list[tuple[int, int]] = field(default_factory=list)  # pages, and how often they had been taken
+    policy: CachePolicy | None = None  # which tokens stay; None: all
 
     def held(self) -> Iterator[int]:
         """Its pages in all groups."""
         for table in self.tables:
             yield from table.held
+
+    def num_slots(self, num_tokens: int) -> int:
+        return num_tokens if self.policy is None else self.policy.num_slots(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +119,10 @@ class KVManager:
         """Pages that can be taken now; some may still hold cached content, which is evicted then."""
         return self._pool.num_free
 
-    def num_pages_for(self, num_tokens: int) -> int:
+    def num_pages_for(self, num_tokens: int, policy: CachePolicy | None = None) -> int:
         """What a sequence of so many tokens holds at most, in all groups."""
-        return sum(group.most_pages(num_tokens, self._most_at_once) for group in self.groups)
+        num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
+        return sum(group.most_pages(num_slots, self._most_at_once) for group in self.groups)
 
     def tables(self, seq: int) -> list[list[int]]:
         """The sequence's pages in token order, of each group; the null page stands for those given back."""
@@ -138,21 +144,23 @@ class KVManager:
         """Tokens of the longest prefix of which every group has the pages that later tokens see."""
         return self._match(path).num_tokens
 
-    def _match(self, path: Path) -> _Match:
+    def _match(self, path: Path, policy: CachePolicy | None = None) -> _Match:
         """Without the tiers, if what they hold is faster computed again."""
-        match = self._match_in(self._index.find(path))
+        match = self._match_in(self._index.find(path), policy)
         if self._behind is None:
             return match
         num_bytes = self._behind.bytes_to_load(match.tables)
         if not num_bytes or not all(map(self._behind.tiers.costs.knows, num_bytes)):
             return match
-        plain = self._match_in(self._behind.find_in_pages(path))
+        plain = self._match_in(self._behind.find_in_pages(path), policy)
         num_gained = match.num_tokens - plain.num_tokens
         return match if self._behind.tiers.costs.load_is_faster(num_bytes, num_gained) else plain
 
-    def _match_in(self, found: Found) -> _Match:
-        tables = []
-        num_tokens, partly = self._num_usable(found.pages, found.num_tokens // self.page_size) * self.page_size, []
+    def _match_in(self, found: Found, policy: CachePolicy | None = None) -> _Match:
+        tables, num_pages = [], found.num_tokens // self.page_size
+        if policy is not None:  # it may move what it shares, in copies, which are made before the step that writes these
+            num_pages = next((i for i in range(num_pages) if found.pages[0][i] in self._fresh), num_pages)
+        num_tokens, partly = self._num_usable(found.pages, num_pages) * self.page_size, []
         if self.can_fork and num_tokens < found.num_tokens < num_tokens + self.page_size:
             # What this step writes can be shared, but not copied, which is done before it.
             partly = next((pages for pages in found.partly if all(pages) and self._fresh.isdisjoint(pages)), [])
@@ -184,10 +192,12 @@ class KVManager:
             return next((i * per_page for i in range(end - 1, first - 1, -1) if not pages[i]), num)
         return next((i * per_page for i in range(end) if not pages[i]), num)
 
-    def num_pages_to_admit(self, num_tokens: int, path: Path) -> int:
+    def num_pages_to_admit(self, num_tokens: int, path: Path, policy: CachePolicy | None = None) -> int:
         """Free pages that `admit` takes, and what groups with a window take later: new ones, and cached ones that no sequence
         holds."""
-        return self._num_pages_to_admit(num_tokens, self._match(path))
+        return self._num_pages_to_admit(
+            num_tokens if policy is None else policy.most_slots(num_tokens), self._match(path, policy)
+        )
 
     def _num_pages_to_admit(self, num_tokens: int, match: _Match) -> int:
         num = 0
@@ -240,18 +250,20 @@ class KVManager:
 
     # ---- taking and giving back
 
-    def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0) -> Start | None:
+    def admit(self, seq: int, num_tokens: int, path: Path, reserve: int = 0, policy: CachePolicy | None = None) -> Start | None:
         """Share what is cached of a new sequence, and give it pages for the rest of its tokens, except in groups with a window,
         which take them as they are written. Returns None if fewer than `reserve` pages would stay free (nothing is changed
-        then)."""
+        then). `policy`: which tokens stay in its pages; None: all."""
         assert seq not in self._sequences
-        match, copies = self._match(path), []
-        if self._num_pages_to_admit(num_tokens, match) + reserve > self._pool.num_free:
+        match, copies = self._match(path, policy), []
+        num_slots = num_tokens if policy is None else policy.most_slots(num_tokens)
+        if self._num_pages_to_admit(num_slots, match) + reserve > self._pool.num_free:
             return None
         self._share(match.tables)
         loads = [] if self._behind is None else self._behind.hold(match.tables)
         stops = self._stops(num_tokens, match) if self.prefix_caching and self.has_states else ()
-        self._sequences[seq] = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops)
+        made = _Sequence(match.tables, path.until(num_tokens), match.num_tokens // self.page_size, stops, policy=policy)
+        self._sequences[seq] = made
         if self._behind is not None:
             self._behind.is_back(seq)
             for g, i, key, tier in loads:
@@ -259,7 +271,7 @@ class KVManager:
                 self._behind.load(key, tier, page)
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
-            num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_tokens) - at
+            num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
             table.pages += [self._take() for _ in range(num_new)]
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
@@ -302,7 +314,7 @@ class KVManager:
         any more."""
         changes, sequence = [], self._sequences[seq]
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            num_kept = max(group.num_pages_for(num_tokens), table.num_trimmed)
+            num_kept = max(group.num_pages_for(sequence.num_slots(num_tokens)), table.num_trimmed)
             given = table.pages[num_kept:]
             if given:
                 del table.pages[num_kept:]
@@ -313,6 +325,9 @@ class KVManager:
     def trim(self, seq: int, position: int) -> list[PageChange]:
         """Give back what no query at this position or a later one sees. Returns the entries that name no page any more."""
         changes, sequence = [], self._sequences[seq]
+        if sequence.policy is not None:
+            next_end = position + 1
+            return self.shrink(seq, next_end) if sequence.policy.num_slots(next_end) < next_end else []
         for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             first = table.num_trimmed
             given = table.trim(group.first_needed(position))
@@ -338,7 +353,7 @@ class KVManager:
         for g, i in shared:
             copies.append((g, i, tables[g].pages[i]))
             tables[g].pages[i] = self._take()
-        self._give_back(sequence, [old for _, _, old in copies])  # only now: no source may be another copy's target
+        self._give_back(sequence, [old for _, _, old in reversed(copies)])  # only now: no source may be another copy's target
         return copies
 
     def record(self, seq: int, token_ids: Sequence[int], num_computed: int) -> None:
@@ -346,6 +361,8 @@ class KVManager:
         if not self.prefix_caching:
             return
         sequence = self._sequences[seq]
+        if sequence.policy is not None:
+            num_computed = sequence.policy.num_recordable(num_computed)
         start, end = sequence.num_recorded * self.page_size, min(num_computed, len(token_ids))
         if end - start < self.page_size and not sequence.stops:
             return
@@ -370,10 +387,14 @@ class KVManager:
         self._fresh.clear()
         self._step = step
 
+    def can_fork_from(self, seq: int) -> bool:
+        """Others may share its pages, which are written once."""
+        return self.can_fork and self._sequences[seq].policy is None
+
     def can_fork_at(self, seq: int, num_tokens: int) -> bool:
         """The sequence has all that tokens after the first `num_tokens` see."""
         tables = self._sequences[seq].tables
-        return self.can_fork and all(
+        return self.can_fork_from(seq) and all(
             table.num_trimmed <= group.first_needed(num_tokens) for group, table in zip(self.groups, tables, strict=True)
         )
 
@@ -541,19 +562,25 @@ class KVManager:
 
     def _nums_new(self, seq: int, num_tokens: int, windows: bool) -> list[int]:
         """By group: pages that it lacks for so many tokens; negative: it has more."""
-        tables = zip(self.groups, self._sequences[seq].tables, strict=True)
+        sequence = self._sequences[seq]
+        num_slots, tables = sequence.num_slots(num_tokens), zip(self.groups, sequence.tables, strict=True)
         return [
-            group.num_pages_for(num_tokens) - len(table.pages) if windows or not group.window else 0 for group, table in tables
+            group.num_pages_for(num_slots) - len(table.pages) if windows or not group.window else 0 for group, table in tables
         ]
 
     def _shared(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Entries (group, index) of tokens start..end-1 whose pages are shared or in the prefix index."""
-        return [
+        sequence, ranges = self._sequences[seq], [(start, end)]
+        if sequence.policy is not None:
+            ranges = sequence.policy.written(start, end)
+        found = [
             (g, i)
-            for g, (group, table) in enumerate(zip(self.groups, self._sequences[seq].tables, strict=True))
-            for i in range(start // group.page_size, min(group.num_pages_for(end), len(table.pages)))
+            for g, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True))
+            for first, last in ranges
+            for i in range(first // group.page_size, min(group.num_pages_for(last), len(table.pages)))
             if self._pool.references(table.pages[i]) > 1 or table.pages[i] in self._index
         ]
+        return found if len(ranges) == 1 else sorted(set(found))
 
     def _take(self) -> int:
         page = self._pool.take()

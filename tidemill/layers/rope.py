@@ -18,11 +18,11 @@ class Rope(Layer):
         self.rotation = rotation
         self.factors: torch.Tensor | None = None
 
-    def build(self, num_positions: int, device: torch.device | None = None) -> Angles:
-        """The tables, once the weights are there."""
+    def build(self, num_positions: int, device: torch.device | None = None, longest: int = 0) -> Angles:
+        """The tables, once the weights are there. `longest`: how many positions they have, if those are more."""
         rotation = self.rotation
         freqs, factor = rope_frequencies(rotation.num_dims, rotation.theta, rotation.scaling, num_positions)
         if self.factors is not None:
             freqs = freqs / self.factors.numpy()
-        cos, sin = rope_tables(freqs, factor, num_positions)
+        cos, sin = rope_tables(freqs, factor, max(num_positions, longest))
         return Angles(cos.to(device), sin.to(device))

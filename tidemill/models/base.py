@@ -83,12 +83,13 @@ class Model(nn.Module, ABC):
         finally:
             self.blocks = whole
 
-    def angles(self, num_positions: int, device: torch.device | None = None) -> list[Angles | None]:
-        """Each layer's cosines and sines; None where nothing is rotated."""
+    def angles(self, num_positions: int, device: torch.device | None = None, longest: int = 0) -> list[Angles | None]:
+        """Each layer's cosines and sines; None where nothing is rotated. `longest`: a sequence whose cache holds fewer tokens, if
+        that is more than the context."""
         tables: dict[Rotation | None, Angles | None] = {None: None}
         for rotation, rope in zip(self._rotations, self.ropes, strict=True):
             assert isinstance(rope, Rope)
-            tables[rotation] = rope.build(num_positions, device)
+            tables[rotation] = rope.build(num_positions, device, longest)
         return [tables[spec.rotation] if isinstance(spec, AttentionSpec) else None for spec in self.config.layers]
 
     def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:

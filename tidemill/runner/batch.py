@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from tidemill.kernels.policies import Policies, Round
 from tidemill.kernels.trees import Paths
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem
@@ -28,17 +29,24 @@ class Batch:
     types_T: torch.Tensor | None = None  # of the texts of pairs, where there are any
     entries: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # rows, starts and counts for attention, if other than above
     paths: Paths | None = None  # of each entry
+    rounds: Sequence[Round] = ()  # if rows have KV policies
 
 
-def gather_batch(items: list[StepItem], state: RowState, trees: Mapping[int, list[int]] | None = None) -> Batch:
+def gather_batch(
+    items: list[StepItem], state: RowState, trees: Mapping[int, list[int]] | None = None, policies: Policies | None = None
+) -> Batch:
     """`trees`: see StepPlan."""
     rows, starts, counts = np.array([(item.row, item.start, item.count) for item in items]).T
     ends = np.cumsum(counts)
     row_of = np.repeat(rows, counts)
     positions = np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1])
-    pages, offsets = positions // state.page_size, positions % state.page_size
-    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
     seen_at, entries, paths = _branch(items, positions, trees) if trees else (positions, None, None)
+    rounds = [] if policies is None else policies.rounds(*(entries or (rows, starts, counts)))
+    places = positions if policies is None else policies.places(rounds, positions)  # in the row's page table
+    pages, offsets = places // state.page_size, places % state.page_size
+    slots = [table.numpy()[row_of, pages].astype(np.int64) * state.page_size + offsets for table in state.kv_tables]
+    if rounds:
+        slots = [np.where(places < 0, -1, of_group) for of_group in slots]
     return Batch(
         rows=rows,
         starts=starts,
@@ -50,6 +58,7 @@ def gather_batch(items: list[StepItem], state: RowState, trees: Mapping[int, lis
         types_T=_types(state, rows, counts, positions),
         entries=entries,
         paths=paths,
+        rounds=rounds,
     )
 
 

@@ -13,6 +13,7 @@ from tidemill.kernels import native
 from tidemill.kernels.kv_cache import PagedKV, copy_pages, new_cache, views
 from tidemill.kernels.mixers import Mixers
 from tidemill.kernels.native.program import Program
+from tidemill.kernels.policies import Policies
 from tidemill.kernels.state import PagedStates
 from tidemill.kernels.trees import move_tokens
 from tidemill.layers.lora import Loras
@@ -41,10 +42,14 @@ class CpuRunner:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        self.state = RowState(config.max_requests, config.max_context, config.page_size, groups=config.layout.groups)
+        longest = max(config.max_context, config.max_stream)
+        self.state = RowState(
+            config.max_requests, config.max_context, config.page_size, groups=config.layout.groups, max_tokens=longest
+        )
         self.cache = self._new_cache(config)
         self.sampler = Sampler(self.state, by_rejection=config.acceptance == "rejection")
         self.mixers = self._make_mixers(config)
+        self._policies = Policies(self.mixers.kv)
         self._program = self._record() if native.lib and self.mixers.are_native else None
         self._lora_program = None  # for steps in which a row has an adapter
         self.loras = Loras(model.lora_places(), config.max_loras, config.max_lora_rank) if config.max_loras else None
@@ -65,7 +70,7 @@ class CpuRunner:
 
     def _make_mixers(self, config: EngineConfig) -> Mixers:
         shape, state, layout = self.model.config, self.state, config.layout
-        angles, kv, states = self.model.angles(config.max_context), None, None
+        angles, kv, states = self.model.angles(config.max_context, longest=config.max_stream), None, None
         if shape.attention_layers:
             own = [one for one, spec in zip(angles, shape.layers, strict=True) if isinstance(spec, AttentionSpec)]
             biases = self.model.distance_biases(config.max_context)
@@ -104,6 +109,10 @@ class CpuRunner:
         self.state.stage(plan)
         self.state.apply()
         self.change_pages(plan)
+        for copy in plan.row_copies:
+            self._policies.take(copy.target, None)  # whose source has none
+        for new in plan.new_rows:
+            self._policies.take(new.row, new.cache)
         batch = self._gather(plan)
         hidden_TH = self.forward(batch)
         result = self._sample(plan, batch, hidden_TH)
@@ -112,7 +121,7 @@ class CpuRunner:
         return result
 
     def _gather(self, plan: StepPlan) -> Batch:
-        return gather_batch(plan.items, self.state, plan.trees)
+        return gather_batch(plan.items, self.state, plan.trees, self._policies)
 
     @torch.inference_mode()
     def change_pages(self, plan: StepPlan) -> None:
@@ -138,7 +147,7 @@ class CpuRunner:
 
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
         entries = batch.entries or (batch.rows, batch.starts, batch.counts)
-        step = self.mixers.plan(*entries, batch.positions_T, batch.slots_GT, batch.paths)
+        step = self.mixers.plan(*entries, batch.positions_T, batch.slots_GT, batch.paths, batch.rounds)
         embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
         if program:
             return step.replay(program, embedded_TH)

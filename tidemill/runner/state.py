@@ -53,15 +53,22 @@ class RowState:
     """Tokens, page table and sampling words of every row on the device; sampling parameters beside them on the host."""
 
     def __init__(
-        self, num_rows: int, max_context: int, page_size: int, device: torch.device | None = None, groups: Sequence[Group] = ()
+        self,
+        num_rows: int,
+        max_context: int,
+        page_size: int,
+        device: torch.device | None = None,
+        groups: Sequence[Group] = (),
+        max_tokens: int = 0,
     ) -> None:
-        """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given."""
+        """`groups`: the KV groups, whose page tables lie side by side in a row; one that sees all, if not given. `max_tokens`: of
+        a row, if that may be more than the context, which is what its pages hold."""
         self.page_size = page_size
         longest = block_bounds(max_context)[-1][1]  # attention reads whole blocks
         groups = tuple(groups) or (Group(page_size),)
         nums = [_aligned(group.num_pages_for(longest)) for group in groups]
         self.columns = np.cumsum([0, *nums]).tolist()  # where each group's begin, and where the last ends
-        widths = (max_context + 1, self.columns[-1], 3)
+        widths = (max(max_context, max_tokens) + 1, self.columns[-1], 3)
         flat = torch.zeros(num_rows * sum(widths), dtype=torch.int32, device=device)
         parts = flat.split([num_rows * width for width in widths])
         self.tokens, self.pages, self.draws = (part.view(num_rows, -1) for part in parts)  # a draw: temperature's bits, seed

@@ -74,7 +74,9 @@ class Pages:
     def path(self, request: Request) -> Path:
         """Its tokens in the prefix cache, up to the first position that must be computed, for its logprobs."""
         if request.path is None:
-            request.path = self._kv.path(request.tokens, request.salt, request.params.num_reusable)
+            most = request.params.num_reusable
+            most = most if request.cache is None else min(most, request.cache.num_reusable)
+            request.path = self._kv.path(request.tokens, request.salt, most)
         return request.path
 
     def num_to_compute(self, request: Request) -> int:
@@ -90,18 +92,18 @@ class Pages:
         """Free pages that it would take now."""
         if self._kv.holds(request.seq):
             return self._kv.num_pages_to_go_on(request.seq, request.num_computed, request.num_known)
-        return self._kv.num_pages_to_admit(request.num_known, self.path(request))
+        return self._kv.num_pages_to_admit(request.num_known, self.path(request), request.cache)
 
     def reserve(self, request: Request, running: Sequence[Request], to_the_end: bool) -> int:
         """Pages that must stay free when it starts: one for the growth of each that runs, if possible, or all that they and it
         will take until their ends, at most."""
         if not to_the_end:
-            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known))
-        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known)
+            return min(len(running), self._kv.num_pages - self._kv.num_pages_for(request.num_known, request.cache))
+        num = self._most_pages(request) - self._kv.num_pages_for(request.num_known, request.cache)
         return num + sum(self._most_pages(one) - self._kv.num_pages_of(one.seq) for one in running)
 
     def _most_pages(self, request: Request) -> int:
-        return self._kv.num_pages_for(request.num_prompt + request.max_tokens)
+        return self._kv.num_pages_for(request.num_prompt + request.max_tokens, request.cache)
 
     def start(self, request: Request, reserve: int) -> tuple[str, list[tuple[int, int, int]], tuple[int, int]] | None:
         """Pages for all its tokens, so that so many stay free. Returns what it starts from, the pages to copy, and
@@ -114,7 +116,7 @@ class Pages:
                 return None
             reason = f"shares pages of what it was forked from: {request.num_computed} of {request.num_known} tokens"
             return reason, copies, (0, 0)
-        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve)
+        start = self._kv.admit(request.seq, request.num_known, self.path(request), reserve, request.cache)
         if start is None:
             return None
         request.num_computed = start.num_cached
@@ -134,7 +136,7 @@ class Pages:
     def make_writable(self, request: Request, count: int) -> bool:
         """Private pages for its next `count` tokens. False: there are not enough free pages."""
         end = request.num_computed + count
-        if self._kv.has_windows:
+        if self._kv.has_windows or request.cache is not None:
             first = min(request.num_computed, request.num_prompt - 1) if request.children else request.num_computed
             self.unsent.update_pages(request.row, self._kv.trim(request.seq, first))
         new = self._kv.extend(request.seq, end)

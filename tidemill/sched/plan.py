@@ -9,6 +9,7 @@ import msgspec
 
 from tidemill.kv.groups import PageChange
 from tidemill.kv.tiers import PageMove
+from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import Request
 
@@ -23,6 +24,7 @@ class NewRow(msgspec.Struct, frozen=True):
     params: SamplingParams
     eos_token_ids: frozenset[int]
     adapter: int = -1  # its slot
+    cache: CachePolicy | None = None
 
 
 class RowPages(msgspec.Struct, frozen=True):
@@ -147,6 +149,7 @@ class Unsent:
                 new.params,
                 new.eos_token_ids,
                 new.adapter,
+                new.cache,
             )
             for row, new in self.rows.items()
         ]

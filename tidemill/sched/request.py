@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Hold
 
@@ -43,6 +44,7 @@ class Request:
     salt: str = ""
     tenant: str = ""
     adapter: int = -1  # the slot of its LoRA adapter; -1: it has none
+    cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
     root: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked

@@ -14,6 +14,7 @@ from tidemill import events
 from tidemill.events import EventSink
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Moved
+from tidemill.kv_policy import CachePolicy
 from tidemill.sampling import SamplingParams
 from tidemill.sched import preemption
 from tidemill.sched.background import Background
@@ -95,15 +96,17 @@ class Scheduler:
         arrival_s: float | None = None,
         tenant: str = "",
         adapter: int = -1,
+        cache: CachePolicy | None = None,
+        max_context: int | None = None,
         resumed: Mapping[int, Sequence[int]] | None = None,
         holds: Sequence[Hold] = (),
     ) -> list[Request]:
         """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
-        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `holds`: of prefixes
-        of the first sample."""
-        now = self._clock.now()
-        assert 0 < len(prompt_ids) <= self.max_context, "checked by the engine"
-        room = self.max_context - len(prompt_ids)
+        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
+        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample."""
+        now, max_context = self._clock.now(), max_context or self.max_context
+        assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
+        room = max_context - len(prompt_ids)
         made: list[Request] = []
         for index in range(params.n) if resumed is None else resumed:
             request = Request(
@@ -118,6 +121,7 @@ class Scheduler:
                 salt=salt,
                 tenant=tenant,
                 adapter=adapter,
+                cache=cache,
                 parent=made[0] if made and resumed is None else None,
                 holds=() if made else holds,
             )
@@ -366,7 +370,7 @@ class Scheduler:
                 # A victim of preemption ranks after all that are scheduled so far, so it is not in the plan yet.
                 if not self._make_writable(request, 1 + len(drafts)):
                     continue
-                request.writable_end = -(-end // page_size) * page_size
+                request.writable_end = -(-end // page_size) * page_size if request.cache is None else end
             self._schedule(request, 1, plan, state, drafts)
 
     def _drafts_of(self, request: Request, state: StepState) -> Sequence[int]:
@@ -473,7 +477,9 @@ class Scheduler:
     def _make_room_for_chunk(self, request: Request, count: int, plan: StepPlan) -> bool:
         """Pages of the groups that take them as a prompt is computed; the others were taken when it was admitted. Preempts what
         ranks after it and is not in the plan. False: it has to wait for a later step, or was preempted itself."""
-        return not self.kv.has_windows or self._make_writable(request, count, {item.seq for item in plan.items})
+        return not (self.kv.has_windows or request.cache) or self._make_writable(
+            request, count, {item.seq for item in plan.items}
+        )
 
     def _obstacle(self, request: Request, state: StepState) -> str:
         if not self._free_rows:
@@ -538,6 +544,9 @@ class Scheduler:
             self._background.spend(count)
         plan.items.append(StepItem(request.seq, request.row, request.num_computed, count, samples, request.epoch, len(drafts)))
         state.num_left -= count
+        if request.cache is not None and (num := request.cache.num_given_up(request.num_computed, request.num_computed + count)):
+            end, why = request.num_computed + count, f"kv_policy {request.cache.kind}"
+            self._emit(events.TokensEvicted(self._clock.now(), request.request_id, num, end, why))
         request.num_computed += count
         request.num_in_flight += samples
         # A page can be cached once it is full of tokens that are known here; between two page ends there is nothing to record.
@@ -552,7 +561,8 @@ class Scheduler:
         queued samples hold no pages."""
         request.writable_end = 0  # not its own any more
         for child in request.children:
-            num_shared = request.num_prompt - 1 if self.kv.can_fork and self._evict else 0
+            can_share = self.kv.can_fork_from(request.seq) and self._evict
+            num_shared = request.num_prompt - 1 if can_share else 0
             child.parent = None
             child.num_computed = child.num_cached = num_shared
             self.waiting.make_ready(child, now)
@@ -674,7 +684,8 @@ class Scheduler:
         for request in self.running:
             assert self.kv.holds(request.seq)
             for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
-                assert group.num_pages_for(request.num_computed) <= len(pages)
+                num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
+                assert group.num_pages_for(num_slots) <= len(pages)
                 assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
         if not self._requests:
             num_owned = self.kv.num_loading + self.kv.held.num_pinned

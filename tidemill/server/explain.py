@@ -61,6 +61,7 @@ class Story:
     num_beams: int = 1
     num_reordered: int = 0  # steps after which other beams went on than before
     num_forks: int = 0
+    num_evicted: int = 0  # tokens that its KV policy gave up
     held: list[str] = field(default_factory=list)  # what of it is kept in the KV cache, and why
     num_drafts: int = 0
     num_right: int = 0
@@ -99,6 +100,7 @@ class Story:
                 "host_tokens": self.num_host,
                 "disk_tokens": self.num_disk,
                 "output_tokens": self.num_output,
+                "evicted_tokens": self.num_evicted,
                 "draft_tokens": self.num_drafts,
                 "accepted_tokens": self.num_right,
                 "admission": self.admitted_because,
@@ -223,6 +225,10 @@ class Explainer:
                     if story is not None:
                         story.num_drafts += num_drafts
                         story.num_right += num_right
+            case events.TokensEvicted():
+                story = self._live.get(event.request_id)
+                if story is not None:
+                    story.num_evicted += event.num_tokens
             case events.Finished() | events.Aborted():
                 story = self._alone(event.request_id)
                 if story is not None:

@@ -38,6 +38,7 @@ class Metrics:
         self.moved_bytes = self._counter("kv_moved_bytes", "Bytes of KV pages moved", ("tier", "direction"))
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
+        self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
         self.holds = self._counter("prefixes_held", "Prefixes pinned or retained", ("kind",))
         self.holds_refused = self._counter(
             "prefixes_not_held", "Prefixes that were to be pinned or retained, and are not", ("kind",)
@@ -133,6 +134,8 @@ class Metrics:
                 self.swaps.inc(event.is_swap)
             case events.PagesEvicted():
                 self.evicted_pages.inc(event.num_pages)
+            case events.TokensEvicted():
+                self.evicted_tokens.inc(event.num_tokens)
             case events.PrefixHeld() | events.HoldEnded():
                 (self.holds if isinstance(event, events.PrefixHeld) else self.holds_ended).labels(_kind(event.is_pinned)).inc()
                 self.pinned_pages.set(event.num_pinned)

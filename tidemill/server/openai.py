@@ -295,12 +295,12 @@ async def prepare_job(models: Models, prepare: _Prepare, body: SamplingRequest, 
     body.return_tokens_as_token_ids |= service.manner.ids_in_logprobs
     job = await prepare(service, body, caller)
     if body.n_predict is not None:  # llama.cpp's name, so as there: the output ends with the context, at the latest
-        room = max(service.max_context - max(map(len, job.prompts)), 1)
+        room = max(service.context_of(job.params) - max(map(len, job.prompts)), 1)
         job.writer.limit(min(job.params.max_tokens or room, room))
     if body.verbose:
         texts = [await service.decode(prompt) for prompt in job.prompts]
         job.writer.verbose = {"__verbose": {"prompt": texts[0] if len(texts) == 1 else texts}}
-    job.params = job.writer.bounded(service.max_context, bool(body.stream), service.defaults.limit, num_jobs)
+    job.params = job.writer.bounded(service.context_of(job.params), bool(body.stream), service.defaults.limit, num_jobs)
     await service.check_grammar(job.params, of_tools=isinstance(body, ChatRequest) and body.must_call)
     return job
 
@@ -312,11 +312,11 @@ async def _prepare_completion(service: Service, body: CompletionRequest, caller:
         if cache.messages is not None or body.suffix:
             what = f"The prompt cache {cache.name!r} is made of messages." if cache.messages else "There is a suffix."
             raise InvalidRequest(what, fix="Use one made of a prompt, and no suffix.", param="prompt_cache")
-        prompts = [[*cache.token_ids, *prompt] for prompt in await prompts_of(service, body.prompt, False)]
+        prompts = [[*cache.token_ids, *prompt] for prompt in await prompts_of(service, body.prompt, False, params)]
     elif body.suffix:
         prompts, params = await _filled_in(service, body, params)
     else:
-        prompts = await prompts_of(service, body.prompt, body.add_special_tokens)
+        prompts = await prompts_of(service, body.prompt, body.add_special_tokens, params)
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     if len(prompts) * params.n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts of {params.n} samples; at most {MAX_CHOICES} in all.", param="n")
@@ -347,7 +347,7 @@ async def prepare_chat(service: Service, body: ChatRequest, caller: Caller) -> J
         before, body.tools = cache.messages, body.tools or cache.tools
     params = await _params(service, body)
     _check_template(service, body, caller)
-    prompts = [await service.encode_chat([*before, *body.conversation()], **body.how())]
+    prompts = [await service.encode_chat([*before, *body.conversation()], params, **body.how())]
     prompts = truncated(service, prompts, body.truncate_prompt_tokens, params.max_tokens, body.truncation_side)
     reading = service.reading(prompts[0], body.called(), body.must_call, body.continued)
     params = reading.gated(params)
@@ -520,24 +520,26 @@ async def merge(streams: list[AsyncGenerator[Any, None]]) -> AsyncGenerator[tupl
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def prompts_of(service: Service, prompt: Any, add_special: bool = True) -> list[list[int]]:
+async def prompts_of(
+    service: Service, prompt: Any, add_special: bool = True, params: SamplingParams | None = None
+) -> list[list[int]]:
     """Of any of the four kinds that the request model accepts."""
     if isinstance(prompt, str):
-        return [await service.encode(prompt, add_special)]
+        return [await service.encode(prompt, add_special, params)]
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fix="Give a text or at least one token.", param="prompt")
     if is_mixed(prompt):
-        return [await ids_of(service, prompt, add_special)]
-    return [await ids_of(service, one, add_special) for one in prompt]
+        return [await ids_of(service, prompt, add_special, params)]
+    return [await ids_of(service, one, add_special, params) for one in prompt]
 
 
-async def ids_of(service: Service, prompt: Mixed, add_special: bool = True) -> list[int]:
+async def ids_of(service: Service, prompt: Mixed, add_special: bool = True, params: SamplingParams | None = None) -> list[int]:
     """Of a text, token ids or both. Only a text at the start begins as the model expects texts to begin."""
     if isinstance(prompt, str):
-        return await service.encode(prompt, add_special)
+        return await service.encode(prompt, add_special, params)
     made: list[int] = []
     if not any(isinstance(part, str) for part in prompt):
         return [part for part in prompt if isinstance(part, int)]
     for i, part in enumerate(prompt):
-        made += [part] if isinstance(part, int) else await service.encode(part, add_special and i == 0)
+        made += [part] if isinstance(part, int) else await service.encode(part, add_special and i == 0, params)
     return made

@@ -170,6 +170,7 @@ class SamplingRequest(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False  # in logprobs
     cache_salt: str | None = Field(default=None, max_length=256)  # the prefix cache is separate for each salt
+    kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
     prompt_cache_key: str | None = Field(
         default=None, max_length=MAX_KEY_CHARS
     )  # of the requests with it, the latest is retained
@@ -232,7 +233,7 @@ class SamplingRequest(Body):
         names = (
             "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p", "typical_p",
             "repetition_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-            "prompt_logprobs",
+            "prompt_logprobs", "kv_policy",
         )  # fmt: skip
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.repeat_penalty is not None and given.setdefault("repetition_penalty", self.repeat_penalty) != self.repeat_penalty:

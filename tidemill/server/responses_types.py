@@ -258,6 +258,7 @@ class ResponseRequest(ResponsePrompt):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    kv_policy: str | dict[str, Any] | None = None  # which tokens stay in the KV cache, such as {"kind": "streaming"}
     timings_per_token: bool = False  # llama.cpp's times, in each delta and at the end
     return_progress: bool = False  # llama.cpp's: events that tell how much of the prompt is computed
     enable_response_messages: bool = False  # vLLM's: return prompt and output as texts and tokens
@@ -270,7 +271,7 @@ class ResponseRequest(ResponsePrompt):
         given: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         names = (
             "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-            "stop",
+            "stop", "kv_policy",
         )  # fmt: skip
         given |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.wants_logprobs:

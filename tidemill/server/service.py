@@ -125,8 +125,13 @@ class Service:
     def max_context(self) -> int:
         return self.ready.config.max_context
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        work = partial(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.max_context)
+    def context_of(self, params: SamplingParams | None = None) -> int:
+        """Prompt and output of such a request, at most."""
+        return self.ready.config.context_of(params or SamplingParams())
+
+    async def encode(self, text: str, add_special: bool = True, params: SamplingParams | None = None) -> list[int]:
+        """`params`: of the request, if they may allow a longer text."""
+        work = partial(self.tokenizer.encode, text, add_special=add_special, max_tokens=self.context_of(params))
         return await self._tokenized(work, len(text))
 
     async def encode_cut(self, text: str, num: int, side: str = "right", add_special: bool = True) -> list[int]:
@@ -157,9 +162,9 @@ class Service:
         work = partial(self.tokenizer.decode, token_ids, skip_special=skip_special)
         return work() if len(token_ids) < _LONG_IDS else await asyncio.to_thread(work)
 
-    async def encode_chat(self, messages: list[dict[str, Any]], **how: Any) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None, /, **how: Any) -> list[int]:
         self.check_chat()
-        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.max_context, **how)
+        work = partial(self._with_template, Tokenizer.encode_chat, messages, max_tokens=self.context_of(params), **how)
         return await asyncio.get_running_loop().run_in_executor(self._rendering, work)
 
     async def render_chat(self, messages: list[dict[str, Any]], **how: Any) -> str:
@@ -231,7 +236,7 @@ class Service:
 
     def with_defaults(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """What was not given takes the model's defaults."""
-        return self.defaults.fill(params, self.max_context - len(prompt_ids), null_is_absent=True)
+        return self.defaults.fill(params, self.context_of(params) - len(prompt_ids), null_is_absent=True)
 
     async def prove(self, within_s: float) -> None:
         """Raises unless the engine has completed a step within this time, or completes one now."""

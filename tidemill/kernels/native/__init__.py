@@ -44,6 +44,7 @@ class LayerSpec(ctypes.Structure):
         *((name, _LONG) for name in ("group", "num_heads", "num_kv_heads", "head_dim", "num_rotated", "window")),
         *((name, _LONG) for name in ("is_bidirectional", "bias_stride")),
         *((name, _POINTER) for name in ("bias", "cos", "sin", "key_scales", "value_scales", "quant")),
+        ("number", _LONG),
         *((name, _FLOAT) for name in ("scale", "softcap")),
     ]
 
@@ -67,7 +68,36 @@ class Step(ctypes.Structure):
         ("path_width", _LONG),
         *((name, _POINTER) for name in ("tile_base", "tile_path")),
         *((name, _POINTER) for name in ("tables", "positions", "slots", "states")),
+        ("num_rounds", _LONG),
+        ("rounds", _POINTER),
     ]
+
+
+class Policy(ctypes.Structure):
+    """tm_policy of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "capacity", "kept", "recent", "sinks", "first_observed", "dense_layers", "stride")),
+        ("memory", _POINTER),
+    ]
+
+
+class Segment(ctypes.Structure):
+    """tm_segment of tidemill.h."""
+
+    _fields_ = [
+        ("policy", _POINTER),
+        *(
+            (name, _LONG)
+            for name in ("row", "token", "count", "position", "slot", "evicts", "num_read", "first_page", "num_pages")
+        ),
+    ]
+
+
+class Round(ctypes.Structure):
+    """tm_round of tidemill.h."""
+
+    _fields_ = [("num_segments", _LONG), ("segments", _POINTER), ("tiles", _POINTER)]
 
 
 class StateLayer(ctypes.Structure):
@@ -147,7 +177,7 @@ class _Field(ctypes.Structure):
 _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
-    ("tm_kvquant", KVQuantSpec),
+    ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
 )  # fmt: skip
 
 

@@ -21,15 +21,6 @@ being one chain of operations: bits depend on the query's position and the token
 #define MANY 6   /* query rows of a register tile otherwise */
 #define LOG2_E 1.44269504f
 
-typedef struct {
-    const tm_step *step;
-    const tm_layer *layer;
-    tm_learned learned;
-    float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
-    char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
-    float *out;          /* [token][q heads][head_dim] */
-} attention_job;
-
 /* Queries of some tokens of one request for one KV head; row = token * group + query head of the group. */
 typedef struct {
     long num_rows, group, start, dim; /* start: position of the first token */
@@ -83,7 +74,7 @@ TM_INLINE uint16_t *scale_at(const tm_step *s, const char *scales, long page, lo
 
 static void enter_token(void *arg, long token, int thread) {
     (void)thread;
-    const attention_job *j = arg;
+    const tm_attention_job *j = arg;
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
     long dim = l->head_dim, half = l->num_rotated / 2, slot = s->slots[l->group * s->num_tokens + token];
@@ -96,7 +87,7 @@ static void enter_token(void *arg, long token, int thread) {
         if (l->quant && h >= l->num_heads) continue; /* its keys are stored as they are before rotation */
         if (half) rotate(q + h * dim, l->cos + s->positions[token] * half, l->sin + s->positions[token] * half, half);
     }
-    for (long h = 0; h < l->num_kv_heads; h++) {
+    for (long h = 0; h < l->num_kv_heads && slot >= 0; h++) { /* below 0: policy_rounds writes them */
         long at = page * s->page_bytes + (h * s->page_size + offset) * row_bytes(dim, format);
         if (l->quant) {
             kvquant_put(s, l, j->keys, j->values, page, h, offset, s->positions[token], k + h * dim, v + h * dim);
@@ -118,16 +109,10 @@ TM_INLINE f32x8 load(const char *row, long i, int format) {
     return format == TM_KV_BF16 ? f32x8_load_bf16((const uint16_t *)row + i) : f32x8_load((const float *)row + i);
 }
 
-/* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
-typedef struct {
-    const int32_t *pages;
-    const int64_t *path;
-    long base;
-} places;
-TM_INLINE long place_of(const places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
+TM_INLINE long place_of(const tm_places *w, long position) { return position < w->base ? position : w->path[position - w->base]; }
 
 /* Positions first .. first + num - 1 of a request, in its pages. Rows past the last repeat it: they are read, never used. */
-static void find_rows(const tm_step *s, long dim, const char *cache, const places *w, long head, long first, long num, block_rows rows) {
+static void find_rows(const tm_step *s, long dim, const char *cache, const tm_places *w, long head, long first, long num, block_rows rows) {
     long num_bytes = row_bytes(dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size); /* a power of two */
     for (long i = 0; i < num;) {
         long position = place_of(w, first + i), offset = position & (s->page_size - 1);
@@ -140,7 +125,7 @@ static void find_rows(const tm_step *s, long dim, const char *cache, const place
 }
 
 /* Scales of the same positions; of codes of four bits, which are taken sixteen times as large, a sixteenth. Past the last: 0. */
-static void find_scales(const tm_step *s, const char *scales, const places *w, long head, long first, long num, float *to) {
+static void find_scales(const tm_step *s, const char *scales, const tm_places *w, long head, long first, long num, float *to) {
     float factor = s->kv_format == TM_KV_INT4 ? 0.0625f : 1;
     long shift = __builtin_ctzl(s->page_size), i = 0, last = s->page_size - 1;
     if (s->page_size >= 8)
@@ -155,7 +140,7 @@ static void find_scales(const tm_step *s, const char *scales, const places *w, l
 }
 
 /* The same positions, of which the hardware does not know that they come next: pages lie anywhere. */
-static void prefetch(const tm_step *s, const tm_layer *l, const attention_job *j, const int32_t *pages, long head, long first, long num) {
+static void prefetch(const tm_step *s, const tm_layer *l, const tm_attention_job *j, const int32_t *pages, long head, long first, long num) {
     long num_bytes = row_bytes(l->head_dim, (int)s->kv_format), shift = __builtin_ctzl(s->page_size);
     for (long i = 0; i < num;) {
         long position = first + i, offset = position & (s->page_size - 1), run = s->page_size - offset < num - i ? s->page_size - offset : num - i;
@@ -173,7 +158,7 @@ static void prefetch(const tm_step *s, const tm_layer *l, const attention_job *j
 }
 
 /* KVQuant's numbers beside the codes of the same positions. */
-static void find_extras(const tm_step *s, const char *extras, const places *w, long head, long first, long num, block_rows to) {
+static void find_extras(const tm_step *s, const char *extras, const tm_places *w, long head, long first, long num, block_rows to) {
     long shift = __builtin_ctzl(s->page_size), last = s->page_size - 1;
     for (long i = 0; i < num; i++) {
         long position = place_of(w, first + i);
@@ -476,27 +461,23 @@ static void attend_block(const tile *t, long first, long num, const block_rows k
     }
 }
 
-static void attend_tile(void *arg, long task, int thread) {
-    const attention_job *j = arg;
+void attention_tile(const tm_attention_job *j, long first_token, long len, long start, long end, const tm_places *where, long head, int thread) {
     const tm_step *s = j->step;
     const tm_layer *l = j->layer;
-    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads;
-    long at = task / l->num_kv_heads, head = task % l->num_kv_heads;
-    long num_rows = s->tile_len[at] * group, end = l->is_bidirectional ? s->tile_end[at] : s->tile_start[at] + s->tile_len[at];
+    long dim = l->head_dim, group = l->num_heads / l->num_kv_heads, num_rows = len * group;
+    if (!l->is_bidirectional) end = start + len;
     int format = l->quant ? TM_KV_F32 : (int)s->kv_format, has_codes = l->key_scales && !l->quant, is_copied = num_rows > FEW && !has_codes;
     long padded = is_copied ? (num_rows + 2) / 3 * 3 : num_rows; /* a register tile has 3 or 6 rows; those added are ignored */
-    places where = {s->tables[l->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
-    if (s->tile_path) where.path = s->tile_path + at * s->path_width, where.base = s->tile_base[at];
     float *copied = tm_scratch(thread, 1, scratch_bytes(dim)); /* attention_op has made sure there is */
     float top[MAX_TILE_ROWS + 2], total[MAX_TILE_ROWS + 2], worth[MAX_TILE_ROWS + 2], *dequantized = copied + 2 * BLOCK * padded_dim(dim);
     float *queries = dequantized + 2 * BLOCK * padded_dim(dim);
-    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = s->tile_start[at], .dim = dim, .window = l->window,
+    tile t = {.num_rows = padded, .num_biased = num_rows, .group = group, .start = start, .dim = dim, .window = l->window,
               .reach = l->is_bidirectional ? end - 1 : -1, .bias_stride = l->bias_stride, .softcap = l->softcap * LOG2_E,
               .bias = l->bias ? l->bias + head * group * l->bias_stride + l->bias_stride / 2 : NULL,
               .queries = queries, .sums = queries + padded * padded_dim(dim), .top = top, .total = total,
               .factors = (code_factor *)queries, .worth = worth};
     for (long row = 0; row < padded; row++) {
-        long token = s->tile_token[at] + row / group;
+        long token = first_token + row / group;
         const float *q = j->qkv + (token * (l->num_heads + 2 * l->num_kv_heads) + head * group + row % group) * dim;
         float scaled[MAX_CODE_DIM], *query = has_codes ? scaled : t.queries + row * dim;
         for (long i = 0; i < dim; i += 8) {
@@ -513,18 +494,18 @@ static void attend_tile(void *arg, long task, int thread) {
         block_rows keys, values;
         code_block codes;
         long num = end - first < BLOCK ? end - first : BLOCK;
-        find_rows(s, dim, j->keys, &where, head, first, num, keys);
-        find_rows(s, dim, j->values, &where, head, first, num, values);
-        if (first + BLOCK < end) prefetch(s, l, j, where.pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
+        find_rows(s, dim, j->keys, where, head, first, num, keys);
+        find_rows(s, dim, j->values, where, head, first, num, values);
+        if (first + BLOCK < end) prefetch(s, l, j, where->pages, head, first + BLOCK, end - first - BLOCK < BLOCK ? end - first - BLOCK : BLOCK);
         if (has_codes) {
             take_block(keys, values, num, dim, format, (char *)copied, &codes);
-            find_scales(s, l->key_scales, &where, head, first, num, codes.key_scales);
-            find_scales(s, l->value_scales, &where, head, first, num, codes.value_scales);
+            find_scales(s, l->key_scales, where, head, first, num, codes.key_scales);
+            find_scales(s, l->value_scales, where, head, first, num, codes.value_scales);
         }
         if (l->quant) {
             block_rows key_extras, value_extras;
-            find_extras(s, l->key_scales, &where, head, first, num, key_extras);
-            find_extras(s, l->value_scales, &where, head, first, num, value_extras);
+            find_extras(s, l->key_scales, where, head, first, num, key_extras);
+            find_extras(s, l->value_scales, where, head, first, num, value_extras);
             kvquant_take(l, head, first, num, keys, values, key_extras, value_extras, BLOCK, dequantized);
         }
         if (is_copied) {
@@ -534,18 +515,27 @@ static void attend_tile(void *arg, long task, int thread) {
         attend_block(&t, first, num, keys, values, format, is_copied ? copied : NULL, has_codes ? &codes : NULL);
     }
     for (long row = 0; row < num_rows; row++) {
-        float *to = j->out + ((s->tile_token[at] + row / group) * l->num_heads + head * group + row % group) * dim;
+        float *to = j->out + ((first_token + row / group) * l->num_heads + head * group + row % group) * dim;
         for (long i = 0; i < dim; i += 8) f32x8_store(to + i, f32x8_mul1(f32x8_load(t.sums + row * dim + i), 1.0f / total[row]));
     }
 }
 
+static void attend_tile(void *arg, long task, int thread) {
+    const tm_attention_job *j = arg;
+    const tm_step *s = j->step;
+    long at = task / j->layer->num_kv_heads, head = task % j->layer->num_kv_heads;
+    tm_places where = {s->tables[j->layer->group] + s->tile_row[at] * s->table_width, NULL, LONG_MAX};
+    if (s->tile_path) where.path = s->tile_path + at * s->path_width, where.base = s->tile_base[at];
+    attention_tile(j, s->tile_token[at], s->tile_len[at], s->tile_start[at], s->tile_end[at], &where, head, thread);
+}
+
 int attention_op(const tm_step *step, const tm_layer *layer, tm_learned learned, float *qkv, void *keys, void *values, float *out) {
-    attention_job j = {step, layer, learned, qkv, keys, values, out};
+    tm_attention_job j = {step, layer, learned, qkv, keys, values, out};
     for (int t = 0; t < tm_num_threads(); t++)
         if (!tm_scratch(t, 1, scratch_bytes(layer->head_dim))) return -1;
     tm_parallel(step->num_tokens, 8, enter_token, &j);
     tm_parallel(step->num_tiles * layer->num_kv_heads, 1, attend_tile, &j);
-    return 0;
+    return step->num_rounds ? policy_rounds(&j) : 0;
 }
 
 TM_API int tm_attention(const tm_step *step, const tm_layer *layer, const float *q_norm, const float *k_norm, const float *sinks, float eps,

@@ -27,6 +27,9 @@ typedef struct {
 #define LORA_STEP(f) {"tm_lora_step." #f, offsetof(tm_lora_step, f)}
 #define LORA(f) {"tm_lora." #f, offsetof(tm_lora, f)}
 #define MOE(f) {"tm_moe." #f, offsetof(tm_moe, f)}
+#define POLICY(f) {"tm_policy." #f, offsetof(tm_policy, f)}
+#define SEGMENT(f) {"tm_segment." #f, offsetof(tm_segment, f)}
+#define ROUND(f) {"tm_round." #f, offsetof(tm_round, f)}
 #define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
@@ -41,9 +44,10 @@ TM_API const field *tm_layout(void) {
         {"tm_step", sizeof(tm_step)}, {"tm_layer", sizeof(tm_layer)}, {"tm_op", sizeof(tm_op)},
         LAYER(group), LAYER(num_heads), LAYER(num_kv_heads), LAYER(head_dim), LAYER(num_rotated), LAYER(window),
         LAYER(is_bidirectional), LAYER(bias_stride), LAYER(bias), LAYER(cos), LAYER(sin), LAYER(key_scales), LAYER(value_scales), LAYER(quant),
+        LAYER(number),
         LAYER(scale), LAYER(softcap), STEP(num_tokens), STEP(page_size), STEP(page_bytes),
         STEP(table_width), STEP(kv_format), STEP(num_tiles), STEP(tile_token), STEP(tile_len), STEP(tile_start), STEP(tile_row),
-        STEP(tile_end), STEP(path_width), STEP(tile_base), STEP(tile_path), STEP(tables), STEP(positions), STEP(slots), STEP(states),
+        STEP(tile_end), STEP(path_width), STEP(tile_base), STEP(tile_path), STEP(tables), STEP(positions), STEP(slots), STEP(states), STEP(num_rounds), STEP(rounds),
         OP(op), OP(in), OP(in_out), OP(out), OP(in_2), OP(in_3), OP(kind), OP(width), OP(num_out), OP(a), OP(b), OP(c), OP(d), OP(e), OP(f), OP(eps),
         {"tm_moe", sizeof(tm_moe)}, {"tm_matrices", sizeof(tm_matrices)},
         MOE(num_experts), MOE(top_k), MOE(renormalise), MOE(topk_first), MOE(act), MOE(gate_up), MOE(down), MOE(shared_gate_up),
@@ -54,6 +58,10 @@ TM_API const field *tm_layout(void) {
         PAIR(down), PAIR(up), PAIR(kind), PAIR(rank), PAIR(scale),
         LORA_STEP(num_tokens), LORA_STEP(num_tiles), LORA_STEP(order), LORA_STEP(tiles),
         LORA(num_in), LORA(num_parts), LORA(max_rank), LORA(columns), LORA(sizes), LORA(pairs), LORA(step),
+        {"tm_policy", sizeof(tm_policy)}, {"tm_segment", sizeof(tm_segment)}, {"tm_round", sizeof(tm_round)},
+        POLICY(kind), POLICY(capacity), POLICY(kept), POLICY(recent), POLICY(sinks), POLICY(first_observed), POLICY(dense_layers),
+        POLICY(stride), POLICY(memory), SEGMENT(policy), SEGMENT(row), SEGMENT(token), SEGMENT(count), SEGMENT(position), SEGMENT(slot),
+        SEGMENT(evicts), SEGMENT(num_read), SEGMENT(first_page), SEGMENT(num_pages), ROUND(num_segments), ROUND(segments), ROUND(tiles),
         {NULL, 0},
     };
     return fields;

@@ -47,6 +47,7 @@ typedef struct {
     const float *cos, *sin; /* [position][num_rotated / 2] */
     const char *key_scales, *value_scales; /* bfloat16, in the first page: [kv head][offset]; NULL: the format has none. KVQuant: [4] of each */
     const tm_kvquant *quant;               /* NULL: another format */
+    long number;            /* among attention layers */
     float scale, softcap;   /* softcap: 0: none */
 } tm_layer;
 
@@ -77,6 +78,8 @@ typedef struct {
     const int32_t *const *tables;     /* of each group */
     const int64_t *positions, *slots; /* of tokens; slots of each group: page * page_size + offset */
     const tm_states *states;          /* NULL: no layer has one */
+    long num_rounds;                  /* 0: all tokens stay in the cache */
+    const struct tm_round *rounds;    /* policy_attention.c */
 } tm_step;
 
 /* What a layer's attention has learned besides its projections; NULL: nothing of the kind. */
@@ -85,6 +88,54 @@ typedef struct {
     const float *sinks;           /* [num_heads]: a score that joins the softmax, without a value */
     float eps;
 } tm_learned;
+
+/* One layer's attention in a step. */
+typedef struct {
+    const tm_step *step;
+    const tm_layer *layer;
+    tm_learned learned;
+    float *qkv;          /* [token][q heads | k heads | v heads][head_dim] */
+    char *keys, *values; /* of this layer: [page, page_bytes apart][kv head][offset][head_dim] */
+    float *out;          /* [token][q heads][head_dim] */
+} tm_attention_job;
+
+/* Where the tokens of a tile's sequence lie in its pages: from position `base` on, in the places of a path. */
+typedef struct {
+    const int32_t *pages;
+    const int64_t *path;
+    long base;
+} tm_places;
+
+/* Tokens `token` .. of one sequence, in slots `start` .. of the cache: their queries of one KV head over all slots up to their own, or
+   up to `end` if the layer is bidirectional. */
+void attention_tile(const tm_attention_job *j, long token, long len, long start, long end, const tm_places *where, long head, int thread);
+
+/* ---- policy_attention.c: sequences that give up tokens, or read few of them. Field by field as in policies.py. */
+
+/* What a row keeps beside its pages. */
+typedef struct {
+    long kind, capacity, kept, recent, sinks, first_observed, dense_layers; /* capacity: slots; kind: as in policies.py */
+    long stride;   /* values from a KV head's memory to the next's */
+    float *memory; /* [layer][kv head]: accumulated attention of slots; keys of sinks; lowest and highest keys of pages */
+} tm_policy;
+
+/* Tokens of a row in slots that follow each other. */
+typedef struct {
+    const tm_policy *policy;
+    long row, token, count, position, slot;
+    long evicts;                  /* after these tokens, slots are given up */
+    long num_read;                /* pages that the query reads; 0: all */
+    long first_page, num_pages;   /* that are full now, and whose keys are to be summed up */
+} tm_segment;
+
+/* Segments that can be computed together, and the tiles of their queries. */
+typedef struct tm_round {
+    long num_segments;
+    const tm_segment *segments;
+    const tm_step *tiles; /* NULL: the step's own */
+} tm_round;
+
+int policy_rounds(const tm_attention_job *job);
 
 typedef struct {
     const float *decay, *skip, *step_bias, *norm; /* NULL: none */

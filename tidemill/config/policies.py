@@ -1,0 +1,67 @@
+"""KV policies: which of them an engine has, and how long their requests may become."""
+
+from __future__ import annotations
+
+from tidemill.config.options import Decision, EngineOptions
+from tidemill.coverage import uncovered
+from tidemill.errors import ConfigError, InvalidRequest
+from tidemill.kv_policy import KINDS, KVPolicy, read_policy, settle
+from tidemill.model_config import ModelConfig
+
+_TIMES_CONTEXT, _MOST_BY_DEFAULT, _MOST = 8, 2**17, 2**20  # tokens of a request whose cache is bounded
+
+
+def decide_kv_policies(
+    device: str, kv_dtype: str, kv_layout: str, fast_math: bool, model: ModelConfig
+) -> Decision[tuple[str, ...]]:
+    """The kinds that requests may ask for, or why they may not."""
+    specs, why = model.attention_layers, ""
+    if device != "cpu":
+        why = "KV policies are computed on a CPU only"
+    elif model.pooler is not None:
+        why = "an encoder keeps no tokens"
+    elif model.state_layers:
+        why = "this model's states of constant size keep no tokens that could be given up"
+    elif kinds := sorted({kind for spec in specs for kind in spec.kinds}):
+        why = f"this model's layers have {' and '.join(kinds)}, which KV policies do not know"
+    elif not any(spec.rotation for spec in specs):
+        why = "this model has learned its positions; KV policies need rotary ones"
+    elif kv_dtype not in ("float32", "bfloat16"):
+        why = f"KV policies take keys in float32 or bfloat16, not in {kv_dtype}"
+    elif kv_layout != "paged":
+        why = f"KV policies need pages, and the layout is {kv_layout}"
+    elif fast_math and uncovered("C", specs):
+        why = "FlexAttention does not compute KV policies"
+    return ((), why) if why else ((*KINDS, "random"), "a request may ask for them")
+
+
+def decide_kv_policy(options: EngineOptions, kinds: tuple[str, ...], why_not: str, context: int) -> Decision[KVPolicy | None]:
+    if options.kv_policy is None:
+        return None, "all tokens of a request stay in the KV cache"
+    try:
+        policy = read_policy(options.kv_policy)
+        check_kv_policy(policy, kinds, why_not)
+        settle(policy, context - 1, 1, context)
+    except InvalidRequest as error:
+        raise ConfigError(error.message, fix=error.fix, param="kv_policy") from None
+    return policy, "given; a request may ask for another"
+
+
+def check_kv_policy(policy: KVPolicy | None, kinds: tuple[str, ...], why_not: str) -> None:
+    """Raises unless the engine has it."""
+    if policy is not None and policy.kind not in ("full", *kinds):
+        raise InvalidRequest(
+            f"The KV policy {policy.kind} is not available here: {why_not}.", fix="Leave kv_policy out.", param="kv_policy"
+        )
+
+
+def decide_max_stream(options: EngineOptions, kinds: tuple[str, ...], context: int) -> Decision[int]:
+    if not kinds:
+        return context, "no KV policies"
+    if options.max_stream is None:
+        return max(context, min(_TIMES_CONTEXT * context, _MOST_BY_DEFAULT)), "tokens of a request with a window in its cache"
+    if not context <= options.max_stream <= _MOST:
+        raise ConfigError(
+            f"max_stream is {options.max_stream}.", fix=f"It must be from {context}, the context, to {_MOST}.", param="max_stream"
+        )
+    return options.max_stream, "given"

@@ -1,0 +1,151 @@
+"""KV policies in a step: which tokens can be computed together, and what a row keeps beside its pages.
+
+Slots are given up between tokens. So the tokens of a row are cut there into segments; the first segments of all rows are computed
+in the first round, with the rows that have no policy, the second ones in the next. Decoding has one round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.kernels.kv_cache import PagedKV
+from tidemill.kernels.trees import Paths
+from tidemill.kv_policy import CachePolicy
+
+NUMBERS = {"window": 0, "streaming": 1, "h2o": 2, "snapkv": 3, "quest": 4, "random": 5}  # as in policy_attention.c
+
+
+@dataclass(slots=True)
+class RowPolicy:
+    """A row's policy, and what it keeps beside its pages, by layer and KV head: the attention that slots got, the keys of sinks,
+    or the lowest and highest keys of pages."""
+
+    policy: CachePolicy
+    memory_LGX: np.ndarray  # float32
+    num_summed: int = 0  # Quest: leading pages whose lowest and highest keys are known
+
+    @staticmethod
+    def new(policy: CachePolicy, kv: PagedKV) -> RowPolicy:
+        size = 1
+        if policy.kind in ("h2o", "snapkv"):
+            size = RowPolicy.num_slots(policy)
+        elif policy.kind == "streaming":
+            size = max(policy.sinks, 1) * kv.head_dim
+        elif policy.kind == "quest":
+            size = -(-policy.capacity // kv.page_size) * 2 * kv.head_dim
+        return RowPolicy(policy, np.zeros((len(kv.specs), kv.num_kv_heads, size), np.float32))  # mapped as it is used
+
+    @staticmethod
+    def num_slots(policy: CachePolicy) -> int:
+        """Most that hold tokens when some are given up."""
+        return policy.num_prompt if policy.kind == "snapkv" else policy.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A segment of a row in a step, `tm_segment` of tidemill.h."""
+
+    owner: RowPolicy
+    row: int
+    token: int  # its first, of the step
+    count: int
+    position: int
+    slot: int
+    evicts: bool = False
+    num_read: int = 0  # pages that the query reads; 0: all
+    first_page: int = 0  # pages that are full now and were not before
+    num_pages: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """Rows whose tokens see all slots before their own, and segments with more to do."""
+
+    rows: np.ndarray
+    tokens: np.ndarray  # the first of each
+    slots: np.ndarray  # of these
+    counts: np.ndarray
+    entries: np.ndarray  # of the step, which they are part of
+    segments: list[Placed]
+
+    def paths(self, of_entries: Paths | None) -> Paths | None:
+        return None if of_entries is None else Paths(of_entries.bases[self.entries], of_entries.places[self.entries])
+
+
+@dataclass(slots=True)
+class _Open:
+    """A round while it is made."""
+
+    places: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # row, token, slot, count, entry
+    segments: list[Placed] = field(default_factory=list)
+
+    def close(self) -> Round:
+        rows, tokens, slots, counts, entries = np.array(self.places, np.int64).reshape(-1, 5).T
+        return Round(rows, tokens, slots, counts, entries, self.segments)
+
+
+class Policies:
+    """Of all rows that have one."""
+
+    def __init__(self, kv: PagedKV | None) -> None:
+        self._kv = kv
+        self._rows: dict[int, RowPolicy] = {}
+
+    def take(self, row: int, policy: CachePolicy | None) -> None:
+        """The row is a new request's."""
+        self._rows.pop(row, None)
+        if policy is not None:
+            assert self._kv is not None
+            self._rows[row] = RowPolicy.new(policy, self._kv)
+
+    def rounds(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> list[Round]:
+        """Of a step; none if no row in it has a policy. Rows with a policy have one entry."""
+        if not self._rows or self._rows.keys().isdisjoint(rows.tolist()):
+            return []
+        made = [_Open()]
+        columns = (a.tolist() for a in (rows, starts, counts, np.cumsum(counts) - counts))
+        for entry, (row, start, count, token) in enumerate(zip(*columns, strict=True)):
+            owner = self._rows.get(row)
+            if owner is None:
+                made[0].places.append((row, token, start, count, entry))
+            elif owner.policy.kind == "quest":
+                self._place_sparse(made[0], owner, entry, row, token, start, count)
+            else:
+                self._place(made, owner, entry, row, token, start, count)
+        return [one.close() for one in made]
+
+    def _place(self, made: list[_Open], owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
+        watches = owner.policy.kind in ("h2o", "snapkv")
+        for i, part in enumerate(owner.policy.segments(start, count)):
+            if i == len(made):
+                made.append(_Open())
+            made[i].places.append((row, token, part.slot, part.count, entry))
+            if i or watches or part.evicts:
+                made[i].segments.append(Placed(owner, row, token, part.count, part.position, part.slot, part.evicts))
+            token += part.count
+
+    def _place_sparse(self, first: _Open, owner: RowPolicy, entry: int, row: int, token: int, start: int, count: int) -> None:
+        """Each query on its own, since it chooses its pages; in the first segment, the pages that are full by now."""
+        assert self._kv is not None
+        policy, size, num_dense = owner.policy, self._kv.page_size, max(min(owner.policy.dense - start, count), 0)
+        if num_dense:
+            first.places.append((row, token, start, num_dense, entry))
+        known, num_full = owner.num_summed, (start + count) // size
+        for i in range(num_dense, count):
+            position = start + i
+            num_read = policy.num_pages_read(position // size + 1, size)
+            first.segments.append(Placed(owner, row, token + i, 1, position, position, False, num_read, known, num_full - known))
+            owner.num_summed = known = num_full
+
+    def places(self, rounds: Sequence[Round], positions: np.ndarray) -> np.ndarray:
+        """Where the tokens of a step lie in the page tables of their rows: `positions`, but for rows with a policy. -1: it is
+        written in a later round."""
+        places = positions.copy() if rounds else positions
+        for number, one in enumerate(rounds):
+            for row, token, slot, count in zip(*(a.tolist() for a in (one.rows, one.tokens, one.slots, one.counts)), strict=True):
+                if row in self._rows:
+                    places[token : token + count] = -1 if number else np.arange(slot, slot + count)
+        return places

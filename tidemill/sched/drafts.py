@@ -18,6 +18,7 @@ _SHAPE, _SCALE = 0.2, 0.03  # how fast measured times follow: of one number of t
 _FIRST = 3  # measurements of a number of tokens, of which the least counts
 _TRIAL = 8  # drafts of a step, before it is known what they cost
 _FORGET_AFTER = 512  # steps without drafts, after which times of steps with them are measured anew
+_HOPE = 0.5  # of what a token is thought to add: beyond what was measured
 _LEAST = 0.02  # a draft less likely than this is not considered
 _MARGIN = 1.02  # what a gain must be at least: the estimate is not exact
 
@@ -128,8 +129,12 @@ class StepTimes:
             known = [key for key in self._shape if is_believed or not key[0]]
             self._nearest[key] = min(known, key=lambda one: (one[0] is not drafted, abs(one[1] - key[1])), default=None)
         near = self._nearest[key]
-        line = 1 + self.slope * (num_tokens - 1)
-        return line if near is None else self._shape[near] * line / (1 + self.slope * (near[1] - 1))
+        if near is None:
+            return 1 + self.slope * (num_tokens - 1)
+        if near[0] is not drafted or num_tokens < near[1]:
+            return self._shape[near] * (1 + self.slope * (num_tokens - 1)) / (1 + self.slope * (near[1] - 1))
+        # Waiting takes as long for any number of drafts. More of them are tried rather than never known.
+        return self._shape[near] + _HOPE * self.slope * (num_tokens - near[1])
 
 
 def _bucket(num_tokens: int) -> int:

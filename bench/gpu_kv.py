@@ -160,7 +160,10 @@ def check_store() -> None:
         at = slots // page, 2, slice(None), slice(None), slots % page
         written, found = values[at].view(torch.int8).int(), scales[at]
         assert torch.equal(found[:, 1], expected[:, 1]), f"{name}: scales of values"
-        assert torch.equal(written[:, 1], codes.view(torch.int8).int()[:, 1]), f"{name}: values"
+        apart = (written - codes.view(torch.int8).int())[:, 1].abs()
+        # The kernel rounds once where the reference rounds twice: a value in the middle may have either code.
+        assert apart.max() <= 1, f"{name}: values"
+        assert (apart > 0).float().mean() < 0.001, f"{name}: values"
         off = (dequantize(values[at], found, FORMATS[name]) - dequantize(codes, expected, FORMATS[name])).abs()
         # A key's last bits depend on how its rotation is rounded, and then its code may be the next one.
         assert (off > 0).float().mean() < 0.01, f"{name}: keys"

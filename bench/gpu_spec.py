@@ -157,7 +157,7 @@ def check_draft_model() -> None:
 def time_oracles(core: EngineCore, draw: random.Random, turns: int) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     prompts = [[draw.randrange(10, 120_000) for _ in range(128)] for _ in range(256)]
-    for num, chances in ((1, (0.8, 0.3)), (64, (0.8, 0.3)), (256, (0.8, 0.0))):
+    for num, chances in ((1, (0.8, 0.3)), (8, (0.8,)), (64, (0.8, 0.6, 0.3)), (256, (0.8, 0.0))):
         for chance in chances:
             line = compare(core, prompts[:num], 512, lambda answers, a=chance: Oracle(answers, a), 4, True, turns)
             lines.append(line | {"drafter": f"right with {chance}", "adaptive": True, "requests": num})

@@ -87,7 +87,7 @@ def read_policy(given: Any) -> KVPolicy | None:
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given) if given.lstrip().startswith("{") else {"kind": given}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
             raise _wrong(f"kv_policy is not JSON: {error}.") from None
     if isinstance(given, dict):
         known = KVPolicy.__struct_fields__

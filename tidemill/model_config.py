@@ -363,6 +363,11 @@ class ModelConfig:
         """Of one sequence's state, whatever its length; each that is kept takes as much again."""
         return sum(sum(spec.piece_bytes) for spec in self.state_layers)
 
+    def has_long_factors(self, context: int) -> bool:
+        """Whether longrope's factors for long contexts are taken: keys depend on it."""
+        scalings = [spec.rotation.scaling for spec in self.attention_layers if spec.rotation is not None]
+        return any(one is not None and one.kind == "longrope" and context > one.original_context for one in scalings)
+
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Of one sequence. From the KV heads, not from hidden_size, which would ignore grouping."""
         return 2 * self.num_kv_heads * self.num_kv_layers * FORMATS[kv_dtype].head_bytes(self.head_dim)

@@ -151,6 +151,7 @@ def test_samples_and_snapkv_gives_pages_back(model):
         ({"kind": "h2o", "budget": 0}, "budget"),
         ({"kind": "h2o", "keys": 1}, "no field 'keys'"),
         ("{", "not JSON"),
+        ('{"a":' * 100_000, "not JSON"),
         (7, "kv_policy is 7"),
     ],
 )

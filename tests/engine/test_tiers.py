@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.errors import ConfigError
+from tidemill.kv.tiers import Tier
 from tidemill.runner import page_file
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -322,3 +324,27 @@ def test_an_engine_that_is_killed_at_any_moment_leaves_what_can_be_used(tmp_path
         assert one_by_one(core)[0] == expected
         core.close()
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 2**24
+
+
+def test_a_page_that_a_kv_policy_writes_is_stored_before(llama, monkeypatch):
+    """Its tokens are not where their positions say."""
+    core, unwritten = make_core(llama, slots=64), {}
+    one_by_one(core, ["p0", "p1"])
+    mover = core.runner.mover
+    store = mover.store
+
+    def watch(moves, written):
+        sources = {move.source for move in moves if not move.is_load and move.tier is Tier.HOST} - set(written)
+        unwritten.update({page: core.runner.cache[page].clone() for page in sources})
+        store(moves, written)
+
+    monkeypatch.setattr(mover, "store", watch)
+    policy = {"kind": "snapkv", "budget": 50, "observed": 8}
+    core.submit(Submit("x", prompt(7), SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True, kv_policy=policy)))
+    num = 0
+    while core.has_work:
+        unwritten.clear()
+        core.step()
+        num += len(unwritten)
+        assert all(torch.equal(core.runner.cache[page], before) for page, before in unwritten.items())
+    assert num or not core.scheduler.kv.tiers.num_moves

@@ -71,6 +71,16 @@ def test_a_hold_ends_at_its_time_or_when_it_is_let_go_and_can_be_renewed():
     scheduler.check_integrity()
 
 
+def test_a_hold_that_is_let_go_is_not_made_by_requests_under_way():
+    scheduler, _ = make(num_pages=32)
+    holds = [Hold("a", 16, 60.0, is_pinned=True), Hold("b", 16, 60.0)]
+    requests = [submit(scheduler, "x", range(20), holds=holds)]
+    scheduler.retention.renew("a", 0, "deleted", requests)
+    run(scheduler)
+    assert "a" not in scheduler.kv.held
+    assert "b" in scheduler.kv.held
+
+
 def test_holds_share_pages_by_count_and_the_bound_ends_the_least_recent():
     scheduler, buffer = make(num_pages=32)  # at most 16 are held
     submit(scheduler, "short", range(8), holds=[Hold("short", 8, 60.0)])

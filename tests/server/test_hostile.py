@@ -65,6 +65,9 @@ VALID = {
     "/v1/unload_lora_adapter": {"lora_name": "x"},
     "/tokenize": {"messages": SAID},
     "/detokenize": {"tokens": [5]},
+    "/v1/prompt_caches": {"name": "x", "model": "tiny", "messages": SAID, "ttl": 60},
+    "/v1/prompt_caches/{name}": {"ttl": 60},
+    "/v1/prompt_caches/{name}/fork": {"name": "y", "messages": SAID},
     "/v1/batches": {  # of a file that is not there
         "input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"x": "y"},
     },

@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.conftest import KEYS, Server
 from tests.server.test_anthropic import TOOL
+from tidemill.server.openai_types import ChatRequest
 
 PAGE = 16
 GREEDY = {"temperature": 0, "max_tokens": 4}
@@ -168,6 +169,15 @@ def test_pins_are_bounded_by_key(pressed):
     assert "may pin 5 more" in made[2].json()["error"]["message"]
     for i in range(2):
         http.delete(f"/v1/prompt_caches/p{i}")
+
+
+def test_only_the_last_mark_of_a_time_to_live_is_made_into_a_conversation():
+    """Else a request with thousands of marks would hold up everybody."""
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    messages = [{"role": "user", "content": [{"type": "text", "text": str(i), "cache_control": mark}]} for i in range(2000)]
+    body = ChatRequest.model_validate({"model": "tiny", "messages": [*messages, {"role": "user", "content": "x"}]})
+    ((ttl, conversation),) = body.marks()
+    assert (ttl, len(conversation)) == ("1h", 2000)
 
 
 def test_cache_control_is_reported_in_usage(roomy):

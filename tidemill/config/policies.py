@@ -12,7 +12,7 @@ _TIMES_CONTEXT, _MOST_BY_DEFAULT, _MOST = 8, 2**17, 2**20  # tokens of a request
 
 
 def decide_kv_policies(
-    device: str, kv_dtype: str, kv_layout: str, fast_math: bool, model: ModelConfig
+    device: str, kv_dtype: str, kv_layout: str, fast_math: bool, evict: bool, model: ModelConfig
 ) -> Decision[tuple[str, ...]]:
     """The kinds that requests may ask for, or why they may not."""
     specs, why = model.attention_layers, ""
@@ -30,6 +30,8 @@ def decide_kv_policies(
         why = f"KV policies take keys in float32 or bfloat16, not in {kv_dtype}"
     elif kv_layout != "paged":
         why = f"KV policies need pages, and the layout is {kv_layout}"
+    elif not evict:
+        why = "what a policy's copies of shared pages take is not reserved, and nothing is preempted (--no-evict)"
     elif fast_math and uncovered("C", specs):
         why = "FlexAttention does not compute KV policies"
     return ((), why) if why else ((*KINDS, "random"), "a request may ask for them")

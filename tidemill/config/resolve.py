@@ -192,7 +192,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     else:
         used = num_pages * memory.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
-    kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, model))
+    kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(

@@ -40,8 +40,8 @@ def _obstacle(options: EngineOptions, device: str, model: ModelConfig, kv_dtype:
         return f"keys and values of {kv_dtype} have their scales in the page"
     if options.kv_host_memory_bytes or options.kv_disk:
         return "host memory and disk behind the cache (kv_host_memory, kv_disk) take pages of one pool"
-    if options.speculate == "exit":
-        return "drafts of the first layers (speculate exit) read pages"
+    if options.speculate in ("exit", "exit-bandit"):
+        return f"drafts of the first layers (speculate {options.speculate}) read pages"
     if options.fast_math:
         return "fast_math is for kernels that read pages"
     return _gpu_obstacle(options, model) if device == "cuda" else _cpu_obstacle()

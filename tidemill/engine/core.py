@@ -99,7 +99,8 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
-        tiers = open_tiers(self.runner, config, weights_digest, self._events, self._clock.now)
+        is_long = model.config.has_long_factors(config.max_context)
+        tiers = open_tiers(self.runner, config, weights_digest + bytes([is_long]), self._events, self._clock.now)
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
@@ -321,7 +322,8 @@ class EngineCore:
         return Timings(*request.spans(self._clock.now()))
 
     def renew(self, message: Renew) -> None:
-        self.scheduler.retention.renew(message.name, message.ttl_s, message.reason)
+        live = [*self.scheduler.running, *self.scheduler.waiting]
+        self.scheduler.retention.renew(message.name, message.ttl_s, message.reason, live)
 
     def pages(self) -> Pages:
         """Which request holds which page. No step is made meanwhile, so it should be called seldom."""

@@ -25,7 +25,8 @@ SAVE_S = 5.0  # at the end of an engine, at most
 
 
 def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float]) -> Tiers | None:
-    """`weights`: their digest. A file that cannot be used is an event, and pages are computed again."""
+    """`weights`: a digest of them and of how positions are rotated. A file that cannot be used is an event, and pages are
+    computed again."""
     if not config.host_slots:
         return None
     opened = None
@@ -65,11 +66,12 @@ def save(scheduler: Scheduler, runner: Runner, seconds: float = SAVE_S) -> None:
     until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages() if tiers.disk.num else iter(())
     while time.monotonic() < until:
         scheduler.moved(mover.done())
-        for page in islice(pages, max(0, tiers.host.num // 4 - tiers.num_moves)):
+        some = list(islice(pages, max(0, tiers.host.num // 4 - tiers.num_moves)))
+        for page in some:
             scheduler.kv.save(page)
         plan = scheduler.plan_moves()
         if plan is not None:
             runner.change_pages(plan)
-        elif not tiers.is_busy:
+        elif not tiers.is_busy and not some:
             break
         mover.wait(0.01)

@@ -94,6 +94,10 @@ class Policies:
         self._kv = kv
         self._rows: dict[int, RowPolicy] = {}
 
+    @property
+    def rows(self) -> set[int]:
+        return set(self._rows)
+
     def take(self, row: int, policy: CachePolicy | None) -> None:
         """The row is a new request's."""
         self._rows.pop(row, None)

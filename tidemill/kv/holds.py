@@ -7,8 +7,8 @@ recently renewed hold that is not pinned ends, of the tenant that holds most.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tidemill.kv.pages import PagePool
@@ -58,12 +58,15 @@ class Holds:
         self.drop(held.name)
         if why := self._excess(held):
             return why, ended
-        while len(self._held) >= MAX_HOLDS or self._pool.num_kept + self._num_new(held) > self.most:
-            victim = self._least_needed()
+        pages, num_new = set(held.pages), sum(1 for page in held.pages if not self._pool.keepers(page))
+        victims = self._least_needed()
+        while len(self._held) >= MAX_HOLDS or self._pool.num_kept + num_new > self.most:
+            victim = next(victims, None)
             if victim is None:
                 return f"{self.num_pinned} of {self.most} pages are pinned", ended
             ended.append(victim)
             self.drop(victim.name)
+            num_new += sum(1 for page in victim.pages if page in pages and not self._pool.keepers(page))
         for page in reversed(held.pages):  # the last is taken first
             self._pool.keep(page)
             if held.is_pinned:
@@ -81,9 +84,6 @@ class Holds:
             return False
         return [*standing.pages] == [*held.pages] and [*standing.times] == [*held.times]
 
-    def _num_new(self, held: Held) -> int:
-        return sum(1 for page in held.pages if not self._pool.keepers(page))
-
     def _excess(self, held: Held) -> str:
         """Why it could never be held. A tenant's pins are at most half of what those of others leave, so that there is always
         room for another's. Without API keys there is one tenant, the one without a name, and only the bound applies."""
@@ -99,15 +99,21 @@ class Holds:
                 return f"it has {num} pages, and this API key may pin {max(most_own - len(own), 0)} more"
         return ""
 
-    def _least_needed(self) -> Held | None:
+    def _least_needed(self) -> Iterator[Held]:
+        """What ends first to make room: of the tenant that holds most, the least recently renewed, one after the other."""
         nums: Counter[str] = Counter()
+        of: dict[str, deque[Held]] = {}
         for held in self._held.values():
             if not held.is_pinned:
                 nums[held.tenant] += len(held.pages)
-        if not nums:
-            return None
-        most = max(nums, key=lambda tenant: nums[tenant])
-        return next(held for held in self._held.values() if held.tenant == most and not held.is_pinned)
+                of.setdefault(held.tenant, deque()).append(held)
+        while of:
+            most = max(of, key=lambda tenant: nums[tenant])
+            victim = of[most].popleft()
+            nums[most] -= len(victim.pages)
+            if not of[most]:
+                del of[most]
+            yield victim
 
     def renew(self, name: str, expires_s: float) -> Held | None:
         """It ends at another time, and was used just now."""

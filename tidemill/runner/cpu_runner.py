@@ -127,7 +127,8 @@ class CpuRunner:
     def change_pages(self, plan: StepPlan) -> None:
         if self.mover is not None:
             tables = [table.numpy() for table in self.state.tables]
-            self.mover.store(plan.page_moves, changed_pages(plan, tables, self._groups))
+            anywhere = self._policies.rows | {new.row for new in plan.new_rows if new.cache is not None}
+            self.mover.store(plan.page_moves, changed_pages(plan, tables, self._groups, anywhere))
         if plan.page_zeroes:
             self.cache[plan.page_zeroes] = 0
         if plan.page_copies:

@@ -20,14 +20,17 @@ from tidemill.runner.page_file import PageFile, PageFileError
 from tidemill.sched.plan import StepPlan
 
 
-def changed_pages(plan: StepPlan, tables: Sequence[np.ndarray], groups: Sequence[Group]) -> set[int]:
-    """Pages that a step writes. `tables`: of each group, [rows, pages]."""
-    return {*plan.page_zeroes, *(target for _, target in plan.page_copies)} | {
-        page
-        for item in plan.items
-        for group, table in zip(groups, tables, strict=True)
-        for page in table[item.row, item.start // group.page_size : group.num_pages_for(item.start + item.count)].tolist()
-    }
+def changed_pages(
+    plan: StepPlan, tables: Sequence[np.ndarray], groups: Sequence[Group], anywhere: Collection[int] = ()
+) -> set[int]:
+    """Pages that a step writes, or may write. `tables`: of each group, [rows, pages]. `anywhere`: rows with a KV policy, whose
+    tokens are not where their positions say."""
+    changed = {*plan.page_zeroes, *(target for _, target in plan.page_copies)}
+    for item in plan.items:
+        for group, table in zip(groups, tables, strict=True):
+            first, end = item.start // group.page_size, group.num_pages_for(item.start + item.count)
+            changed.update((table[item.row] if item.row in anywhere else table[item.row, first:end]).tolist())
+    return changed
 
 
 class Worker:

@@ -34,8 +34,8 @@ class Retention:
         now, name = self._clock.now(), hold.name
         num_tokens = min(hold.num_tokens or len(request.tokens), request.num_computed)
         held = Held(name, request.tenant, num_tokens, (), now + hold.ttl_s, hold.is_pinned)
-        if hold.is_pinned and self._kv.has_states and not self._evict:
-            why = "a state is a page of its own, which is reserved for running requests (--no-evict)"
+        if hold.is_pinned and not self._evict and (self._kv.has_states or self._kv.has_windows):
+            why = "pages that it does not hold any more are reserved for running requests (--no-evict)"
         else:
             why, ended = self._kv.hold(request.seq, request.tokens, held)
             self._report(ended, "the bound of what may be held is reached")
@@ -50,10 +50,12 @@ class Retention:
     def _totals(self) -> tuple[int, int]:
         return self._kv.held.num_pinned, self._kv.num_held_pages
 
-    def renew(self, name: str, ttl_s: float, reason: str) -> None:
-        """`ttl_s`: from now on; 0: it ends."""
+    def renew(self, name: str, ttl_s: float, reason: str, live: Iterable[Request] = ()) -> None:
+        """`ttl_s`: from now on; 0: it ends, and none of those that are `live` holds it again."""
         now = self._clock.now()
         if ttl_s <= 0:
+            for request in live:
+                request.holds = [hold for hold in request.holds if hold.name != name]
             ended = self._kv.held.drop(name)
             self._report([ended] if ended else [], reason)
         elif self._kv.held.renew(name, now + ttl_s) is not None:

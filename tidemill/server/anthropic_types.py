@@ -283,18 +283,18 @@ class Prompt(Body):
         """Of cache_control, in the order of the prompt: a time to live, and the conversation up to there; None: all of it."""
         tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, CustomTool)]
         system = [block.cache_control for block in self.system] if isinstance(self.system, list) else []
-        made: list[tuple[str, list[dict[str, Any]] | None]] = [(one.ttl, self._until(0, 0)) for one in tools + system if one]
+        found: list[tuple[str, int, int] | tuple[str, None, None]] = [(one.ttl, 0, 0) for one in tools + system if one]
         for i, message in enumerate(self.messages):
             for j, each in enumerate(message.content if isinstance(message.content, list) else ()):
                 if (mark := _mark(each)) is not None:
                     is_last = i + 1 == len(self.messages) and j + 1 == len(message.content)
-                    made.append((mark.ttl, None if is_last else self._until(i, j + 1)))
-        if len(made) > MAX_MARKS:  # Anthropic's words
-            what = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {len(made)}."
+                    found.append((mark.ttl, None, None) if is_last else (mark.ttl, i, j + 1))
+        if len(found) > MAX_MARKS:  # Anthropic's words
+            what = f"A maximum of {MAX_MARKS} blocks with cache_control may be provided. Found {len(found)}."
             raise InvalidRequest(what, param="cache_control")
         if self.cache_control is not None:
-            made.append((self.cache_control.ttl, None))
-        return made
+            found.append((self.cache_control.ttl, None, None))
+        return [(ttl, None if i is None or j is None else self._until(i, j)) for ttl, i, j in found]
 
     def _until(self, message: int, num_blocks: int) -> list[dict[str, Any]]:
         """The conversation up to so many blocks of a message; up to the messages if it is none."""

@@ -237,15 +237,14 @@ class ChatMessages(Body):
         return made
 
     def marks(self, before: Sequence[dict[str, Any]] = ()) -> list[tuple[str, list[dict[str, Any]] | None]]:
-        """Of cache_control. `before`: messages of a prompt cache."""
-        made: list[tuple[str, list[dict[str, Any]] | None]] = [
-            (tool.cache_control.ttl, [*before, ANY_MESSAGE]) for tool in self.tools or () if tool.cache_control
-        ]
-        for i, message in enumerate(self.messages, 1):
-            if (mark := message.mark) is not None:
-                part = [*before, *(one.for_template() for one in self.messages[:i])] if i < len(self.messages) else None
-                made.append((mark.ttl, part))
-        return made
+        """Of cache_control, the last mark with each time to live. `before`: messages of a prompt cache."""
+        last = {tool.cache_control.ttl: 0 for tool in self.tools or () if tool.cache_control}  # with each time to live
+        last |= {message.mark.ttl: i for i, message in enumerate(self.messages, 1) if message.mark is not None}
+        return [(ttl, self._until(i, before) if i < len(self.messages) else None) for ttl, i in last.items()]
+
+    def _until(self, num: int, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The first messages; those of the tools alone need some message."""
+        return [*before, *([message.for_template() for message in self.messages[:num]] or [ANY_MESSAGE])]
 
     def variables(self) -> dict[str, Any]:
         """Of the template. Those that are given by name count first."""

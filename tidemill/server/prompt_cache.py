@@ -175,7 +175,7 @@ class PromptCacheRoutes:
         if len(ids) < config.page_size:
             what = f"It has {len(ids)} tokens, fewer than a page of the KV cache."
             raise InvalidRequest(what, fix=f"Give {config.page_size} tokens or more.", param="messages" if messages else "prompt")
-        num_bytes = 8 * len(ids) + len(_json(messages or []))
+        num_bytes = 8 * len(ids) + len(_json([messages, [tool.model_dump() for tool in tools or ()]]))
         every = [cache for _, cache in self.all()]
         if any((cache.tenant, cache.name) == (caller.tenant, body.name) for cache in every):
             raise NameTaken(
@@ -195,6 +195,7 @@ class PromptCacheRoutes:
         finally:
             if not cache.is_ready:
                 service.caches.drop(cache)
+                service.client.renew(pin_name(caller.tenant, body.name), 0, "it was not made")
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": num_cached}}
         return body_of_cache(service, cache) | {"usage": usage}
 

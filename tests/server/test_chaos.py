@@ -116,10 +116,10 @@ async def kill_engines(server: Server, num: int, rng: random.Random, responses: 
         some = rng.randrange(1, 300)
         while sum(one.num_pieces for one in responses) < begun + some and not all(one.is_settled for one in responses):
             await asyncio.sleep(0.001)
-        engine = server.engine_pid()
-        os.kill(engine, signal.SIGKILL)
-        while server.engine_pid(missing=engine) == engine:
-            await asyncio.sleep(0.01)
+        num_before = metrics(server)["engine_restarts_total"]
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while metrics(server)["engine_restarts_total"] == num_before:  # one that is killed while it starts is no restart
+            await asyncio.sleep(0.05)
 
 
 async def settled(server: Server, num_restarts: int) -> dict[str, float]:

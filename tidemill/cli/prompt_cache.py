@@ -1,4 +1,4 @@
-"""`tidemill prompt-cache`: beginnings of prompts that stay in the KV cache of a running server, or in a folder, under a name."""
+"""`tidemill prompt-cache`: prefixes that stay in the KV cache of a running server, or in a folder, under a name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidemill.cli.settings import Settings
 from tidemill.errors import ConfigError, TidemillError
 
 app = typer.Typer(
-    help="Keep beginnings of prompts in the KV cache of a server, or in a folder.", no_args_is_help=True, rich_markup_mode=None
+    help="Keep prefixes of prompts in the KV cache of a server, or in a folder.", no_args_is_help=True, rich_markup_mode=None
 )
 _WITHIN_S = 600  # a long prompt may have to be computed
 
@@ -51,7 +51,7 @@ def save(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """Compute the beginning of prompts and keep it: requests with prompt_cache = NAME continue it. With --folder it is computed
+    """Compute a prefix of prompts and keep it: requests with prompt_cache = NAME continue it. With --folder it is computed
     in this process, and its KV pages are written into the folder."""
     if folder is not None:
         if fork is not None:

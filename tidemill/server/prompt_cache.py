@@ -1,4 +1,4 @@
-"""Named prompt caches: create, list, get, extend, fork and delete the beginnings of prompts that stay in the KV cache."""
+"""Named prompt caches: create, list, get, extend, fork and delete prefixes that stay in the KV cache."""
 
 from __future__ import annotations
 

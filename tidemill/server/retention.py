@@ -170,7 +170,7 @@ class Pins:
 
 @dataclass(slots=True)
 class PromptCache:
-    """The beginning of prompts, under a name."""
+    """A prefix of prompts, under a name."""
 
     name: str
     tenant: str
@@ -190,7 +190,7 @@ class PromptCache:
         return Hold(pin_name(self.tenant, self.name), len(self.token_ids), left, True, f"prompt cache {self.name}")
 
     def holds(self, prompt: list[int]) -> list[Hold]:
-        """Of a request with it: pinned again, if it has been lost. A template may write the beginning of a longer conversation
+        """Of a request with it: pinned again, if it has been lost. A template may write the prefix of a longer conversation
         differently; then there is nothing to pin."""
         return [self.hold] if prompt[: len(self.token_ids)] == self.token_ids else []
 

@@ -16,10 +16,11 @@ from tidemill.engine import kv_tiers
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
+from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher, check_backend
 from tidemill.frontend.tokenizer import Tokenizer
@@ -30,9 +31,10 @@ from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.quant import SCHEMES, WeightPlan
-from tidemill.runner.base import StepResult
+from tidemill.runner.base import Runner, StepResult
 from tidemill.runner.make import make_runner
 from tidemill.runner.spec.registry import SLOPES, Parts, make_drafters
+from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
@@ -94,13 +96,17 @@ class EngineCore:
         clock: Clock | None = None,
         draft: Model | None = None,
         weights_digest: bytes = b"",
+        group: WorkerGroup | None = None,
+        whole: ModelConfig | None = None,
     ) -> None:
-        """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk."""
+        """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk. `group`: of
+        ranks that compute the model, which is rank 0's part of `whole`."""
         self.config = config
-        self.model_config = model.config
+        self.model_config = whole or model.config
         self._clock = clock or MonotonicClock()
         self._events = EventBuffer()
-        self.runner = make_runner(model, config)
+        self.group = group
+        self.runner: Runner = make_runner(model, config) if group is None else group
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
@@ -167,14 +173,36 @@ class EngineCore:
         machine.set_threads(config.threads)
         if options.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
-        random = options.load_format == "dummy"
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
-        draft_model = None
+        random, group = options.load_format == "dummy", None
+        if config.num_ranks > 1:
+            model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
+        else:
+            model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
+        try:
+            return cls._loaded(options, config, checkpoint, model_config, model, group, draft, progress)
+        except BaseException:
+            if group is not None:
+                group.close()
+            raise
+
+    @classmethod
+    def _loaded(
+        cls,
+        options: EngineOptions,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        model_config: ModelConfig,
+        model: Model,
+        group: WorkerGroup | None,
+        draft: tuple[Checkpoint, type[Model], ModelConfig] | None,
+        progress: ProgressFn | None,
+    ) -> EngineCore:
+        random, draft_model = options.load_format == "dummy", None
         if draft is not None and config.draft is not None:
             plan = weight_plan(config, config.draft.dtype)
             draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
         weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
-        core = cls(model, config, draft=draft_model, weights_digest=weights)
+        core = cls(model, config, draft=draft_model, weights_digest=weights, group=group, whole=model_config)
         core.structured.tokenizer_path = checkpoint.path
         for number, (name, path) in enumerate(options.lora_paths.items(), 1):
             core.adapters.load_now(number, name, path)
@@ -203,6 +231,8 @@ class EngineCore:
                 kv_tiers.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
+        if self.group is not None:
+            self.group.close()
         self._is_closed = True
 
     def has_grammar(self, grammar: Grammar) -> bool:
@@ -368,6 +398,8 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
+        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+            raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
             self._num_failed_steps += 1

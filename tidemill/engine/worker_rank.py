@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from tidemill.engine.core import inspect
+from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
 from tidemill.parallel.channel import Address, Door, connect

@@ -40,7 +40,7 @@ class WorkerGroup:
 
     def __init__(self, own: CpuRunner, team: Team) -> None:
         """`own`: of rank 0."""
-        self.own, self.team = own, team
+        self.own, self.team, self.alarm = own, team, team.alarm
         self.fallback, self.cache = own.fallback, own.cache
         self.mover: PageMover | None = None
         self._samples = team.world.sampler == 0

@@ -190,3 +190,9 @@ class _Row:
 
     def matrix(self, number: int) -> WeightTensor:
         raise AssertionError("a row is no stack of matrices")
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        raise AssertionError("a row has no rows")
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        return _Row(self._tensor.rows(begin, end))

@@ -25,8 +25,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 class Mxfp4Tensor:
-    """`blocks`, `scales`: views of safetensors, which read what they are indexed by. `at`: which matrix of a stack, which rows and
-    which groups of columns; empty: all."""
+    """`blocks`, `scales`: views of safetensors, which read what they are indexed by. `at`: which matrix of a stack, which rows
+    and which groups of columns; empty: all."""
 
     type_name = "MXFP4"
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class Inner:
-    """Neighbouring rows (`dim` 0) or columns (1) of a tensor that is read whole: of blocks that a cut goes through, or of a format
-    that cannot be read in parts."""
+    """Neighbouring rows (`dim` 0) or columns (1) of a tensor that is read whole: of blocks that a cut goes through, or of a
+    format that cannot be read in parts."""
 
     def __init__(self, tensor: WeightTensor, dim: int, begin: int, end: int) -> None:
         self._tensor, self._dim, self._begin, self._end = tensor, dim, begin, end

@@ -133,6 +133,10 @@ class EngineDead(TidemillError):
     status = 503
 
 
+class WorkerLost(EngineDead):
+    """A process of a group that computes one model together has ended; the group ends with it."""
+
+
 ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
     cls.__name__: cls
     for cls in (
@@ -153,5 +157,6 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         DraftError,
         CalibrationError,
         EngineDead,
+        WorkerLost,
     )
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.config.parallel import MAX_RANKS
 from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
@@ -18,6 +21,7 @@ from tidemill.models.registry import model_class
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
+from tidemill.runner.rank import largest_part
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -79,7 +83,10 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
-    config = resolve(options, model_config, machine.detect(), None if draft is None else draft[2])
+    shape, here = model_config, machine.detect()
+    if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
+        shape, here = largest_part(options, shape), replace(here, available_bytes=here.available_bytes // options.tensor_parallel)
+    config = resolve(options, shape, here, None if draft is None else draft[2])
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")

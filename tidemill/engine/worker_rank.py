@@ -105,7 +105,7 @@ class Worker:
             lambda name, done, total: self._send(Loading(done, total)),
             random,
         )
-        self._send(Loaded(getattr(model, "num_bytes_read", 0)))
+        self._send(Loaded(model.num_bytes_read))
         if not isinstance(self._receive(), Prepare):
             return None
         runner = make_rank_runner(model, config, world, rank, channels)

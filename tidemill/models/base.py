@@ -24,6 +24,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.rope import Rope
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
@@ -49,7 +50,8 @@ class Model(nn.Module, ABC):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         """`weights`: how linears store theirs."""
         super().__init__()
-        self.config, self.weight_plan = config, weights
+        self.whole, self.weight_plan = config, weights
+        self.config = rank_config(config, weights.shard, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -167,7 +169,7 @@ class Model(nn.Module, ABC):
             model.keep(stage)
             targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
-        done, total = 0, 0 if random else checkpoint.num_bytes
+        done, total = 0, 0 if random else checkpoint.num_bytes // weights.shard.size
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
@@ -182,7 +184,7 @@ class Model(nn.Module, ABC):
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
                     layer.load(part, piece, model.row_order(checkpoint.format, part))
-                done += tensor.num_bytes
+                done += tensor.num_bytes // weights.shard.size
                 if progress:
                     progress(tensor.name, done, total)
         if weights.device != "cpu":
@@ -206,6 +208,11 @@ class Model(nn.Module, ABC):
     def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
         """Something to compute a trial step with."""
         return self.embed_at(positions_T % self.config.vocab_size, positions_T, None)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Of the checkpoint, by this rank."""
+        return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
 
     def loaded(self, checkpoint_format: str) -> None:
         """All tensors are there: what a format stores differently is settled here."""

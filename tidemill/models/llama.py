@@ -109,7 +109,7 @@ class Llama(CausalLM):
         """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
         if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
             return None
-        num_heads = self.config.num_heads if part[0] == "q" else self.config.num_kv_heads
+        num_heads = self.whole.num_heads if part[0] == "q" else self.whole.num_kv_heads
         rows = torch.arange(num_heads * self.config.head_dim, device="cpu")
         return rows.view(num_heads, self.config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tidemill.config import EngineConfig, decide_layout
+from tidemill.config import EngineConfig, EngineOptions, decide_layout
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.parallel.channel import Channel
+from tidemill.parallel.cuts import rank_config
+from tidemill.parallel.shard import Shard
 from tidemill.parallel.world import World, split_layers
 from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.runner.stage_runner import StageRunner
 from tidemill.weights.checkpoint import Checkpoint
+
+
+def largest_part(options: EngineOptions, model: ModelConfig) -> ModelConfig:
+    """Of the parts that ranks have of a model, the one with the largest KV cache."""
+    size = options.tensor_parallel
+    parts = [rank_config(model, Shard(rank, size), options.expert_parallel) for rank in range(size)]
+    return max(parts, key=lambda part: part.num_kv_heads)
 
 
 def world_of(config: EngineConfig, model: ModelConfig) -> World:
@@ -48,7 +57,7 @@ def load_rank(
     progress: ProgressFn | None = None,
     random: bool = False,
 ) -> Model:
-    plan = WeightPlan(SCHEMES[config.dtype], config.device, config.fast_math, world.shard(rank))
+    plan = WeightPlan(SCHEMES[config.dtype], config.device, config.fast_math, world.shard(rank), config.expert_parallel)
     return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank))
 
 

@@ -34,6 +34,14 @@ def add_rms_norm(
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)
 
 
+def add(x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:
+    """Adds x * scale to the residual in place, as `add_rms_norm` does."""
+    if native.lib and not residual_TH.is_cuda:
+        native.lib.add(x_TH, residual_TH, scale)
+    else:
+        residual_TH.add_(x_TH if scale == 1.0 else x_TH * scale)
+
+
 def post_norm_reference(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
     return residual_TH + F.rms_norm(x_TH, (x_TH.shape[-1],), weight_H, eps)
 

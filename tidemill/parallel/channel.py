@@ -1,6 +1,6 @@
 """Channel: messages between two processes of a group, over a Unix socket on one host and TCP between hosts.
 
-Both ends prove that they know the key of the group before anything else is read (HMAC, as multiprocessing does it). Bytes only, no pickle.
+Both ends prove first that they know the key of the group (HMAC, as multiprocessing does it). Bytes only: there is no pickle.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class Channel:
             return self._connection.poll(wait_s)
         except (EOFError, OSError):
             return True
+
+    @property
+    def own_host(self) -> str:
+        """The address by which the other end sees this host."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+            return str(own.getsockname()[0])
 
     def close(self) -> None:
         """What was sent still goes out."""

@@ -99,11 +99,8 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
         core.step()
         (process,) = core.runner.team._processes.values()
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(
-            WorkerLost, match=r"Worker 1 of the group is gone: it ended with code -9|a worker of the group is gone"
-        ):
-            while True:
-                core.step()
+        with pytest.raises(WorkerLost, match=r"orker (1 )?of the group is gone"):
+            run(core, {})
         with pytest.raises(WorkerLost):
             core.step()
     finally:

@@ -10,6 +10,7 @@ from tests.models.test_llama import prompts
 from tests.parallel.threads import run_ranks
 from tests.weights.test_gguf import write_gguf
 from tidemill.kernels import native
+from tidemill.kernels.quantized_linear import QuantizedPanels
 from tidemill.models.registry import model_class
 from tidemill.parallel.shard import Shard
 from tidemill.quant import SCHEMES, WeightPlan
@@ -232,4 +233,23 @@ def test_every_family(kind, name, size, tmp_path):
 def test_quantized(kind, size, tmp_path):
     sizes = ODD | {"intermediate_size": 512, "hidden_size": 192}
     path = write_gguf(tmp_path / "m.gguf", make_llama(None, **sizes), quantize=gguf.GGMLQuantizationType[kind])
-    check(path, size, num_prompts=4, num_tokens=16, dtype="quantized")
+    check(path, size, num_prompts=4, num_tokens=16)
+
+
+@pytest.mark.skipif(native.lib is None, reason="quantized weights need the compiled kernels")
+def test_quantized_matrices_keep_their_codes(tmp_path):
+    """Activations are rounded in groups that no cut goes through: the sums of one process, but for their order."""
+    reference = make_llama(None, **ODD | {"intermediate_size": 512, "hidden_size": 192, "num_hidden_layers": 1})
+    path = write_gguf(tmp_path / "m.gguf", reference, quantize=gguf.GGMLQuantizationType.Q4_1)
+    x_TH = torch.randn(3, 192)
+
+    @torch.inference_mode()
+    def fed(model):
+        block = model.blocks[0]
+        assert {type(linear.weight) for linear in (block.mlp.down, block.attn.out)} == {QuantizedPanels}
+        return block.mlp(x_TH)
+
+    expected = fed(load_model(path, "quantized"))
+    for size in (2, 4):
+        for got in run_ranks(size, lambda shard: fed(load_rank(path, shard, "quantized"))):
+            assert (got - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -32,9 +32,7 @@ def make_shared(path: Path, size: int, slot_bytes: int = SLOT_BYTES) -> None:
 
 
 class SharedGroup:
-    def __init__(
-        self, path: Path, rank: int, size: int, slot_bytes: int = SLOT_BYTES, deadline_s: float = DEADLINE_S
-    ) -> None:
+    def __init__(self, path: Path, rank: int, size: int, slot_bytes: int = SLOT_BYTES, deadline_s: float = DEADLINE_S) -> None:
         """`path`: of a file that `make_shared` made."""
         assert native.lib is not None
         assert slot_bytes % _LINE == 0
@@ -89,5 +87,3 @@ class SharedGroup:
     def close(self) -> None:
         """The memory stays mapped while a recorded forward pass may name it: it goes with the process."""
         self.fail()
-
-

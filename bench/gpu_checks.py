@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from tests.helpers import byte_tokenizer
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.events import ExpertsUsed, StepPlanned
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels.cuda import attention, elementwise, flash, records, sampling, tuning
@@ -435,7 +436,7 @@ def check_engine() -> None:
         return [draw.randrange(2000) for _ in range(num)]
 
     def core(**options: Any) -> Any:
-        return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 256} | options)))
+        return load_core(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 256} | options)))
 
     prompt = ids(700)
     assert_near(reference, core(), prompt)
@@ -514,7 +515,7 @@ def check_family(name: str, made: Any, prompt: list[int]) -> EngineCore:
     model.save_pretrained(folder)
     reference = with_weights(model.cuda().eval(), torch.float32)
     options = EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64)
-    core = EngineCore.load(options)
+    core = load_core(options)
     print(f"  {name}:", end="")
     assert_near(reference, core, prompt)
     x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
@@ -523,7 +524,7 @@ def check_family(name: str, made: Any, prompt: list[int]) -> EngineCore:
         assert ask(core, x)["x"] == lone, f"{name}: cached"
         others = {f"o{i}": (prompt[: 20 * i + 1], SamplingParams(max_tokens=20, seed=i)) for i in range(30)}
         assert ask(core, others | x)["x"] == lone, f"{name}: among others"
-    chunked = EngineCore.load(dataclasses.replace(options, token_budget=64, prefix_caching=False))
+    chunked = load_core(dataclasses.replace(options, token_budget=64, prefix_caching=False))
     assert ask(chunked, x)["x"] == lone, f"{name}: in chunks"
     return core
 
@@ -588,7 +589,7 @@ def check_fast_math() -> None:
     """Prompts by flash-attn-4, whether it is faster or not."""
     folder = Path(tempfile.mkdtemp())
     reference = random_llama(folder)
-    core = EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64, fast_math=True))
+    core = load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=64, fast_math=True))
     runner: Any = core.runner
     print(f"  flash-attn-4: {runner.flash.why}")
     if has_flash() and not runner.flash.is_taken:
@@ -617,7 +618,7 @@ def check_nothing_compiles() -> None:
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
     byte_tokenizer(folder)
-    core = EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=80, max_context=2048))
+    core = load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**28, max_requests=80, max_context=2048))
     asked = [
         SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=5),
         SamplingParams(typical_p=0.7, min_p=0.01, max_tokens=5, logprobs=3),
@@ -652,7 +653,7 @@ def check_odd_requests() -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
     def core() -> EngineCore:
-        return EngineCore.load(EngineOptions(model=str(folder), kv_memory_bytes=2**26, max_requests=32, max_context=1024))
+        return load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**26, max_requests=32, max_context=1024))
 
     greedy, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(20, 320))
     asked = {
@@ -696,9 +697,7 @@ def stress_engine(num_steps: int = 3000) -> None:
     """Arrivals and aborts at random while steps are in flight; rows and pages agree all along, and at the end nothing is left."""
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
-    core = EngineCore.load(
-        EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=64, max_context=512, token_budget=256)
-    )
+    core = load_core(EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=64, max_context=512, token_budget=256))
     draw, live, made = random.Random(1), set[str](), 0
     for step in range(num_steps):
         for _ in range(draw.choice((0, 0, 1, 3))):

@@ -38,6 +38,12 @@ class Codes:
         offsets = None if self.offsets_NG is None else self.offsets_NG[rows]
         return Codes(self.bits, self.codes_NK[rows], self.scales_NG[rows], offsets)
 
+    def columns(self, begin: int, end: int) -> Codes:
+        """Whole groups of them."""
+        groups = slice(begin // GROUP, end // GROUP)
+        offsets = None if self.offsets_NG is None else self.offsets_NG[:, groups]
+        return Codes(self.bits, self.codes_NK[:, begin:end].contiguous(), self.scales_NG[:, groups], offsets)
+
     def dequantize(self) -> torch.Tensor:
         values = self.codes_NK.unflatten(1, (-1, GROUP)).float() * self.scales_NG.float().unsqueeze(-1)
         if self.offsets_NG is not None:

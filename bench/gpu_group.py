@@ -7,10 +7,14 @@ for another waits for its turn. So it is started, if it can be; the table says i
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
@@ -62,36 +66,100 @@ def measure(path: Path, rank: int, size: int) -> None:
     group.barrier()
 
 
+def check_engine(num_ranks: int) -> None:
+    """Ranks that share each layer: as near to float32 as one process, and the same bits alone and among others."""
+    from bench.gpu_engine_checks import ask, assert_near, random_llama
+    from tidemill.config import EngineOptions
+    from tidemill.engine.load import load_core
+    from tidemill.sampling import SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference = random_llama(Path(folder))
+        options = EngineOptions(model=folder, kv_memory_bytes=2**28, max_requests=64, tensor_parallel=num_ranks)
+        core = load_core(options)
+        requests = {
+            f"r{i}": ([(7 * i + j) % 250 + 2 for j in range(20 + 37 * i)], SamplingParams(max_tokens=24, logprobs=2, seed=i))
+            for i in range(12)
+        }
+        together = ask(core, requests)
+        for name, request in list(requests.items())[::5]:
+            assert ask(core, {name: request})[name] == together[name], "alone and among others differ"
+        assert_near(reference, core, list(range(2, 200)))
+        core.close()
+        print(f"engine of {num_ranks} ranks: right", flush=True)
+
+
+def time_engine(num_ranks: int) -> None:
+    """Decode steps of the 8B shape: one process, and ranks that share the GPU."""
+    from bench.gpu_workloads import MODELS
+    from tidemill.config import EngineOptions
+    from tidemill.engine.load import load_core
+    from tidemill.sampling import SamplingParams
+    from tidemill.wire import Submit
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS["llama8b"]))
+        for ranks in (1, num_ranks):
+            given = {"kv_memory_bytes": 2**32, "max_requests": 64, "max_context": 2048, "tensor_parallel": ranks}
+            core = load_core(EngineOptions(model=folder, load_format="dummy", **given))  # type: ignore[arg-type]
+            for num in (1, 64):
+                for i in range(num):
+                    params = SamplingParams(max_tokens=200, ignore_eos=True)
+                    core.submit(Submit(f"{num}-{i}", list(range(5 + i, 25 + i)), params))
+                times, last = [], time.perf_counter()
+                while core.has_work:
+                    core.step()
+                    now = time.perf_counter()
+                    times.append(now - last)
+                    last = now
+                print(f"llama8b, {ranks} rank(s), batch {num}: {sorted(times)[len(times) // 2] * 1000:.2f} ms a step", flush=True)
+            core.close()
+            del core
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--path", type=Path)
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--engine", choices=["check", "time"])
     given = parser.parse_args()
     if given.rank is not None:
         measure(given.path, given.rank, given.ranks)
         return
+    if given.engine:
+        (check_engine if given.engine == "check" else time_engine)(given.ranks)
+        return
     from tidemill.parallel.shared import make_shared
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
         path = Path(folder) / "group"
         make_shared(path, given.ranks)
-        os.environ.setdefault("CUDA_MPS_PIPE_DIRECTORY", f"{folder}/pipe")
-        os.environ.setdefault("CUDA_MPS_LOG_DIRECTORY", f"{folder}/log")
+        command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks)]
+        ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(given.ranks)]
         try:
-            service = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)
-            print("multi-process service:", service.returncode, service.stdout.strip(), service.stderr.strip(), flush=True)
-        except OSError as error:
-            print("multi-process service: not there:", error, flush=True)
-        command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks), "--path", str(path)]
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(given.ranks)]
-        try:
-            codes = [rank.wait(timeout=120) for rank in ranks]
+            print("exit codes", [rank.wait(timeout=120) for rank in ranks], flush=True)
         finally:
             for rank in ranks:
                 rank.kill()
+        for what in ("check", "time"):
+            subprocess.run([*command, "--engine", what], timeout=240, check=False)
+
+
+@contextlib.contextmanager
+def sharing(folder: Path) -> Iterator[None]:
+    """The multi-process service, if it can be started."""
+    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    try:
+        service = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)
+        print("multi-process service:", service.returncode, service.stdout.strip(), service.stderr.strip(), flush=True)
+    except OSError as error:
+        print("multi-process service: not there:", error, flush=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
             subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, capture_output=True)
-        print("exit codes", codes)
 
 
 if __name__ == "__main__":

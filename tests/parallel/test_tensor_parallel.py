@@ -1,7 +1,6 @@
 """Models cut over ranks, which are threads here: the tokens of one process."""
 
 import pytest
-import torch
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run
 from tests.models.test_llama import prompts

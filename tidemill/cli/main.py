@@ -20,6 +20,7 @@ from tidemill.cli import (
     prompt_cache,
     serve,
     train_draft,
+    worker,
 )
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
@@ -47,6 +48,7 @@ app.command(epilog=EPILOG, cls=Command)(serve.serve)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
 app.command(cls=Command)(ollama.pull)
+app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tidemill.config import EngineConfig, EngineOptions
+from tidemill.config.keys import read_key
 from tidemill.config.parallel import workers_address
-from tidemill.errors import ConfigError, TidemillError, WorkerLost
+from tidemill.errors import TidemillError, WorkerLost
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.parallel.group import use
@@ -17,22 +16,6 @@ from tidemill.runner.worker_group import WorkerGroup
 from tidemill.runner.worker_messages import Join, Loaded, Prepare, Prepared
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.digest import fingerprint_of
-
-_MIN_KEY = 16
-
-
-def read_key(path: str | None) -> bytes:
-    """Of a group with workers on other hosts."""
-    if path is None:
-        return b""
-    try:
-        key = Path(path).expanduser().read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"The key file {path} cannot be read: {error.strerror}.", param="workers_key_file") from error
-    if len(key) < _MIN_KEY:
-        fix = "Make one: openssl rand -hex 32 > FILE, and copy it to all hosts."
-        raise ConfigError(f"The key in {path} is shorter than {_MIN_KEY} characters.", fix=fix, param="workers_key_file")
-    return key
 
 
 def start_group(
@@ -45,7 +28,8 @@ def start_group(
 ) -> tuple[Model, WorkerGroup]:
     """Rank 0's part of the model, and the group."""
     world = world_of(config, model_config)
-    team = Team(world, options.remote_workers, workers_address(options), read_key(options.workers_key_file))
+    key = read_key(options.workers_key_file) if options.remote_workers and options.workers_key_file else b""
+    team = Team(world, options.remote_workers, workers_address(options), key)
     tell = progress or (lambda name, done, total: None)
     try:
         team.start(lambda text: tell(text, 0, checkpoint.num_bytes))
@@ -65,6 +49,7 @@ def start_group(
         own = make_rank_runner(model, config, world, 0, channels)
         for prepared in team.wait(Prepared).values():
             own.fallback = own.fallback or prepared.fallback
+        group.begin()
         return model, WorkerGroup(own, team)
     except WorkerLost as error:
         team.fail(error)

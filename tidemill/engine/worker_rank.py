@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import deque
 from typing import Any
@@ -45,18 +46,22 @@ class Worker:
         given = start["address"]
         address: Address = given if isinstance(given, str) else (given[0], int(given[1]))
         self._key, self._model, self._rank = bytes.fromhex(start["key"]), start.get("model"), start.get("rank", -1)
+        self._threads = start.get("threads")
         self._host = None if isinstance(address, str) else address[0]
         self._channel = connect(address, self._key, "rank 0", start.get("within_s", _FIRST_S))
         self._door = Door(start.get("listen") or (self._channel.own_host, 0), self._key)
 
     def run(self) -> int:
-        """The process's exit code."""
+        """The process's exit code: 0 in good order, 1 if the group failed, 2 if it cannot be joined."""
+        is_remote = self._rank < 0
         try:
             self._run()
             return 0
         except TidemillError as error:
             self._send(Failed(type(error).__name__, error.message, error.fix, error.param))
-            return 1
+            if is_remote:  # others are told by rank 0
+                print(error, file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
         except Exception as error:
             traceback.print_exc()
             self._send(Failed("WorkerLost", f"Worker {self._rank} failed: {type(error).__name__}: {error}"))
@@ -84,7 +89,7 @@ class Worker:
     def _prepare(self, join: Join) -> RankRunner | None:
         """The runner, or None if the group ends before."""
         rank, world, config = join.rank, join.world, join.config
-        machine.set_threads(config.threads)
+        machine.set_threads(self._threads or config.threads)
         checkpoint, architecture, model_config = inspect(self._model or join.options.model)
         if fingerprint_of(checkpoint.path) != join.model:
             what = f"Worker {rank} has another model than rank 0 at {checkpoint.path}."
@@ -95,7 +100,8 @@ class Worker:
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
         take_device(rank, config.device)
-        use(world.shard(rank), group_for(rank, world, config.device, join.shared, channels))
+        group = group_for(rank, world, config.device, join.shared, channels)
+        use(world.shard(rank), group)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,
@@ -112,6 +118,7 @@ class Worker:
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
         self._send(Prepared(runner.fallback))
+        group.begin()
         return runner
 
     def _compute(self, runner: RankRunner, join: Join) -> None:

@@ -105,7 +105,8 @@ class Team:
         command = [sys.executable, "-P", "-m", "tidemill.engine.worker"]
         process = self._processes[rank] = subprocess.Popen(command, stdin=subprocess.PIPE)
         address = self.door.address
-        start = {"address": address, "key": self.key.hex(), "rank": rank, "parent": os.getpid()}
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        start = {"address": address, "key": self.key.hex(), "rank": rank, "parent": parent}
         if isinstance(address, str):
             start["listen"] = str(self._folder / f"{rank}.sock")
         assert process.stdin is not None
@@ -255,13 +256,13 @@ class Team:
                 channel.abort()
         until = time.monotonic() + _STOP_S
         for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
             try:
                 process.wait(0.0 if self.lost is not None else max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
         for channel in self._channels.values():
             channel.close()
         if hasattr(self, "door"):

@@ -75,6 +75,7 @@ class WorkerGroup:
     def collect(self, launched: Launched) -> StepResult:
         try:
             own = self.own.collect(launched.own)
+            self.team.check()  # what was computed without a rank that is gone is of no use
             result = own if self._samples else self.team.result(launched.plan.step).read()
         except BaseException as error:
             self._give_up(error)

@@ -4,6 +4,9 @@ A rank writes its part of a message into memory of its own, tells the others, wa
 of ranks: every rank computes the same bits. A program takes pieces of the message in turns, and waits only for the programs that
 have the same pieces at other ranks; it counts its turns, and a turn's count is what ranks tell each other. Memory is there twice:
 who tells turn n has read all of turn n - 1, so turn n + 1 may overwrite it.
+
+Until `begin`, turns are not counted, so nobody waits for anybody, and sums are of whatever is there: a rank loads kernels and
+allocates memory meanwhile, which may have to wait for kernels of others that would be waiting for it.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 PIECE_BYTES, MOST_PROGRAMS = 16384, 128  # few enough for ranks that share a GPU to be on it at the same time
-_FLAGS_BYTES = 4  # a turn's count
+_FLAG_BYTES = 4  # a turn's count
 
 
 def memory_bytes(num_ranks: int) -> int:
     """Of a rank: its pieces, twice, then what each rank told each program."""
-    return MOST_PROGRAMS * (2 * PIECE_BYTES + num_ranks * _FLAGS_BYTES)
+    return flags_offset() + MOST_PROGRAMS * num_ranks * _FLAG_BYTES
+
+
+def flags_offset() -> int:
+    return MOST_PROGRAMS * 2 * PIECE_BYTES
 
 
 @triton.jit
@@ -67,6 +74,7 @@ def _all_reduce(
     out_ptr,
     table_ptr,
     turns_ptr,
+    live_ptr,
     num,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -78,9 +86,9 @@ def _all_reduce(
     begin(AHEAD)
     pid = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
-    turn = tl.load(turns_ptr + pid)
+    turn, live = tl.load(turns_ptr + pid), tl.load(live_ptr)
     for first in range(pid * BLOCK, num, PROGRAMS * BLOCK):
-        turn += 1
+        turn += live
         mask = first + offsets < num
         piece = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
         place = _exchange(piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE)
@@ -98,6 +106,7 @@ def _all_gather(
     out_ptr,
     table_ptr,
     turns_ptr,
+    live_ptr,
     starts_ptr,
     num_rows,
     widest,
@@ -113,10 +122,10 @@ def _all_gather(
     begin(AHEAD)
     pid = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
-    turn = tl.load(turns_ptr + pid)
+    turn, live = tl.load(turns_ptr + pid), tl.load(live_ptr)
     width = tl.load(starts_ptr + RANK + 1) - tl.load(starts_ptr + RANK)
     for first in range(pid * BLOCK, num_rows * widest, PROGRAMS * BLOCK):
-        turn += 1
+        turn += live
         mask = first + offsets < num_rows * width
         piece = tl.load(x_ptr + first + offsets, mask=mask, other=0.0)
         place = _exchange(piece, mask, offsets, turn, table_ptr, x_ptr, RANK, SIZE, BLOCK, PROGRAMS, PIECE)
@@ -137,14 +146,18 @@ class Exchange:
     def __init__(self, rank: int, size: int, table: torch.Tensor) -> None:
         self.rank, self.size, self._table = rank, size, table
         self._turns = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=table.device)
+        self._live = torch.zeros(1, dtype=torch.int32, device=table.device)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def begin(self) -> None:
+        self._live.fill_(1)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """In place."""
         assert x.is_contiguous()
         block = PIECE_BYTES // x.element_size()
         grid = (min(MOST_PROGRAMS, triton.cdiv(x.numel(), block)),)
-        launch(_all_reduce, grid, x, x, self._table, self._turns, x.numel(), **self._how(block))
+        launch(_all_reduce, grid, x, x, self._table, self._turns, self._live, x.numel(), **self._how(block))
         return x
 
     def all_gather(self, x_TN: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
@@ -155,7 +168,9 @@ class Exchange:
         block = PIECE_BYTES // x_TN.element_size()
         grid = (min(MOST_PROGRAMS, triton.cdiv(x_TN.shape[0] * max(widths), block)),)
         numbers = x_TN.shape[0], max(widths), out.shape[1]
-        launch(_all_gather, grid, x_TN, out, self._table, self._turns, self.starts(widths), *numbers, **self._how(block))
+        launch(
+            _all_gather, grid, x_TN, out, self._table, self._turns, self._live, self.starts(widths), *numbers, **self._how(block)
+        )
         return out
 
     def starts(self, widths: Sequence[int]) -> torch.Tensor:

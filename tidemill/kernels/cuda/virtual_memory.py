@@ -120,6 +120,12 @@ class Driver:
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return address.value, bytes(handle.reserved)
 
+    def fill_words(self, address: int, value: int, num: int, stream: int) -> None:
+        """From any thread, beside what other streams do."""
+        self.enter()
+        how = ctypes.c_uint(value), ctypes.c_size_t(num), ctypes.c_void_p(stream)
+        self._call("cuMemsetD32Async", ctypes.c_uint64(address), *how)
+
     def open_shared(self, handle: bytes) -> int:
         """Memory that another process allocated, on this GPU or one that this one can read."""
         address = ctypes.c_uint64()

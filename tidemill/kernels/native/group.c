@@ -153,7 +153,7 @@ static void put_columns(const float *from, long first, long num, long width, flo
 int all_gather_op(const tm_group *g, const float *x, float *out, long num_rows, long width, long num_out) {
     if (g->call) return g->call(TM_ALL_GATHER, (float *)x, out, num_rows, width, num_out);
     const long room = g->slot_bytes / 4, own = num_rows * width;
-    for (long done = 0, most = own; done < most; done += room) {
+    for (long done = 0, most = own; done == 0 || done < most; done += room) { /* a rank may have none */
         const unsigned number = next_number(g);
         if (done < own) memcpy(slot_of(g, g->rank, number), x + done, 4 * least(room, own - done));
         int failed = meet(g, number, GATHER, own);

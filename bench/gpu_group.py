@@ -28,6 +28,7 @@ def measure(path: Path, rank: int, size: int) -> None:
     from tidemill.parallel.shared import SharedGroup
 
     group = CudaGroup(SharedGroup(path, rank, size))
+    group.begin()
     for rows, width in SIZES:
         parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + i)).bfloat16() for i in range(size)]
         own = parts[rank].cuda()
@@ -138,7 +139,9 @@ def main() -> None:
         command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks)]
         ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(given.ranks)]
         try:
-            print("exit codes", [rank.wait(timeout=120) for rank in ranks], flush=True)
+            print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)
+        except subprocess.TimeoutExpired:
+            print("a rank waits for another that has failed", flush=True)
         finally:
             for rank in ranks:
                 rank.kill()

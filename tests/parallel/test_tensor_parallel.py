@@ -2,6 +2,7 @@
 
 import gguf
 import pytest
+import torch
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run
 from tests.models import test_bloom, test_families, test_moe, test_state_models

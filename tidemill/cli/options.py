@@ -169,7 +169,7 @@ OPTIONS = (
            automatic="256; 2048 on a GPU, up to 8192 for a model with experts",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
-           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each process."),
+           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),

@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 
 MAX_BLOCKS = 512  # of a request; what comes after them does not matter
 MAX_KEYS = 2**17  # remembered
@@ -21,16 +21,16 @@ _MASK = 2**64 - 1
 
 def hash_of(*parts: bytes) -> int:
     """64 bits, the same in every process."""
-    return int.from_bytes(blake2b(b"\0".join(parts), digest_size=8).digest(), "little")
+    return int.from_bytes(sha256(b"\0".join(parts)).digest()[:8], "little")
 
 
 def prefix_keys(root: bytes, prompt: bytes, block_bytes: int) -> list[int]:
     """A key for each whole block of a prompt: of the block and all before it. `root`: what prompts must have in common to share a
     cache, such as the model and the tenant."""
-    key, keys = blake2b(root, digest_size=8).digest(), []
+    hashed, blocks, keys = sha256(b"%d\0" % len(root) + root), memoryview(prompt), []
     for start in range(0, min(len(prompt) // block_bytes, MAX_BLOCKS) * block_bytes, block_bytes):
-        key = blake2b(prompt[start : start + block_bytes], digest_size=8, key=key).digest()
-        keys.append(int.from_bytes(key, "little"))
+        hashed.update(blocks[start : start + block_bytes])
+        keys.append(int.from_bytes(hashed.digest()[:8], "little"))
     return keys
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from tidemill.server.listen import Listen
 from tidemill.server.live import Live
 from tidemill.server.metrics import Metrics
 from tidemill.server.models import Models, Served
-from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
+from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
 from tidemill.server.retention import Pins
 from tidemill.server.service import Manner, Service
 from tidemill.server.storage import Storage
@@ -47,8 +46,6 @@ from tidemill.wire import Loading, Ready
 
 DATA_QUOTA_BYTES = 10 * 2**30
 _GRACE_S = 5  # for connections to close when nothing is under way any more
-_MAX_FILES = 2**16  # that this process asks for
-_RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
 
 
 class _Server(uvicorn.Server):
@@ -232,7 +229,7 @@ def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=type("Protocol", (BoundedProtocol,), {"limits": Connections(_max_connections())}),
+            http=type("Protocol", (BoundedProtocol,), {"limits": Connections(max_connections())}),
             ws="none",
             log_level="error",
             access_log=False,
@@ -269,18 +266,6 @@ async def _drain(models: Models, batches: Batches, server: _Server, seconds: flo
     while models.num_pending and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.05)
     server.should_exit = True
-
-
-def _max_connections() -> int:
-    """Raises the limit of open files as far as this process may, and leaves some of them in reserve."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems have another limit below the hard one
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(min(MAX_CONNECTIONS, num_files - min(_RESERVED_FILES, num_files // 2)), 1)
 
 
 def data_folder() -> Path:

@@ -42,7 +42,7 @@ def route(
         float, typer.Option(min=1.0, help="How many times the mean load a server may have before others take its requests.")
     ] = 1.25,
 ) -> None:
-    """Put several servers behind one address. Requests that begin alike go to the same server, unless it is busier than others."""
+    """Put several servers behind one address. Requests that begin alike go to the same server, unless it is too busy."""
     from tidemill.router.limits import Limits
     from tidemill.router.router import Router
     from tidemill.router.run import route as run_router

@@ -29,11 +29,6 @@ _BUSY = (429, 503)  # another server may take the request
 class Exchange:
     """A `Job` of the client's connection and the `Sink` of the upstream's."""
 
-    __slots__ = (
-        "_begun_s", "_connecting", "_connection", "_front", "_has_begun", "_is_over", "_is_sent", "_is_stream", "_num_attempts", "_out",
-        "_owner", "_prompt", "_request", "_router", "_tenant", "_tried", "repeats", "upstream",
-    )  # fmt: skip
-
     def __init__(
         self, router: Router, front: Front, request: Request, prompt: Prompt, tenant: str, repeats: bool, owner: Upstream | None
     ) -> None:

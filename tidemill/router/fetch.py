@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidemill.router.upstream import Headers, Upstream
@@ -50,7 +51,9 @@ class _Fetch:
             self.done.set_exception(OSError(why))
 
 
-async def fetch(upstream: Upstream, method: bytes, target: bytes, headers: Headers = [], body: bytes = b"") -> Fetched:
+async def fetch(
+    upstream: Upstream, method: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]] = (), body: bytes = b""
+) -> Fetched:
     """Raises OSError. On a connection of its own, so that nothing depends on what others have left."""
     connection = await upstream.connect()
     try:

@@ -1,5 +1,8 @@
-"""Connections of clients: HTTP/1.1 in, one request at a time to the router, responses out. Everything a client sends is bounded in
-bytes and in time, and what goes on to a server is written anew: no client decides how an upstream sees where requests end."""
+"""Connections of clients: HTTP/1.1 in, one request at a time to the router, responses out.
+
+Everything a client sends is bounded in bytes and in time, and what goes on to a server is written anew: no client decides how an
+upstream sees where requests end.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Sink(Protocol):
     """Who gets a response. After `ended` or `broken` nothing more comes."""
 
     def head(self, status: int, headers: Headers, length: int | None) -> None:
-        """`headers`: those that are passed on, without a length; `length`: of the body, None if it is not known before it ends."""
+        """`headers`: those that are passed on, without a length; `length`: of the body, None if only its end will tell."""
 
     def body(self, data: bytes) -> None: ...
 
@@ -155,7 +155,7 @@ class Connection(asyncio.Protocol):
     def _expect_response(self) -> None:
         self._headers: Headers = []
         self._head_bytes = 0
-        self._is_chunked = self._is_over = False
+        self._is_chunked = self._is_over = self._keeps_alive = False
         self._length: int | None = None
         self._in_body = False
 
@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
     def _end(self, sink: Sink) -> None:
         self._sink = None
         self.upstream.under_way.discard(self)
-        if self._parser.should_keep_alive() and not self._is_head and not self._transport.is_closing():
+        if self._keeps_alive and not self._is_head and not self._transport.is_closing():
             self.is_reused = True
             self.upstream.give_back(self)
         else:
@@ -275,6 +275,6 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._in_body:
-            self._is_over = True
+            self._is_over, self._keeps_alive = True, self._parser.should_keep_alive()
         else:  # 1xx
             self._expect_response()

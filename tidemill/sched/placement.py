@@ -1,9 +1,9 @@
 """Placement: which of several replicas gets a request. Ints and strings only; loads are passed in.
 
-A request is known by the keys of its prefix: chained hashes of its leading blocks (`prefix_keys`). It goes to the replica that has
-computed the longest prefix of it, if that is a large part of the prompt. Otherwise consistent hashing says where it goes: every
-replica has a rank for every key, and adding or removing a replica moves only the keys that rank it first. Either way a replica
-that has more than its share of the requests under way is passed over: the next in rank takes the request.
+A request is known by the keys of its prefix: chained hashes of its leading blocks (`prefix_keys`). It goes to the replica that
+has computed the longest prefix of it, if that is a large part of the prompt. Otherwise consistent hashing says where it goes:
+every replica has a rank for every key, and adding or removing a replica moves only the keys that rank it first. Either way a
+replica that has more than its share of the requests under way is passed over: the next in rank takes the request.
 """
 
 from __future__ import annotations

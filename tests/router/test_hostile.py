@@ -9,7 +9,7 @@ import pytest
 
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
 from tests.router.test_forward import ask, until
-from tidemill.router import front, limits, upstream
+from tidemill.router import front, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
 from tidemill.server.guard import Access
@@ -29,7 +29,6 @@ BROKEN = {
     "chunk size with junk": HEAD + b"transfer-encoding: chunked\r\n\r\n0x5\r\nabcde\r\n0\r\n\r\n" + SMUGGLED,
     "absolute target": b"GET http://169.254.169.254/ HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
     "tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
-    "upgrade": b"GET /a HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n" + SMUGGLED,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "many headers": HEAD + b"".join(b"x-%d: 1\r\n" % i for i in range(300)) + b"content-length: 0\r\n\r\n" + SMUGGLED,
     "long header": HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n" + SMUGGLED,
@@ -75,8 +74,19 @@ async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
         client.send(post() * 40)  # without waiting for any answer
         answers = await client.rest()
         assert 1 <= answers.count(b"HTTP/1.1 200") <= front.MAX_PIPELINED + 2
+        client.close()
         await until(lambda: not router.fronts.all)
         assert router.fronts.num_buffered == 0
+
+
+async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
+    stub = Stub("a")
+    async with routed(stub) as (_, port):
+        client = await Client.open(port)
+        client.send(post(chat("hi"), "/v1/chat/completions", "upgrade: h2c", "connection: upgrade, http2-settings") + SMUGGLED)
+        assert (await client.rest()).count(b"HTTP/1.1 200") == 1
+        assert len(stub.sent) == 1
+        assert stub.sent[0].header("upgrade") is None
 
 
 async def test_a_body_that_grows_beyond_the_limit_is_refused(monkeypatch):
@@ -105,6 +115,8 @@ async def test_slow_clients_are_closed(monkeypatch):
         assert await silent.rest() == b""
         assert (await in_head.answer())[0] == 408
         assert (await in_body.answer())[0] == 408
+        in_head.close()
+        in_body.close()
         await until(lambda: not router.fronts.all)
 
 
@@ -141,7 +153,7 @@ async def test_connections_are_limited(monkeypatch):
             assert (await one.answer())[0] == 200
 
 
-async def test_limits_of_a_key(monkeypatch):
+async def test_limits_of_a_key():
     going_on = asyncio.Event()
 
     async def slow(sent: Sent, writer) -> None:
@@ -152,8 +164,7 @@ async def test_limits_of_a_key(monkeypatch):
     stub = Stub("a", answer=slow)
     access = Access.of(keys, None, [], [], [])
     now = 1000.0
-    monkeypatch.setattr(limits.time, "monotonic", lambda: now)
-    async with routed(stub, access=access, limits=Limits(2, 5)) as (router, port):
+    async with routed(stub, access=access, limits=Limits(2, 5, lambda: now)) as (router, port):
         first, other = (f"authorization: Bearer {key}" for key in keys)
         waiting = [asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", first))) for _ in range(2)]
         await until(lambda: len(stub.sent) == 2)

@@ -56,6 +56,7 @@ async def fetch(
 ) -> Fetched:
     """Raises OSError. On a connection of its own, so that nothing depends on what others have left."""
     connection = await upstream.connect()
+    connection.may_be_kept = False
     try:
         lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n" % (method, target, upstream.host)]
         lines += [b"%b: %b\r\n" % header for header in headers]

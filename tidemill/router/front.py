@@ -21,7 +21,14 @@ from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge
 from tidemill.router.upstream import HOP_BY_HOP, Headers
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.errors import error_body, headers_of, shaped
-from tidemill.server.protocol import HEADERS_WITHIN_S, KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_HEADER_BYTES, READ_WITHIN_S
+from tidemill.server.protocol import (
+    HEADERS_WITHIN_S,
+    KEEP_ALIVE_S,
+    KEEP_ALIVE_SPARE_S,
+    MAX_HEADER_BYTES,
+    READ_WITHIN_S,
+    REST_WITHIN_S,
+)
 
 BODY_WITHIN_S, PART_WITHIN_S = 120.0, 20.0  # all of a body, and the next part of it
 MAX_HEADERS = 256
@@ -173,7 +180,7 @@ class Front(asyncio.Protocol):
                 raise
             self._refuse(cause)
         except httptools.HttpParserUpgrade:
-            self._refuse(InvalidRequest("Other protocols are not spoken here.", fix="Send no Upgrade header."))
+            self._is_broken = True  # the request is answered in HTTP/1.1, and what may follow in another protocol is not read
         except httptools.HttpParserError as error:
             self._refuse(InvalidRequest(f"This is not valid HTTP: {error}."))
         else:
@@ -253,7 +260,7 @@ class Front(asyncio.Protocol):
         if self._num_head > MAX_HEADER_BYTES and sum(len(a) + len(b) + 4 for a, b in request.headers) > MAX_HEADER_BYTES:
             raise HeadersTooLarge(f"The headers may have {MAX_HEADER_BYTES} bytes.")
         request.method, request.is_http10 = parser.get_method(), parser.get_http_version() == "1.0"
-        request.keeps_alive = parser.should_keep_alive()
+        request.keeps_alive = parser.should_keep_alive() and not parser.should_upgrade()
         target = request.target
         if parser.get_http_version() not in ("1.0", "1.1"):
             raise InvalidRequest("Only HTTP/1.0 and HTTP/1.1 are spoken here.")
@@ -360,14 +367,23 @@ class Front(asyncio.Protocol):
         if self._is_closed:
             return
         if not request.keeps_alive:
-            self._is_broken = True
-            self.deadline_s = time.monotonic() + READ_WITHIN_S
-            self._transport.close()
+            self._close()
         elif self._queue:
             asyncio.get_running_loop().call_soon(self._next)
         elif not self._is_broken:
             self._set_idle(True)
             self._expect_by(time.monotonic() + (HEADERS_WITHIN_S if self._num_head else KEEP_ALIVE_S + KEEP_ALIVE_SPARE_S))
+
+    def _close(self) -> None:
+        """When all is written. What a refused client still sends is read and dropped for a while: closing on it would make its
+        system drop the answer."""
+        is_refused, self._is_broken = self._is_broken, True
+        if is_refused and self._transport.can_write_eof():
+            self.deadline_s = time.monotonic() + REST_WITHIN_S
+            self._transport.write_eof()
+        else:
+            self.deadline_s = time.monotonic() + READ_WITHIN_S
+            self._transport.close()
 
     def _next(self) -> None:
         if self._queue and not self._is_busy and not self._is_paused and not self._is_closed:

@@ -51,8 +51,14 @@ class Checks:
         self._on_recovered, self._on_lost = on_recovered, on_lost
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def watch(self, upstream: Upstream) -> None:
-        self._tasks[upstream.url] = asyncio.get_running_loop().create_task(self._watch(upstream))
+    def watch(self, upstream: Upstream, first_after_s: float = 0.0) -> None:
+        self._tasks[upstream.url] = asyncio.get_running_loop().create_task(self._watch(upstream, first_after_s))
+
+    async def begin(self, upstream: Upstream) -> None:
+        """The first check is done when it returns."""
+        upstream.why = await self.check(upstream)
+        upstream.is_healthy = not upstream.why
+        self.watch(upstream, self._every_s)
 
     def stop(self, upstream: Upstream) -> None:
         task = self._tasks.pop(upstream.url, None)
@@ -63,8 +69,9 @@ class Checks:
         for task in self._tasks.values():
             task.cancel()
 
-    async def _watch(self, upstream: Upstream) -> None:
+    async def _watch(self, upstream: Upstream, first_after_s: float) -> None:
         num_failed = 0
+        await asyncio.sleep(first_after_s)
         while True:
             try:
                 why = await self.check(upstream)

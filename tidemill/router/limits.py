@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidemill.errors import QueueFull
@@ -21,8 +22,10 @@ class _Use:
 class Limits:
     """A minute's requests are a token bucket: all of them may come at once, and they come back evenly."""
 
-    def __init__(self, max_under_way: int | None = None, per_minute: int | None = None) -> None:
-        self._max_under_way, self._per_minute = max_under_way, per_minute
+    def __init__(
+        self, max_under_way: int | None = None, per_minute: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_under_way, self._per_minute, self._clock = max_under_way, per_minute, clock
         self._uses: OrderedDict[str, _Use] = OrderedDict()
         self.num_refused = 0
 
@@ -30,7 +33,7 @@ class Limits:
         """Raises QueueFull. After it: `leave`, once."""
         if self._max_under_way is None and self._per_minute is None:
             return
-        now = time.monotonic()
+        now = self._clock()
         use = self._uses.get(tenant)
         if use is None:
             use = self._uses[tenant] = _Use(0, float(self._per_minute or 0), now)

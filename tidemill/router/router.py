@@ -75,12 +75,7 @@ class Router:
     async def start(self) -> None:
         """Returns when every upstream has been checked once."""
         self.fronts.sweep()
-        await asyncio.gather(*map(self._first_check, self.upstreams.values()))
-
-    async def _first_check(self, upstream: Upstream) -> None:
-        upstream.why = await self.checks.check(upstream)
-        upstream.is_healthy = not upstream.why
-        self.checks.watch(upstream)
+        await asyncio.gather(*map(self.checks.begin, self.upstreams.values()))
 
     @property
     def num_under_way(self) -> int:

@@ -147,6 +147,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self.used_s = 0.0
         self.is_reused = False  # had a request before this one
+        self.may_be_kept = True
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._is_head = False  # the request's method, whose response has no body
@@ -225,7 +226,7 @@ class Connection(asyncio.Protocol):
     def _end(self, sink: Sink) -> None:
         self._sink = None
         self.upstream.under_way.discard(self)
-        if self._keeps_alive and not self._is_head and not self._transport.is_closing():
+        if self.may_be_kept and self._keeps_alive and not self._is_head and not self._transport.is_closing():
             self.is_reused = True
             self.upstream.give_back(self)
         else:

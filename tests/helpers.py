@@ -14,11 +14,13 @@ import torch
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.load import core_of
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
+from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.spec import Ask, Drafter
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -82,15 +84,22 @@ def thinking_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+_DTYPES = {"dense": "float32", "quantized": "quantized"}  # by scheme
+
+
 def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     checkpoint = open_checkpoint(path)
     cls = model_class(checkpoint)
-    return cls.load(checkpoint, cls.read_config(checkpoint), dtype)
+    return cls.load(checkpoint, cls.read_config(checkpoint), WeightPlan(SCHEMES[dtype]))
 
 
 def engine_config(model: CausalLM, draft: ModelConfig | None = None, **options: Any) -> EngineConfig:
     threads = 2 if native.lib else 1  # those of torch wait for each other by spinning, and another worker has the other core
-    options = {"kv_memory_bytes": 64 * 2**20, "threads": threads, "dtype": model.dtype} | options
+    options = {
+        "kv_memory_bytes": 64 * 2**20,
+        "threads": threads,
+        "dtype": "quantized" if model.weight_plan.scheme == "quantized" else "float32",
+    } | options
     machine = replace(here.detect(), num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
     return resolve(EngineOptions(**options), model.config, machine, draft)
 
@@ -99,11 +108,11 @@ def draft_core(model: CausalLM, draft: CausalLM, **options: Any) -> EngineCore:
     """All drafts of the draft model are verified."""
     given = {"adaptive_drafts": False, "max_drafts": 5, "draft_model": "draft"} | options
     config = engine_config(model, draft.config, **given)
-    return EngineCore(model, config, draft=draft)
+    return core_of(model, config, draft=draft)
 
 
 def make_core(model: CausalLM, **options: Any) -> EngineCore:
-    return EngineCore(model, engine_config(model, **options))
+    return core_of(model, engine_config(model, **options))
 
 
 def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:
@@ -205,3 +214,12 @@ def guess_with(core: EngineCore, drafter: Drafter) -> EngineCore:
     """All its drafts are verified, up to five for a request."""
     core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events, adaptive=False)
     return core
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whatever bits a NaN has: machines write different ones."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    nan = one.isnan()
+    bits = [t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)[~nan] for t in (one, other)]
+    return torch.equal(nan, other.isnan()) and torch.equal(*bits)

@@ -273,7 +273,9 @@ class Router:
             upstream = self._make(url)
             self.checks.watch(upstream)
         elif request.method == b"DELETE":
-            upstream = self.upstreams.pop(url.rstrip("/"), None) or _unknown(url)
+            if (url := url.rstrip("/")) not in self.upstreams:
+                raise NotFound(f"There is no upstream {url[:200]!r}.", fix=f"GET {UPSTREAMS_PATH} lists them.", param="url")
+            upstream = self.upstreams.pop(url)
             upstream.is_leaving = True  # what is under way ends
             self.checks.stop(upstream)
             self.placement.forget(upstream.url)
@@ -359,7 +361,3 @@ def _described(upstream: Upstream) -> dict[str, Any]:
         "failures": upstream.num_failures,
         "models": None if upstream.models is None else list(upstream.models),
     }
-
-
-def _unknown(url: str) -> Upstream:
-    raise NotFound(f"There is no upstream {url[:200]!r}.", fix=f"GET {UPSTREAMS_PATH} lists them.", param="url")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -49,7 +50,7 @@ async def route(
             loop.remove_signal_handler(number)
 
 
-async def _serve(router: Router, listen: Listen, listening: object) -> asyncio.Server:
+async def _serve(router: Router, listen: Listen, listening: socket.socket) -> asyncio.Server:
     context = None
     if listen.tls_cert is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

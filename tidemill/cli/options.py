@@ -237,6 +237,9 @@ OPTIONS = (
            help="HOST:PORT where they come to, by which other hosts reach this one."),
     Option("workers-key-file", "text", ENGINE, field="workers_key_file", automatic="none",
            help="A file with a key of 16 or more characters, the same on all hosts."),
+    Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
+           help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
+           "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",

@@ -54,7 +54,7 @@ def serve(
         list(settings["allowed-origin"]),
         settings["trust-request-chat-template"],
     )
-    listen = _listen(settings)
+    listen = listen_of(settings, settings["root-path"] or "")
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
@@ -115,7 +115,7 @@ def print_settings(settings: Settings) -> None:
     Console(highlight=False).print(table, markup=False)
 
 
-def _listen(settings: Settings) -> Listen:
+def listen_of(settings: Settings, root_path: str = "") -> Listen:
     from tidemill.server.listen import Listen
 
     mode = settings["unix-socket-mode"]
@@ -129,7 +129,7 @@ def _listen(settings: Settings) -> Listen:
         tls_cert=_path(settings["tls-cert"]),
         tls_key=_path(settings["tls-key"]),
         tls_client_ca=_path(settings["tls-client-ca"]),
-        root_path=(settings["root-path"] or "").rstrip("/"),
+        root_path=root_path.rstrip("/"),
     )
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import zmq
@@ -43,7 +43,9 @@ class EngineLink:
 
     module = "tidemill.engine"  # what the process runs
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ`: of the process, besides this one's."""
+        self._environ = environ
         self._process: asyncio.subprocess.Process | None = None
         self._folder = ""
         self._socket: zmq.asyncio.Socket | None = None
@@ -109,7 +111,12 @@ class EngineLink:
             os.umask(umask)
         # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
         command = [sys.executable, "-P", "-m", self.module, endpoint]
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=None if self._environ is None else {**os.environ, **self._environ},
+        )
         return self._process, socket
 
     def send(self, message: ToEngine) -> None:

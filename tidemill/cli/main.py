@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
@@ -46,6 +47,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 app.command(epilog=EPILOG, cls=Command)(serve.serve)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)

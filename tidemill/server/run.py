@@ -72,7 +72,7 @@ class Sharing:
         return self != Sharing()
 
 
-class _Engine:
+class ModelEngine:
     """A model's engine, and the readers of its events."""
 
     def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None, parsers: tuple[str, str]) -> None:
@@ -145,7 +145,7 @@ async def serve(
     Served.check_names(served)
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    engines = [_Engine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
+    engines = [ModelEngine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -210,7 +210,9 @@ async def serve(
             loop.remove_signal_handler(number)
 
 
-async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None) -> EnginePool:
+async def _pool(
+    engines: list[ModelEngine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None
+) -> EnginePool:
     """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
     try:
         found = {

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from tidemill.batch.run import Backend, Batch
     from tidemill.batch.run import Progress as Done
 
+_RAY = ("ray", "replicas", "ray-address", "ray-wait")
 _OPTIONS = (
     *ENGINE_NAMES,
+    *_RAY,
     "lora",
     "max-loras",
     "max-lora-rank",
@@ -118,6 +120,11 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
     from tidemill.batch.local import Local
     from tidemill.server.models import Served
 
+    if settings["ray"]:
+        return _ray_backend(settings, at_once)
+    for name in _RAY:
+        if settings.source(name) == f"--{name}":
+            raise ConfigError(f"--{name} is of a Ray cluster.", fix="Add --ray.")
     locate(settings["model"], fetch=True)
 
     async def load(on_loading: Callable[[str, Loading], None]) -> Local:
@@ -130,6 +137,35 @@ def _backend(settings: Settings, url: str | None, api_key: str, at_once: int | N
         return local
 
     return load
+
+
+def _ray_backend(settings: Settings, at_once: int | None) -> _Make:
+    from tidemill.ray.batch import RayWorkers, WorkerOptions
+    from tidemill.ray.cluster import Cluster, import_ray
+
+    import_ray()
+    engine, num = settings.engine_options(), settings["replicas"]
+
+    async def start(_: Callable[[str, Loading], None]) -> RayWorkers:
+        cluster = await asyncio.to_thread(Cluster, settings["ray-address"], settings["ray-wait"])
+        try:
+            needs = cluster.needs_of(engine, num)
+            options = WorkerOptions(
+                engine=needs.limit(engine),
+                num_workers=num,
+                needs=needs,
+                num_at_once=at_once,
+                stall_s=settings["stall-seconds"],
+                start_s=settings["start-seconds"],
+            )
+            workers = RayWorkers(cluster, options)
+            await workers.start()
+        except BaseException:
+            cluster.close()
+            raise
+        return workers
+
+    return start
 
 
 def _check_no_model(settings: Settings) -> None:

@@ -60,7 +60,7 @@ class Cluster:
             logging.getLogger("ray").setLevel(logging.ERROR)
             try:
                 ray.init(address=address or "local", logging_level=logging.ERROR, **how)
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            except Exception as error:  # of many types, also plain Exception
                 where = f"at {address}" if address else "on this machine"
                 fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`." if address else "See the messages above."
                 raise ConfigError(f"No Ray cluster can be used {where}: {_first(error)}", fix=fix, param="ray_address") from error

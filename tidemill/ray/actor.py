@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,6 +24,22 @@ from tidemill.wire import Refused, encode
 HEARTBEAT_S = 1.0
 
 
+@dataclass(frozen=True)
+class About:
+    """Of an actor's process."""
+
+    version: str = __version__
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    node_id: str = ""
+
+    @staticmethod
+    def here() -> About:
+        import ray
+
+        return About(node_id=ray.get_runtime_context().get_node_id())
+
+
 def _refused(error: TidemillError) -> Refused:
     return Refused(None, type(error).__name__, error.message, error.fix, error.param)
 
@@ -35,8 +54,8 @@ class EngineActor:
         self._unread: list[bytes] = []
         self._changed = asyncio.Event()
 
-    async def version(self) -> str:
-        return __version__
+    async def about(self) -> About:
+        return About.here()
 
     async def run(self, start: bytes, within_s: float) -> AsyncGenerator[list[bytes], None]:
         """Start the engine, then what it sends, until it has ended; with nothing to send, an empty list now and then. The last
@@ -95,8 +114,8 @@ class BatchActor:
     def __init__(self) -> None:
         self._local: Local | None = None
 
-    async def version(self) -> str:
-        return __version__
+    async def about(self) -> About:
+        return About.here()
 
     async def start(self, options: bytes, num_at_once: int | None, stall_s: float, start_s: float) -> int | bytes:
         """How many lines it executes at once; or a refusal, encoded."""

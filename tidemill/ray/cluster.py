@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,22 +105,19 @@ class Cluster:
         )
         actors = [remote.remote() for _ in range(num)]
         try:
-            versions = await asyncio.wait_for(self._versions(actors), self.wait_s)
+            found = await asyncio.wait_for(asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors)), self.wait_s)
         except TimeoutError:
             self.kill(*actors)
             raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
         except BaseException:
             self.kill(*actors)
             raise
-        for version in versions:
-            if version != __version__:
+        for about in found:
+            if about.version != __version__:
                 self.kill(*actors)
-                what = f"A node of the cluster has tidemill {version}, this machine {__version__}."
+                what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
-
-    async def _versions(self, actors: Sequence[Any]) -> list[str]:
-        return await asyncio.gather(*(_awaited(actor.version.remote()) for actor in actors))
 
     def described(self) -> str:
         """What the cluster has, and what of it is free."""

@@ -115,9 +115,7 @@ def test_a_stall_takes_longer_where_steps_take_longer(tiny_folder, fragile):
 
 def test_suspects_of_people_are_tried_before_those_of_batches():
     pending = [
-        client_module._Pending(
-            Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], EngineClient(), num_deaths=num
-        )
+        client_module._Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
         for name, priority, num in (("batch", BACKGROUND, 1), ("late", 5, 2), ("person", 0, 2), ("first", 3, 1))
     ]
     assert [one.request.request_id for one in sorted(pending, key=lambda one: one.trial_rank)] == [

@@ -70,7 +70,6 @@ class _Pending:
     request: Submit
     inbox: Inbox
     outputs: list[list[int]]  # delivered, by sample
-    owner: EngineClient
     over: set[int] = field(default_factory=set)  # samples that have ended, here or in the engine
     num_finished: int = 0  # samples of which the engine sends nothing more
     is_submitted: bool = False  # to the current engine
@@ -136,7 +135,6 @@ class EngineClient:
         self._reported: set[str] = set()  # samples that were reported as submitted, and not as ended
         self._is_held = False  # the engine gets nothing new
         self.on_change: Callable[[], None] | None = None  # called when a request must wait for an engine, and when one has ended
-        self.on_lost: Callable[[], None] | None = None  # called when the engine is gone, before another is started
         self.used_s = time.monotonic()  # when a request last came or ended
         self.death = ""  # why there will be no engine any more
         self.gave_up = asyncio.Event()
@@ -252,7 +250,7 @@ class EngineClient:
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
-        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], self, tells_accepted=tells_accepted)
+        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
             self._telling[request.request_id] = pending
         if self._is_held:
@@ -263,7 +261,7 @@ class EngineClient:
         alarm = None
         if timeout_s is not None:
             too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.")
-            alarm = asyncio.get_running_loop().call_later(timeout_s, lambda: pending.owner._end(pending, too_late))
+            alarm = asyncio.get_running_loop().call_later(timeout_s, self._end, pending, too_late)
         try:
             if request.request_id not in self._leaving:
                 self._submit(pending)
@@ -276,7 +274,7 @@ class EngineClient:
         finally:
             if alarm is not None:
                 alarm.cancel()
-            pending.owner._end(pending)
+            self._end(pending)
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         """Abort a request; its stream raises `why`. False: there is none of that id."""
@@ -392,7 +390,6 @@ class EngineClient:
                 why = await self._until_it_ends(self._link)
                 _log.error("the engine is gone: %s", why)
                 link, self._link = self._link, None
-                self._lose()
                 await link.close()
                 self._resume(await self._start_again(options), why)
         except TidemillError as error:
@@ -449,8 +446,11 @@ class EngineClient:
         longest_s = max(_STALL_STEPS * self._longest_step_s, self.ready.config.token_budget * self.ready.step_s)
         return max(self._stall_s, longest_s)
 
-    def _lose(self) -> None:
-        """The engine is gone: what it had waits for another, and what may have been the cause is noted."""
+    def _resume(self, link: Link, why: str) -> None:
+        """What was under way goes on in the new engine."""
+        self._link, self._last_step_s = link, time.monotonic()
+        self.adapters.engine_started([])
+        self.num_restarts += 1
         self._leaving.clear()
         self._suspects.clear()
         self._on_trial = None
@@ -467,48 +467,10 @@ class EngineClient:
             if pending.num_deaths >= MAX_DEATHS:
                 what = f"The engine failed {MAX_DEATHS} times at this request."
                 self._end(pending, EngineDead(what, fix="Try again, perhaps with a smaller request."))
-        if self.on_lost:
-            self.on_lost()
-
-    def _resume(self, link: Link, why: str) -> None:
-        """What was under way goes on in the new engine."""
-        self._link, self._last_step_s = link, time.monotonic()
-        self.adapters.engine_started([])
-        self.num_restarts += 1
         self._report_lost(list(self._reported))
         self._report([events.EngineRestarted(time.monotonic(), why, len(self._pending))])
         if not self._is_held:
             self.release()
-
-    def give_waiting(self, choose: Callable[[Submit], EngineClient | None]) -> int:
-        """Requests that no engine has go on with another client: the one that `choose` names, if any. How many."""
-        num = 0
-        for request_id, pending in list(self._pending.items()):
-            if pending.is_submitted or pending.is_over or request_id in self._leaving:
-                continue
-            other = choose(pending.request)
-            if other is None or other is self or request_id in other._pending:
-                continue
-            del self._pending[request_id]
-            names = self._names_of(request_id)
-            self._reported.difference_update(names)
-            other._adopt(pending, names, tells_progress=self._telling.pop(request_id, None) is not None)
-            num += 1
-        return num
-
-    def _adopt(self, pending: _Pending, reported: list[str], tells_progress: bool) -> None:
-        request_id = pending.request.request_id
-        pending.owner = self
-        self._pending[request_id] = pending
-        self._reported.update(reported)
-        if tells_progress:
-            self._telling[request_id] = pending
-        if not pending.num_deaths:
-            self._submit(pending)
-            return
-        self._suspects.append(request_id)
-        if self._on_trial is None and self._link is not None:
-            self._try_next()
 
     def _report_lost(self, names: Iterable[str]) -> None:
         """Report samples as aborted that have ended, but not in an engine that lived to report it."""

@@ -109,6 +109,9 @@ class Cluster:
         except TimeoutError:
             self.kill(*actors)
             raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+        except self.errors as error:
+            self.kill(*actors)
+            raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
         except BaseException:
             self.kill(*actors)
             raise

@@ -107,8 +107,8 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
                     os.kill((engines() - before).pop(), signal.SIGKILL)
                 assert await asyncio.gather(*work) == truth, way
             assert client.num_restarts == 3
+            cluster.wait_s = 2
             with pytest.raises(NoRoom, match="cannot be placed"):
-                cluster.wait_s = 2
                 await cluster.place(EngineActor, Needs(2))
         finally:
             await client.close()

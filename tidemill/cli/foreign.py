@@ -91,7 +91,7 @@ FOREIGN = (
             why="0 is --device cpu; otherwise all layers are on the GPU, if there is one"),
     _no_effect("-tp --tensor-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
     _no_effect("-pp --pipeline-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
-    _no_effect("-dp --data-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
+    _same("-dp --data-parallel-size", VLLM, "--data-parallel"),
     _no_effect("-q --quantization", VLLM, "the checkpoint says how it is quantized", accepted=("gguf",)),
     _same("--kv-cache-dtype", VLLM, "--kv-dtype", automatic=("auto",)),
     _no_effect("-ctk --cache-type-k -ctv --cache-type-v", LLAMA, "keys and values have one format, set by --kv-dtype",

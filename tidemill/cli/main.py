@@ -19,6 +19,7 @@ from tidemill.cli import (
     models,
     ollama,
     prompt_cache,
+    route,
     serve,
     train_draft,
 )
@@ -45,6 +46,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 app.command(epilog=EPILOG, cls=Command)(serve.serve)
+app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
 app.command(epilog=EPILOG, cls=Command)(batch.batch)

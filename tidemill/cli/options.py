@@ -225,6 +225,9 @@ OPTIONS = (
            "not."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing."),
+    Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
+           help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
+           "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",

@@ -57,10 +57,11 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
-    threads = options.threads or machine.num_cores
+    threads = options.threads or max(machine.num_cores // options.data_parallel, 1)
     if not 1 <= threads <= 256:
         raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
-    return threads, "given" if options.threads else "physical cores this process may use"
+    shared = f", shared by {options.data_parallel} replicas" if options.data_parallel > 1 else ""
+    return threads, "given" if options.threads else f"physical cores this process may use{shared}"
 
 
 def decide_max_requests(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:

@@ -44,6 +44,7 @@ class EngineOptions:
     max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
     session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
+    data_parallel: int = 1  # engines that serve the model side by side
     fast_math: bool = False
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter

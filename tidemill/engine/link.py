@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import zmq
@@ -43,6 +43,7 @@ class Link(Protocol):
     """What a client needs of an engine, wherever that runs. Started once, closed once."""
 
     last_error: str  # why it ended
+    is_blameless: bool  # it was lost with its machine or by hand, and not by what it computed
 
     async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
         """Raises what the engine reports; EngineDead if it ends or makes no progress for `within_s`; OSError if what it takes is
@@ -68,8 +69,11 @@ class EngineLink:
     """To a process of this machine."""
 
     module = "tidemill.engine"  # what the process runs
+    is_blameless = False  # nobody knows
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        """`environ`: of the process, besides this one's."""
+        self._environ = environ
         self._process: asyncio.subprocess.Process | None = None
         self._folder = ""
         self._socket: zmq.asyncio.Socket | None = None
@@ -133,7 +137,12 @@ class EngineLink:
             os.umask(umask)
         # -P: the current folder is not searched for modules; a downloaded model's folder must not bring code of its own.
         command = [sys.executable, "-P", "-m", self.module, endpoint]
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+        self._process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=None if self._environ is None else {**os.environ, **self._environ},
+        )
         return self._process, socket
 
     def send(self, message: ToEngine) -> None:

@@ -32,6 +32,7 @@ class RayLink:
         self._is_ready = False
         self._is_killed = False
         self.last_error = ""
+        self.is_blameless = False
 
     async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
         if self._actor is None:
@@ -94,6 +95,7 @@ class RayLink:
             try:
                 messages = await self._next(_SILENT_S)
             except EngineDead as error:
+                self.is_blameless = not self.last_error and not self._is_killed
                 self.last_error = self.last_error or error.message
                 return
             if messages is None:

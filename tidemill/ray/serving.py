@@ -18,16 +18,17 @@ from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import STALL_S, EngineClient, settled
 from tidemill.engine.link import START_S
-from tidemill.engine.replicas import Replicas, all_started
-from tidemill.errors import ConfigError, TidemillError
+from tidemill.engine.replicas import ReplicaAdapters, Replicas, all_started
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.ray.actor import EngineActor
 from tidemill.ray.cluster import Cluster, Needs, NoRoom
 from tidemill.ray.link import RayLink
 from tidemill.ray.scale import Autoscaler, Load, ScalePolicy
-from tidemill.wire import Loading, Pages, Ready
+from tidemill.wire import AdapterInfo, Loading, Pages, Ready
 
 _LOOK_EVERY_S = 1.0
+_TRY_AGAIN_S = 30.0  # after a replica was given up
 _log = logging.getLogger("tidemill.ray")
 
 
@@ -35,10 +36,8 @@ _log = logging.getLogger("tidemill.ray")
 class RayOptions:
     """What `tidemill serve --ray` is told about the cluster."""
 
-    address: str | None = None
     num_replicas: int = 1
     policy: ScalePolicy | None = None
-    wait_s: float = 15.0
 
     @property
     def num_at_start(self) -> int:
@@ -47,6 +46,25 @@ class RayOptions:
     @property
     def num_at_most(self) -> int:
         return self.num_replicas if self.policy is None else self.policy.high
+
+
+class RayFleet:
+    """Makes the client of a server whose engines run on a cluster (`server.run.Fleet`)."""
+
+    def __init__(self, cluster: Cluster, options: RayOptions, engine: EngineOptions) -> None:
+        self._cluster, self._options = cluster, options
+        self._needs = cluster.needs_of(engine, options.num_at_most)
+        self.engine = self._needs.limit(engine)
+        self.num_at_most = options.num_at_most
+
+    def client(
+        self,
+        on_events: Callable[[list[Event]], None],
+        stall_s: float,
+        on_pages: Callable[[Pages], None],
+        start_s: float,
+    ) -> RayReplicas:
+        return RayReplicas(self._cluster, self._options, self._needs, on_events, stall_s, on_pages, start_s)
 
 
 class RayReplicas(Replicas):
@@ -60,13 +78,17 @@ class RayReplicas(Replicas):
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
     ) -> None:
-        self._cluster, self._ray, self._needs = cluster, options, needs
+        self._cluster, self._given, self._needs = cluster, options, needs
         self._placed: list[Any] = []  # actors without an engine
         self._counts: dict[int, tuple[int, int]] = {}  # of each replica: requests that run, and that wait
         self._num_finished = 0
-        self._started: set[int] = set()
-        self._scaling: asyncio.Task[None] | None = None
+        self._started: set[int] = set()  # replicas that take requests
+        self._draining: set[int] = set()  # those that stop when they have none
+        self._try_again_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
         super().__init__(options.num_at_most, on_events, stall_s, on_pages, start_s)
+        if options.policy is not None:
+            self.adapters = _FixedAdapters(self._clients)
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
@@ -85,7 +107,7 @@ class RayReplicas(Replicas):
     # ---- start and end
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
-        num = self._ray.num_at_start
+        num = self._given.num_at_start
         try:
             self._placed = await self._cluster.place(EngineActor, self._needs, num)
         except NoRoom as error:
@@ -100,8 +122,8 @@ class RayReplicas(Replicas):
         self._started = set(range(num))
         self._name_started()
         self.gave_up.clear()
-        if self._ray.policy is not None:
-            self._scaling = asyncio.create_task(self._scale(Autoscaler(self._ray.policy), options, ready))
+        scaler = Autoscaler(self._given.policy) if self._given.policy is not None else None
+        self._watching = asyncio.create_task(self._watch(scaler, options, ready))
         return ready
 
     async def _start_one(self, number: int, options: EngineOptions, first: Ready) -> Ready:
@@ -118,34 +140,41 @@ class RayReplicas(Replicas):
         self._names = {str(number): self._clients[number] for number in sorted(self._started)}
 
     async def close(self) -> None:
-        if self._scaling is not None:
-            self._scaling.cancel()
-            await asyncio.wait([self._scaling])
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait([watching])
         await super().close()
         self._cluster.kill(*self._placed)
         self._placed = []
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._started)
 
     @property
     def death(self) -> str:
         found = [self._clients[number].death for number in sorted(self._started)]
         return found[0] if found and all(found) else ""
 
-    # ---- scaling
+    # ---- health and scaling
 
-    async def _scale(self, scaler: Autoscaler, options: EngineOptions, first: Ready) -> None:
+    async def _watch(self, scaler: Autoscaler | None, options: EngineOptions, first: Ready) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
-                num = len(self._started)
-                wanted = scaler.wanted(time.monotonic(), self.load(first.config.max_requests))
-                if wanted > num:
-                    await self._grow(options, first, scaler.reason)
-                elif wanted < num:
-                    await self._shrink(scaler.reason)
+                await self._stop_drained(options.model)
+                await self._revive(options, first)
+                if scaler is not None:
+                    wanted = scaler.wanted(time.monotonic(), self.load(first.config.max_requests))
+                    if wanted > len(self._started):
+                        await self._grow(options, first, scaler.reason)
+                    elif wanted < len(self._started):
+                        self._shrink(scaler.reason)
             except (TidemillError, NoRoom) as error:
                 _log.error("a replica could not be started: %s", error)
             except Exception:
-                _log.exception("the number of replicas could not be changed")
+                _log.exception("the replicas could not be looked after")
 
     def load(self, num_slots: int) -> Load:
         counts = [self._counts.get(number, (0, 0)) for number in self._started]
@@ -153,34 +182,45 @@ class RayReplicas(Replicas):
         running, waiting = sum(one[0] for one in counts), sum(one[1] for one in counts) + unplaced
         return Load(len(self._started), running, waiting, num_slots, self._num_finished)
 
-    async def _grow(self, options: EngineOptions, first: Ready, reason: str) -> None:
-        number = next(at for at in range(len(self._clients)) if at not in self._started)
-        began = time.monotonic()
-        self._report(number, events.ModelLoading(began, options.model, first.config.memory_bytes, reason))
-        await self._start_one(number, options, first)
-        now = time.monotonic()
-        self._report(number, events.ModelLoaded(now, options.model, first.config.memory_bytes, now - began))
-        self._started.add(number)
-        self._name_started()
-        _log.info("a replica was started: %s", reason)
+    async def _revive(self, options: EngineOptions, first: Ready) -> None:
+        """One that was given up is tried again for as long as others go on."""
+        down = [number for number in self._started if self._clients[number].death]
+        if down and not self.death and time.monotonic() >= self._try_again_s:
+            self._try_again_s = time.monotonic() + _TRY_AGAIN_S
+            await self._start_one(down[0], options, first)
 
-    async def _shrink(self, reason: str) -> None:
+    async def _grow(self, options: EngineOptions, first: Ready, reason: str) -> None:
+        if self._draining:
+            self._started.add(self._draining.pop())
+        else:
+            number = next(at for at in range(len(self._clients)) if at not in self._started)
+            num_bytes, began = first.config.memory_bytes, time.monotonic()
+            self._take_events(number, [events.ModelLoading(began, options.model, num_bytes, reason)])
+            await self._start_one(number, options, first)
+            now = time.monotonic()
+            self._take_events(number, [events.ModelLoaded(now, options.model, num_bytes, now - began)])
+            self._started.add(number)
+        self._name_started()
+        _log.warning("%d replicas: one was added, %s", len(self._started), reason)
+
+    def _shrink(self, reason: str) -> None:
         """The last one takes no more requests, and stops when it has none."""
         number = max(self._started)
         self._started.discard(number)
+        self._draining.add(number)
         self._name_started()
-        client = self._clients[number]
-        while client.num_pending:
-            await asyncio.sleep(0.1)
-        await client.stop()
-        self._counts.pop(number, None)
-        self._placement.forget(str(number))
-        name = client.ready.config if client.ready is not None else None
-        self._report(number, events.ModelUnloaded(time.monotonic(), "replica", 0 if name is None else name.memory_bytes, reason))
-        _log.info("a replica was stopped: %s", reason)
+        _log.warning("%d replicas: one takes no more requests, %s", len(self._started), reason)
 
-    def _report(self, number: int, event: Event) -> None:
-        self._take_events(number, [event])
+    async def _stop_drained(self, model: str) -> None:
+        for number in [one for one in self._draining if not self._clients[one].num_pending]:
+            self._draining.discard(number)
+            client = self._clients[number]
+            assert client.ready is not None
+            await client.stop()
+            self._counts.pop(number, None)
+            self._placement.forget(str(number))
+            gone = events.ModelUnloaded(time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice")
+            self._take_events(number, [gone])
 
     def _take_events(self, number: int, batch: list[Event]) -> None:
         for event in batch:
@@ -191,3 +231,10 @@ class RayReplicas(Replicas):
             elif isinstance(event, events.Finished | events.Aborted):
                 self._num_finished += 1
         super()._take_events(number, batch)
+
+
+class _FixedAdapters(ReplicaAdapters):
+    """A replica that is started later would not have them."""
+
+    async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
+        raise InvalidRequest("With --autoscale, adapters cannot be loaded while the server runs.", fix="Serve with --lora.")

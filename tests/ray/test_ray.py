@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import aclosing
 
+import httpx
 import pytest
 
+from tests.server.conftest import Server
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
@@ -55,12 +58,9 @@ async def expected(folder, length=64):
         await client.close()
 
 
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def until(state):
+    while not state():
+        time.sleep(0.1)
 
 
 def engines():
@@ -117,6 +117,65 @@ def test_an_engine_in_an_actor(nodes, tiny_folder):
         cluster.close()
 
     asyncio.run(main())
+
+
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def node_of(nodes, pid):
+    """Whose raylet has started the process."""
+    raylets = {info.process.pid: node for node in nodes.worker_nodes for info in node.all_processes["raylet"]}
+    while pid not in raylets:
+        pid = parent(pid)
+    return raylets[pid]
+
+
+def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_folder):
+    """Over HTTP, with as many requests under way as it gets. Greedy answers are those of an undisturbed server."""
+    before = engines()
+    options = ("--ray", "--ray-address", nodes.address, "--replicas", "2", "--threads", "1", "--ray-wait", "120")
+    server = Server(tiny_folder, *options, "--kv-memory", "16M", "--speculate", "off").wait()
+
+    async def ask(client, number, stream):
+        body = {"model": "tiny", "prompt": f"Day {number}", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+        if not stream:
+            reply = await client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            return reply.json()["choices"][0]["text"]
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply:
+            assert reply.status_code == 200
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    part = json.loads(line[6:])
+                    assert "error" not in part, part
+                    text += part["choices"][0]["text"] if part["choices"] else ""
+        return text
+
+    async def main():
+        limits = httpx.Limits(max_connections=NUM)
+        async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
+            truth = [await ask(client, number, False) for number in range(NUM)]
+            for way in ("actor", "node"):
+                work = [asyncio.create_task(ask(client, number, number % 2 == 0)) for number in range(NUM)]
+                while not any(task.done() for task in work):  # all are under way, and some have been answered
+                    await asyncio.sleep(0.001)
+                victim = sorted(engines() - before)[0]
+                if way == "actor":
+                    os.kill(parent(victim), signal.SIGKILL)
+                else:
+                    nodes.remove_node(node_of(nodes, victim), allow_graceful=False)
+                assert await asyncio.gather(*work) == truth, way
+                while len(engines() - before) < 2:  # what was lost is started again where there is room
+                    await asyncio.sleep(0.1)
+
+    try:
+        asyncio.run(main())
+    finally:
+        assert server.stop() == 0, server.process.stdout.read()
+    until(lambda: engines() == before)
 
 
 def test_each_line_once_though_workers_are_killed(nodes, tiny_folder, tmp_path):
@@ -178,7 +237,6 @@ def test_mistakes_are_told_and_nothing_is_left(nodes, tmp_path, tiny_folder):
 
 
 def test_the_serve_application(nodes, tiny_folder):
-    import httpx
     from ray import serve
 
     from tidemill.ray import app

@@ -455,7 +455,7 @@ class EngineClient:
             self.release()
 
     def _hand_over(self, is_blameless: bool) -> None:
-        """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: it died of none."""
+        """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
         self._find_suspects()
         for pending in [one for one in self._pending.values() if not one.is_over]:
             if pending.request.priority != PROBE and not pending.num_deaths and (is_blameless or not pending.may_have_killed):

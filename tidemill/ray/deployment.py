@@ -46,7 +46,9 @@ _OWN = {
 class Tidemill:
     """A replica."""
 
-    async def __init__(self, options: EngineOptions, api_keys: list[str], allowed_hosts: list[str]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, options: EngineOptions, api_keys: list[str], allowed_hosts: list[str]
+    ) -> None:
         served = Served(options)
         await asyncio.to_thread(locate, served.engine.model, fetch=True)
         self._engine = engine = ModelEngine(served, 60.0, 300.0, None, ("auto", "auto"))
@@ -99,7 +101,8 @@ def app(args: dict[str, Any]) -> serve.Application:
     except msgspec.ValidationError as error:
         raise ConfigError(f"An argument cannot be used: {error}.", fix="Give it as the option of that name takes it.") from None
     actor = {"num_cpus": own.get("num_cpus", options.threads or 1), "num_gpus": own.get("num_gpus", 0)}
-    deployment = Tidemill.options(
+    made: Any = Tidemill
+    deployment = made.options(
         num_replicas=own.get("num_replicas", 1),
         max_ongoing_requests=own.get("max_ongoing_requests", _NUM_AT_ONCE),
         ray_actor_options=actor,

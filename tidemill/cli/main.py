@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
@@ -49,6 +50,7 @@ app.command(epilog=EPILOG, cls=Command)(serve.serve)
 app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)

@@ -21,6 +21,7 @@ from tidemill.sched.queue import ORDERS
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
 ENGINE, ADAPTERS, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Adapters", "Serving", "Access", "Storage", "Logging"
+RAY = "Ray"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _EXPECTED = {
     "text": "text that is not empty",
@@ -294,6 +295,14 @@ OPTIONS = (
            "How long the engine may have work and complete no step before it is restarted.", 60.0, low=1),
     Option("start-seconds", "number", SERVING,
            "How long the engine may show no progress while it loads the model before that is an error.", 300.0, low=1),
+
+    Option("ray", "switch", RAY, "Run on a Ray cluster: each replica is an actor of it. Needs tidemill[ray].", False),
+    Option("replicas", "integer", RAY, "Engines, or workers of a batch, on the cluster.", 1, low=1, high=1024),
+    Option("autoscale", "text", RAY, automatic="off",
+           help="Fewest and most replicas, as MIN:MAX, by how many requests wait and for how long."),
+    Option("ray-address", "text", RAY, automatic="RAY_ADDRESS, or a cluster is started on this machine",
+           help="Address of the Ray cluster, as HOST:PORT; auto: the one that this machine is a node of."),
+    Option("ray-wait", "number", RAY, "Seconds to wait until nodes have room for the replicas.", 15.0, low=1, high=86_400),
 
     Option("api-key", "text", ACCESS, is_list=True, is_secret=True,
            help="A key that clients must send: 16 or more characters, or sha256:HEX of one. A file or the variable keeps it "

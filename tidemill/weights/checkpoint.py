@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -263,10 +262,8 @@ class SafetensorsCheckpoint:
 
     def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
         """Of quantized matrices, several stored tensors are one; they may lie in different files, so all are open."""
-        with ExitStack() as stack:
-            files = [(path, stack.enter_context(_open(path))) for path in self._files()]
-            for found in gathered(scheme, files):
-                yield _FromSafetensors(*found) if isinstance(found, tuple) else found
+        for found in gathered(scheme, [(path, _open(path)) for path in self._files()]):
+            yield _FromSafetensors(*found) if isinstance(found, tuple) else found
 
 
 def _open(path: Path) -> Any:

@@ -35,7 +35,7 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
     if not settings:
         return None
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config is not a table.", fix="Download it again.")
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config is {str(settings)[:50]!r}, not a table.")
     method = settings.get("quant_method", "bitsandbytes" if settings.get("load_in_4bit") else None)
     made = METHODS.get(method) if isinstance(method, str) else None
     if made is None:

@@ -16,7 +16,7 @@ from tidemill.kernels.quantized_linear import (
     quantize,
     quantized_linear_reference,
 )
-from tidemill.model_config import QUANTIZED_TYPES
+from tidemill.weight_types import HELD
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -85,7 +85,9 @@ def test_it_multiplies_and_looks_up(kind, shape, bias):
         out = linear(x[:rows].clone())
         assert ((out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6).all(), rows
     ids = torch.randint(0, shape[0], (9,))
-    torch.testing.assert_close(linear.rows(ids), weight.dequantize()[ids], rtol=0 if kind in KINDS else 1e-5, atol=0 if kind in KINDS else 1e-7)
+    torch.testing.assert_close(
+        linear.rows(ids), weight.dequantize()[ids], rtol=0 if kind in KINDS else 1e-5, atol=0 if kind in KINDS else 1e-7
+    )
     assert quantized_linear.kind_of([weight]) == kind.split()[0]
 
 
@@ -147,8 +149,8 @@ def test_codes_are_what_the_package_dequantizes(name):
 
 @needs_library
 def test_what_the_budget_says_is_what_is_allocated():
-    for name, bytes_each in QUANTIZED_TYPES.items():
+    for name in _READERS:
         _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         weight = QuantizedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
         num_values = weight.rows(torch.arange(16)).numel()
-        assert weight.num_bytes == num_values * bytes_each, name
+        assert weight.num_bytes == num_values * HELD["quantized", "cpu"].bytes_of(name, True), name

@@ -90,7 +90,7 @@ def byte_integers(weight, per="channel", static=False):
     codes = (weight / scales.float()).round().clamp(-128, 127)
     tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
     if static:
-        tensors["input_scale"] = torch.tensor([0.05])
+        tensors["input_scale"] = torch.tensor([0.03])
     return tensors, codes * scales.float()
 
 
@@ -172,7 +172,7 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 # By name: a packer and the configuration.
 LAYOUTS = {
-    "gptq": (gptq, _GPTQ),
+    "gptq": (gptq, _GPTQ | {"sym": True}),
     "gptq act-order": (lambda w: gptq(w, act_order=True, symmetric=False), _GPTQ | {"desc_act": True}),
     "gptq v2 per channel": (
         lambda w: gptq(w, group=-1, symmetric=False, v2=True), _GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"},

@@ -6,7 +6,6 @@ to signed bytes, 32 to a scale, so that products and their sums over 32 are exac
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from tidemill.kernels import native
 from tidemill.kernels.linear import Weight, to_panels
+from tidemill.weight_types import SIGNED_4_BITS
 
 GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
@@ -21,10 +21,7 @@ E2M1 = MX4_CODES.astype(np.float32) / 2
 _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
 _MAX_WHOLE = 2**16  # columns whose products of bytes add up to 32 bits
-_HAS_S4 = platform.machine() in (
-    "aarch64",
-    "arm64",
-)  # on x86 products of signed bytes take three instructions, of unsigned ones one
+_HAS_S4 = SIGNED_4_BITS  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +49,15 @@ class Codes:
 
     def take(self, rows: torch.Tensor) -> Codes:
         offsets, zeros = (None if values is None else values[rows] for values in (self.offsets_NG, self.zeros_NG))
-        return replace(
-            self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros
-        )
+        return replace(self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros)
 
     def dequantize(self) -> torch.Tensor:
         values = self.codes_NK.float() if self.table is None else self.table[self.codes_NK.int()]
-        for each, op in ((self.zeros_NG, torch.Tensor.sub_), (self.scales_NG, torch.Tensor.mul_), (self.offsets_NG, torch.Tensor.add_)):
+        for each, op in (
+            (self.zeros_NG, torch.Tensor.sub_),
+            (self.scales_NG, torch.Tensor.mul_),
+            (self.offsets_NG, torch.Tensor.add_),
+        ):
             if each is not None:
                 op(values, each.float().repeat_interleave(self.group, 1)[:, : values.shape[1]])
         if self.order_K is None:
@@ -97,7 +96,9 @@ def _below(parts: list[Codes]) -> Codes:
         first,
         codes_NK=torch.cat([part.codes_NK for part in parts]),
         scales_NG=torch.cat([part.scales_NG for part in parts]),
-        offsets_NG=None if first.offsets_NG is None else torch.cat([part.offsets_NG for part in parts if part.offsets_NG is not None]),
+        offsets_NG=None
+        if first.offsets_NG is None
+        else torch.cat([part.offsets_NG for part in parts if part.offsets_NG is not None]),
         zeros_NG=None if first.zeros_NG is None else torch.cat([part.zeros_NG for part in parts if part.zeros_NG is not None]),
         activations=activations,
     )
@@ -148,7 +149,9 @@ def fit(weight: Codes) -> Codes | None:
 
 def widened(weight: Codes) -> Codes:
     """Of ternary codes, as 4-bit ones."""
-    return replace(weight, bits=4, codes_NK=weight.codes_NK + 8, zeros_NG=torch.full_like(weight.scales_NG, 8).float(), activations=None)
+    return replace(
+        weight, bits=4, codes_NK=weight.codes_NK + 8, zeros_NG=torch.full_like(weight.scales_NG, 8).float(), activations=None
+    )
 
 
 def kind_of(weights: list[Codes]) -> str:

@@ -12,7 +12,7 @@ import math
 import pydoc_data.topics
 
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.weights.locate import locate
@@ -31,7 +31,7 @@ def text_ids(model: str, num_tokens: int) -> list[int]:
 
 def mean_logprob(model: str, dtype: str, ids: list[int]) -> float:
     """Of every token but the first of each window, given the tokens before it in the window."""
-    core = EngineCore.load(EngineOptions(model=model, dtype=dtype, prefix_caching=False, kv_memory_bytes=2**30))
+    core = load_core(EngineOptions(model=model, dtype=dtype, prefix_caching=False, kv_memory_bytes=2**30))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     for start in range(0, len(ids), WINDOW):
         core.submit(Submit(str(start), ids[start : start + WINDOW], params))

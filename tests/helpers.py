@@ -14,6 +14,7 @@ import torch
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.load import core_of
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
 from tidemill.model_config import ModelConfig
@@ -107,11 +108,11 @@ def draft_core(model: CausalLM, draft: CausalLM, **options: Any) -> EngineCore:
     """All drafts of the draft model are verified."""
     given = {"adaptive_drafts": False, "max_drafts": 5, "draft_model": "draft"} | options
     config = engine_config(model, draft.config, **given)
-    return EngineCore(model, config, draft=draft)
+    return core_of(model, config, draft=draft)
 
 
 def make_core(model: CausalLM, **options: Any) -> EngineCore:
-    return EngineCore(model, engine_config(model, **options))
+    return core_of(model, engine_config(model, **options))
 
 
 def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:
@@ -213,3 +214,12 @@ def guess_with(core: EngineCore, drafter: Drafter) -> EngineCore:
     """All its drafts are verified, up to five for a request."""
     core.drafting = Drafting([drafter], 5, 0.3, core._clock, core._events, adaptive=False)
     return core
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whatever bits a NaN has: machines write different ones."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    nan = one.isnan()
+    bits = [t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)[~nan] for t in (one, other)]
+    return torch.equal(nan, other.isnan()) and torch.equal(*bits)

@@ -11,6 +11,7 @@ from tidemill.kernels.quantized_linear import (
     MX4_CODES,
     Activations,
     Codes,
+    Outliers,
     QuantizedPanels,
     concat,
     quantize,
@@ -22,8 +23,13 @@ from tidemill.weights.gguf_codes import _READERS, read_codes
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 KINDS = ["Q4", "S4", "Q8", "Q8M", "MX4"]
 # Kinds with float scales: the group of each, 0 for whole rows.
-GROUPED = {"G4": 64, "GS4": 128, "G8": 0, "G8M": 32, "GT4": 64, "G4 ordered": 96, "W8": 0, "W8 static": 0, "T2": 0}
+GROUPED = {"G4": 64, "GS4": 128, "G8": 0, "G8M": 32, "GT4": 64, "GT4 sparse": 0, "G4 ordered": 96, "W8": 0, "W8 static": 0, "T2": 0}
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
+
+
+def sparse(num: int) -> Outliers:
+    places = torch.randperm(num)[: num // 20].sort().values
+    return Outliers(places, torch.randn(places.numel()) * 0.3)
 
 
 def grouped_codes(kind: str, num_out: int, num_in: int) -> Codes:
@@ -39,6 +45,7 @@ def grouped_codes(kind: str, num_out: int, num_in: int) -> Codes:
         zeros_NG=torch.randint(-9, 9, scales.shape).float() if name == "G8M" else zeros,
         table=torch.arange(-8, 8).float() / 8 if name == "GT4" else None,
         order_K=torch.randperm(num_in) if how == "ordered" else None,
+        outliers=sparse(num_out * num_in) if how == "sparse" else None,
         activations=Activations(0.03 if how == "static" else None) if name in ("W8", "T2") else None,
     )  # fmt: skip
 

@@ -161,6 +161,21 @@ def sparse24(weight):
     return tensors, weight * kept
 
 
+def gobo(weight, bits=3):
+    """Centroids evenly spaced over what is no outlier."""
+    flat = weight.flatten()
+    is_outlier = flat.abs() > 2.5 * flat.std()
+    centroids = torch.linspace(-2.4, 2.4, 2**bits) * flat.std()
+    numbers = flat[:, None].sub(centroids).abs().argmin(1)
+    values = torch.where(is_outlier, flat, centroids[numbers])
+    places = is_outlier.nonzero()[:, 0]
+    tensors = {
+        "weight_packed": words(numbers.view(weight.shape), bits), "weight_shape": torch.tensor(list(weight.shape)),
+        "weight_centroids": centroids, "weight_outliers": flat[places], "weight_places": places.to(torch.int32),
+    }  # fmt: skip
+    return tensors, values.view(weight.shape)
+
+
 def compressed(layout="pack-quantized", bits=4, inputs=None, kind="int", **more):
     group = {"weights": {"num_bits": bits, "type": kind} | more, "input_activations": inputs, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -203,6 +218,7 @@ LAYOUTS = {
     "bitnet offline": (
         lambda w: ternary(w, False), {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
     ),
+    "gobo": (gobo, {"quant_method": "gobo", "bits": 3}),
     "sparse 2:4": (
         sparse24, {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-24-bitmask"}},
     ),

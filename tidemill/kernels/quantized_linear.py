@@ -31,6 +31,22 @@ class Activations:
     scale: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """Single values of a matrix [N, K] that its codes do not hold: what is to be added at row * K + column, in this order."""
+
+    places: torch.Tensor  # int64, ascending
+    differences: torch.Tensor  # float32
+
+    def take(self, rows: torch.Tensor, num_rows: int, width: int) -> Outliers:
+        """Of these rows, of which each may stand there once."""
+        numbers = torch.full((num_rows,), -1)
+        numbers[rows] = torch.arange(rows.numel())
+        row = numbers[self.places // width]
+        places, order = (row[row >= 0] * width + self.places[row >= 0] % width).sort()
+        return Outliers(places, self.differences[row >= 0][order])
+
+
 @dataclass(slots=True)
 class Codes:
     """A quantized matrix [N, K], not yet in any kernel's layout: w = scale · (code - zero) + offset, for every `group` values of a
@@ -46,10 +62,14 @@ class Codes:
     table: torch.Tensor | None = None  # float32 [16]: what the numbers of a 4-bit matrix mean
     order_K: torch.Tensor | None = None  # column k multiplies input order_K[k]; None: input k
     activations: Activations | None = None  # None: with a scale for 32 of them, the finest
+    outliers: Outliers | None = None
 
     def take(self, rows: torch.Tensor) -> Codes:
         offsets, zeros = (None if values is None else values[rows] for values in (self.offsets_NG, self.zeros_NG))
-        return replace(self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros)
+        outliers = None if self.outliers is None else self.outliers.take(rows, *self.codes_NK.shape)
+        return replace(
+            self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros, outliers=outliers
+        )
 
     def dequantize(self) -> torch.Tensor:
         values = self.codes_NK.float() if self.table is None else self.table[self.codes_NK.int()]
@@ -60,6 +80,8 @@ class Codes:
         ):
             if each is not None:
                 op(values, each.float().repeat_interleave(self.group, 1)[:, : values.shape[1]])
+        if self.outliers is not None:
+            values.view(-1)[self.outliers.places] += self.outliers.differences
         if self.order_K is None:
             return values
         stored = torch.empty_like(values)
@@ -83,7 +105,7 @@ def likeness(part: Codes) -> tuple[object, ...]:
     """Equal for matrices that can be joined as they are."""
     table = None if part.table is None else tuple(part.table.tolist())
     order = None if part.order_K is None else part.order_K.numpy().tobytes()
-    has = part.offsets_NG is None, part.zeros_NG is None, part.activations is None
+    has = part.offsets_NG is None, part.zeros_NG is None, part.activations is None, part.outliers is None
     return part.bits, part.group, part.scales_NG.dtype, table, order, has
 
 
@@ -101,7 +123,18 @@ def _below(parts: list[Codes]) -> Codes:
         else torch.cat([part.offsets_NG for part in parts if part.offsets_NG is not None]),
         zeros_NG=None if first.zeros_NG is None else torch.cat([part.zeros_NG for part in parts if part.zeros_NG is not None]),
         activations=activations,
+        outliers=None if first.outliers is None else _outliers_below(parts),
     )
+
+
+def _outliers_below(parts: list[Codes]) -> Outliers:
+    places, differences, first = list[torch.Tensor](), list[torch.Tensor](), 0
+    for part in parts:
+        assert part.outliers is not None
+        places.append(part.outliers.places + first)
+        differences.append(part.outliers.differences)
+        first += part.codes_NK.numel()
+    return Outliers(torch.cat(places), torch.cat(differences))
 
 
 def quantize(values_NK: torch.Tensor) -> Codes:
@@ -127,6 +160,11 @@ def quantized_linear_reference(x_TK: torch.Tensor, weight: Codes, bias_N: torch.
     rounded = (groups * torch.where(scales > 0, inverse, 0.0)).round().clamp(-127, 127).double() * scales
     columns = rounded.flatten(1)
     matrix = replace(weight, order_K=None).dequantize() if weight.order_K is not None else weight.dequantize()
+    if weight.outliers is not None:  # the activations that meet them are not rounded
+        matrix = replace(weight, outliers=None).dequantize()
+        sparse = torch.zeros_like(matrix).view(-1)
+        sparse[weight.outliers.places] = weight.outliers.differences
+        bias_N = (0 if bias_N is None else bias_N) + x_TK.double() @ sparse.view_as(matrix).double().t()
     out = columns @ matrix.double().t()
     return (out if bias_N is None else out + bias_N).float()
 
@@ -144,7 +182,8 @@ def fit(weight: Codes) -> Codes | None:
         weight = widened(weight)
     if weight.activations is not None and (not is_whole or weight.zeros_NG is not None or width > _MAX_WHOLE):
         weight = replace(weight, activations=None)
-    return weight if is_whole or weight.group % GROUP == 0 else quantize(weight.dequantize())
+    both = weight.order_K is not None and weight.outliers is not None
+    return weight if (is_whole or weight.group % GROUP == 0) and not both else quantize(weight.dequantize())
 
 
 def widened(weight: Codes) -> Codes:
@@ -183,7 +222,8 @@ def kind_number(weights: list[Codes]) -> int:
     if first.scales_NG.dtype != torch.float32:
         return native.KINDS[kind]
     size = 0 if first.group >= first.codes_NK.shape[1] else first.group // GROUP
-    return native.KINDS[kind] | size << 8 | (0 if first.order_K is None else native.ORDERED)
+    flags = (0 if first.order_K is None else native.ORDERED) | (0 if first.outliers is None else native.SPARSE)
+    return native.KINDS[kind] | size << 8 | flags
 
 
 def _is_centred(weight: Codes) -> bool:
@@ -239,11 +279,22 @@ def _group_scales(weight: Codes, kind: str) -> torch.Tensor:
         before = [torch.tensor([static or 0.0] + [0.0] * 7)]
     if weight.order_K is not None:
         before.append(weight.order_K.to(torch.int32))
+    if weight.outliers is not None:
+        before += _sparse_panels(weight.outliers, *weight.codes_NK.shape)
     panels = to_panels(scales / 16 if kind == "GS4" else scales)
     if kind in ("G4", "G8M"):
         assert weight.zeros_NG is not None
         panels = torch.stack([panels, to_panels(-weight.scales_NG * weight.zeros_NG)], dim=2)
     return torch.cat([part.contiguous().view(torch.uint8).flatten() for part in (*before, panels)]).view(torch.float16)
+
+
+def _sparse_panels(outliers: Outliers, num_out: int, width: int) -> list[torch.Tensor]:
+    """Where the values of each panel begin; places and values in turn."""
+    row, column = outliers.places // width, outliers.places % width
+    num_panels = -(-num_out // _LANES)
+    first = torch.searchsorted(row // _LANES, torch.arange(num_panels + 1))
+    places = (column * _LANES + row % _LANES).to(torch.int32)
+    return [first.to(torch.int32), torch.stack([places, outliers.differences.view(torch.int32)], dim=1)]
 
 
 class QuantizedPanels(Weight):
@@ -254,7 +305,7 @@ class QuantizedPanels(Weight):
         self._lib = native.lib
         (self._num_out, self._width), self._bits, self._bias = weight.codes_NK.shape, weight.bits, bias_N
         self._kind, self._number = kind_of([weight]), kind_number([weight])
-        self._group, self._order = weight.group, weight.order_K
+        self._group, self._order, self._outliers = weight.group, weight.order_K, weight.outliers
         self._table = None if weight.table is None else torch.from_numpy(table_bytes(weight.table)[0].numpy())
         self._panels, self._scales = code_panels(weight, self._kind)
         bias = None if bias_N is None else bias_N.data_ptr()
@@ -284,6 +335,13 @@ class QuantizedPanels(Weight):
         values = values.flatten(1) * scales
         if offsets is not None:
             values += offsets
+        if self._outliers is not None:
+            kept = self._outliers.take(ids_T, self._num_out, self._width) if ids_T.unique().numel() == ids_T.numel() else None
+            for i, number in enumerate([] if kept is not None else ids_T.tolist()):
+                one = self._outliers.take(torch.tensor([number]), self._num_out, self._width)
+                values[i, one.places] += one.differences
+            if kept is not None:
+                values.view(-1)[kept.places] += kept.differences
         if self._order is None:
             return values
         stored = torch.empty_like(values)

@@ -58,7 +58,7 @@ def _stack(parts: list[list[Part]], bias_EN: torch.Tensor | None) -> Stack:
 
 def _for_experts(codes: Codes) -> Codes:
     """The rows of activations are rounded once for all experts, 32 to a scale, with their columns in order."""
-    if codes.order_K is not None:
+    if codes.order_K is not None or codes.outliers is not None:
         return quantize(codes.dequantize())
     return widened(codes) if codes.bits == 2 else replace(codes, activations=None)
 

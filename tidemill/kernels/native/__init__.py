@@ -37,6 +37,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _KIND_NAMES = ("F32", "F16", "BF16", "Q8", "Q8M", "Q4", "MX4", "S4", "G8", "G8M", "G4", "GS4", "GT4", "W8", "T2")
 KINDS: Final = {name: number for number, name in enumerate(_KIND_NAMES)}  # of linear.h
 ORDERED: Final = 1 << 28  # of a kind: the input's columns have an order of their own
+SPARSE: Final = 1 << 29  # of a kind: single values are added to the matrix
 
 
 class LayerSpec(ctypes.Structure):

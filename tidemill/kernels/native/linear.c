@@ -16,7 +16,8 @@ and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2
 S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
 The G kinds have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 and T2 for rows, [panel][8].
 Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own, and 28 bytes of nothing),
-and the order of columns (int32 [k]) of kinds that have one.
+the order of columns (int32 [k]) of matrices that have one, and single values that are added to a matrix: where those of each panel begin
+(int32 [panels + 1]), then their places and values.
 Activations are signed bytes with one scale for 32 of them; for W8 and T2, with one a row.
 
 An output is summed over k in order, by one chain of operations that is the same for any number of rows and any tile: the bits of a
@@ -115,7 +116,24 @@ void linear_start(linear_job *j) {
     if (j->how->has_table) j->table = (const int8_t *)head, head += 16;
     if (j->how->is_whole) j->static_scale = *(const float *)head, head += 32;
     if (j->kind & ORDERED) j->order = (const int32_t *)head, head += j->num_in * (long)sizeof(int32_t);
+    if (j->kind & SPARSE) {
+        j->sparse_first = (const int32_t *)head, head += (j->num_panels + 1) * (long)sizeof(int32_t);
+        j->sparse = (const sparse_value *)head, head += j->sparse_first[j->num_panels] * (long)sizeof(sparse_value);
+    }
     j->scales = (const uint16_t *)head;
+}
+
+void add_sparse(const linear_job *j, long panel, long row, int n, f32x8 *values) {
+    for (int r = 0; r < n; r++) {
+        const float *x = j->x + (row + r) * j->num_in;
+        float lanes[LANES];
+        f32x8_store(lanes, values[r]);
+        for (long i = j->sparse_first[panel]; i < j->sparse_first[panel + 1]; i++) {
+            float product = j->sparse[i].value * x[j->sparse[i].place / LANES];
+            lanes[j->sparse[i].place % LANES] += product;
+        }
+        values[r] = f32x8_load(lanes);
+    }
 }
 
 void run_panels(void *arg, long task, int thread) {

@@ -8,15 +8,17 @@
 #include "tidemill.h"
 
 /* The low byte of a kind. Above it, for the kinds from G8 on: values that share a scale / 32 (20 bits; 0: a whole row), and whether the
-   input's columns have an order of their own. */
+   input's columns have an order of their own, and whether single values come on top. */
 enum { F32 = 0, F16, BF16, Q8, Q8M, Q4, MX4, S4, G8, G8M, G4, GS4, GT4, W8, T2 };
 #define KIND(kind) ((kind) & 255)
 #define KIND_GROUP(kind) (((kind) >> 8) & 0xfffff)
 #define ORDERED (1 << 28)
+#define SPARSE (1 << 29) /* single values are added to the matrix */
 #define GROUP 32
 #define LANES 8
 #define ROWS 4        /* of a tile of quantized kinds */
 
+typedef struct { int32_t place; float value; } sparse_value; /* of a panel: column * 8 + row */
 typedef struct linear_kind linear_kind;
 typedef struct {
     int kind;
@@ -34,6 +36,8 @@ typedef struct {
     const int32_t *order; /* of the input's columns; NULL: as they are */
     const int8_t *table;  /* what 4-bit numbers mean */
     float static_scale;   /* of activations; 0: each row has its own */
+    const int32_t *sparse_first; /* [panels + 1]: where the values of each panel begin; NULL: there are none */
+    const sparse_value *sparse;
 } linear_job;
 
 /* One panel by all rows of a job; of `wide` ones, codes are bytes and scales floats. */
@@ -60,7 +64,11 @@ void linear_start(linear_job *job);
 void quantize_row(void *job, long row, int thread);
 void run_panels(void *job, long task, int thread);
 
-static inline void store_tile(const linear_job *j, long panel, long row, int n, const f32x8 *values) {
+/* To `n` rows of outputs, the products of a panel's single values, in their order. */
+void add_sparse(const linear_job *job, long panel, long row, int n, f32x8 *values);
+
+static inline void store_tile(const linear_job *j, long panel, long row, int n, f32x8 *values) {
+    if (j->sparse_first) add_sparse(j, panel, row, n, values);
     long first = panel * LANES, num = j->num_out - first < LANES ? j->num_out - first : LANES;
     for (int r = 0; r < n; r++) {
         float *to = j->out + (row + r) * j->num_out + first;

@@ -12,6 +12,7 @@ from tidemill.cli import (
     calibrate_kv,
     chat,
     completion,
+    evaluate,
     explain,
     generate,
     memory,
@@ -52,6 +53,7 @@ app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
+app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

@@ -1,0 +1,1 @@
+"""Smaller models: evaluation, pruning, distillation, conversion."""

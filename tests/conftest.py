@@ -77,14 +77,14 @@ _ONLY_WHEN_SLOW = (
 
 
 class FromBothEnds(LoadScopeScheduling):
-    """Files are kept whole. One worker takes them from the front, where those that start processes are, the other from the
-    back: both end at the same time, and servers that files share are seldom started twice."""
+    """Files are kept whole. One worker takes them from the front, where those that start processes are, the others from the
+    back: all end at the same time, and servers that files share are seldom started twice."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.split("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        if self.nodes.index(node) % 2:
+        if self.nodes.index(node):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 

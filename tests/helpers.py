@@ -19,6 +19,7 @@ from tidemill.kernels import native
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
+from tidemill.quant import SCHEMES, WeightPlan
 from tidemill.runner.spec import Ask, Drafter
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -82,15 +83,22 @@ def thinking_tokenizer(path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+_DTYPES = {"dense": "float32", "quantized": "quantized"}  # by scheme
+
+
 def load_model(path: Path, dtype: str = "float32") -> CausalLM:
     checkpoint = open_checkpoint(path)
     cls = model_class(checkpoint)
-    return cls.load(checkpoint, cls.read_config(checkpoint), dtype)
+    return cls.load(checkpoint, cls.read_config(checkpoint), WeightPlan(SCHEMES[dtype]))
 
 
 def engine_config(model: CausalLM, draft: ModelConfig | None = None, **options: Any) -> EngineConfig:
     threads = 2 if native.lib else 1  # those of torch wait for each other by spinning, and another worker has the other core
-    options = {"kv_memory_bytes": 64 * 2**20, "threads": threads, "dtype": model.dtype} | options
+    options = {
+        "kv_memory_bytes": 64 * 2**20,
+        "threads": threads,
+        "dtype": "quantized" if model.weight_plan.scheme == "quantized" else "float32",
+    } | options
     machine = replace(here.detect(), num_cores=2, memory_bytes=8 * 2**30, available_bytes=8 * 2**30)
     return resolve(EngineOptions(**options), model.config, machine, draft)
 

@@ -12,6 +12,7 @@ from tests.weights.test_safetensors import edit_config, edit_weights, fails
 from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.models.registry import model_class
+from tidemill.quant import PLAIN
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
@@ -223,7 +224,7 @@ def test_older_files_say_longrope_differently(tmp_path):
 def test_random_weights_of_the_right_shapes(folder):
     checkpoint = open_checkpoint(folder)
     cls = model_class(checkpoint)
-    model = cls.load(checkpoint, cls.read_config(checkpoint), "float32", random=True)
+    model = cls.load(checkpoint, cls.read_config(checkpoint), PLAIN, random=True)
     logits = prompt_logits(model, [5, 6, 7])
     assert logits.isfinite().all()
     assert logits.std() > 0.1

@@ -15,6 +15,7 @@ from tidemill.errors import CheckpointError
 from tidemill.events import ExpertsUsed
 from tidemill.kernels import native
 from tidemill.models.registry import model_class
+from tidemill.quant import PLAIN
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Submit
 
@@ -93,7 +94,7 @@ def test_dummy_weights_fill_every_part(saved):
     """`--load-format dummy`: random weights of the right shapes."""
     checkpoint = open_checkpoint(saved[1])
     cls = model_class(checkpoint)
-    model = cls.load(checkpoint, cls.read_config(checkpoint), "float32", random=True)
+    model = cls.load(checkpoint, cls.read_config(checkpoint), PLAIN, random=True)
     assert prompt_logits(model, [5, 6, 7]).isfinite().all()
 
 

@@ -28,6 +28,7 @@ from tidemill.kernels.flex_attention import FlexAttention
 from tidemill.layers import mlp, norm
 from tidemill.models import olmo2
 from tidemill.models.registry import model_class
+from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
@@ -131,8 +132,8 @@ def on_gpu(folder, monkeypatch):
                 "device": "cuda", "kv_memory_bytes": 2**22, "max_requests": 8, "token_budget": 32, "max_context": 128
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
-            method = "bfloat16-fast" if options.get("fast_math") else "bfloat16"
-            model = cls.load(checkpoint, shape, method, None, "cuda", False)
+            plan = WeightPlan("dense", "cuda", options.get("fast_math", False))
+            model = cls.load(checkpoint, shape, plan)
             return EngineCore(model, resolve(EngineOptions(**options), shape, here, shape), draft=model)  # drafts for itself
 
         yield make

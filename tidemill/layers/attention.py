@@ -12,6 +12,7 @@ from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.quant import WeightPlan
 
 
 class AttentionStep(Protocol):
@@ -34,7 +35,7 @@ class Sinks(Layer):
 class Attention(nn.Module):
     """Projection, attention, projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         self.layer, spec, dim = layer, config.layers[layer], config.head_dim
         assert isinstance(spec, AttentionSpec)
@@ -42,8 +43,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.sinks = Sinks(spec.num_heads) if spec.has_sinks else None
         outs = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
-        self.qkv = Linear(config.hidden_size, outs, bias=config.attention_bias, dtype=dtype)
-        self.out = Linear(outs["q"], {"out": config.hidden_size}, bias=config.attention_out_bias, dtype=dtype)
+        self.qkv = Linear(config.hidden_size, outs, bias=config.attention_bias, weights=weights)
+        self.out = Linear(outs["q"], {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         return self.out(step.attend(self.layer, self.qkv(x_TH), self._learned()))

@@ -7,13 +7,14 @@ from torch import nn
 
 from tidemill.kernels.linear import Weight
 from tidemill.layers.linear import Linear
+from tidemill.quant import PLAIN, WeightPlan
 
 
 class Embedding(Linear):
     """Rows of a weight, stored as any linear's."""
 
-    def __init__(self, num_tokens: int, size: int, dtype: str = "float32") -> None:
-        super().__init__(size, {"weight": num_tokens}, dtype=dtype)
+    def __init__(self, num_tokens: int, size: int, weights: WeightPlan = PLAIN) -> None:
+        super().__init__(size, {"weight": num_tokens}, weights=weights)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.weight.rows(ids_T)
@@ -22,8 +23,8 @@ class Embedding(Linear):
 class Head(Linear):
     """Logits from a table of its own."""
 
-    def __init__(self, size: int, num_tokens: int, dtype: str = "float32") -> None:
-        super().__init__(size, {"head": num_tokens}, dtype=dtype)
+    def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN) -> None:
+        super().__init__(size, {"head": num_tokens}, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.weight.logits(x_TH, out)

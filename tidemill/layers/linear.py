@@ -9,7 +9,7 @@ import torch
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.lora import LinearLora
 from tidemill.layers.base import Layer
-from tidemill.quant import METHODS
+from tidemill.quant import PLAIN, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Linear(Layer):
         outs: dict[str, int],
         *,
         bias: bool = False,
-        dtype: str = "float32",
+        weights: WeightPlan = PLAIN,
         stored: dict[str, int] | None = None,
     ) -> None:
         """`outs`: stored matrices by name, with their output features, in the order in which they are fused. `stored`: the rows
@@ -36,7 +36,7 @@ class Linear(Layer):
         super().__init__(parts)
         self.num_in, self.outs = num_in, outs
         self._names, self._has_bias, self._taken = list(outs), bias, outs
-        self._method = METHODS[dtype]
+        self._method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
         self.loras: Loras | None = None  # adapters of the model, and those of this layer
@@ -79,8 +79,8 @@ class Linear(Layer):
 class GatedLinear(Linear):
     """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, dtype: str, act: str) -> None:
-        super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, dtype=dtype)
+    def __init__(self, num_in: int, num_out: int, *, bias: bool, weights: WeightPlan, act: str) -> None:
+        super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, weights=weights)
         self.act = act
 
     def _join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:

@@ -12,6 +12,7 @@ from tidemill.kernels.state import ScanInputs, StateWeights
 from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.model_config import ModelConfig, StateSpec
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
 
@@ -117,7 +118,7 @@ class StateMixer(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        dtype: str,
+        weights: WeightPlan,
         ins: dict[str, int],
         *,
         stored: dict[str, int] | None = None,
@@ -128,11 +129,11 @@ class StateMixer(nn.Module):
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
         self.layer, self.eps = layer, config.norm_eps
-        self.ins = Linear(config.hidden_size, ins, bias=bias, dtype=dtype, stored=stored)
+        self.ins = Linear(config.hidden_size, ins, bias=bias, weights=weights, stored=stored)
         self.conv = Conv(spec, conv_bias)
         self.parameters_ = StateParameters(spec)
         self.norm = GatedNorm(spec, spec.num_inner if spec.kind == "mamba2" else spec.norm_size) if spec.norm_size else None
-        self.out = Linear(spec.num_inner, {"out": config.hidden_size}, bias=bias, dtype=dtype)
+        self.out = Linear(spec.num_inner, {"out": config.hidden_size}, bias=bias, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         projected, learned = self.ins(x_TH), self.learned()
@@ -155,13 +156,13 @@ class StateMixer(nn.Module):
 class MambaMixer(StateMixer):
     """Mamba: time steps, B and C are projections of what was convolved."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: str, bias: bool, conv_bias: bool) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan, bias: bool, conv_bias: bool) -> None:
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
-        super().__init__(config, layer, dtype, {"in": spec.num_projected}, bias=bias, conv_bias=conv_bias)
-        self.to_rank = Linear(spec.num_inner, {"rank": spec.rank}, dtype=dtype)
-        self.to_bc = Linear(spec.num_inner, {"bc": 2 * spec.state_size}, dtype=dtype)
-        self.to_steps = Linear(spec.rank, {"steps": spec.num_inner}, bias=True, dtype=dtype)
+        super().__init__(config, layer, weights, {"in": spec.num_projected}, bias=bias, conv_bias=conv_bias)
+        self.to_rank = Linear(spec.num_inner, {"rank": spec.rank}, weights=weights)
+        self.to_bc = Linear(spec.num_inner, {"bc": 2 * spec.state_size}, weights=weights)
+        self.to_steps = Linear(spec.rank, {"steps": spec.num_inner}, bias=True, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         projected, learned = self.ins(x_TH), self.learned()

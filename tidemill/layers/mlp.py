@@ -7,13 +7,14 @@ from torch import nn
 
 from tidemill.kernels.glu import activate
 from tidemill.layers.linear import GatedLinear, Linear
+from tidemill.quant import WeightPlan
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str, act: str = "silu") -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightPlan, act: str = "silu") -> None:
         super().__init__()
-        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, dtype=dtype, act=act)
-        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype)
+        self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
+        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate_up(x_TH))
@@ -22,10 +23,10 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """`act`: a name in `kernels/glu.py`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, dtype: str, act: str) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightPlan, act: str) -> None:
         super().__init__()
-        self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, dtype=dtype)
-        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, dtype=dtype)
+        self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, weights=weights)
+        self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
         self._act = act
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:

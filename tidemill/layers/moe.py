@@ -13,7 +13,7 @@ from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.mlp import GatedMLP
 from tidemill.model_config import ModelConfig, MoESpec
-from tidemill.quant import METHODS, ExpertParts, ExpertStacks
+from tidemill.quant import ExpertParts, ExpertStacks, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
 _SIDES = ("gate", "up", "down")
@@ -22,9 +22,9 @@ _SIDES = ("gate", "up", "down")
 class Router(Linear):
     """Logits of the experts in float32; the last is the shared expert's, where there is one."""
 
-    def __init__(self, hidden_size: int, spec: MoESpec, dtype: str) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
         outs = {"router": spec.num_experts} | ({"shared": 1} if spec.shared_size else {})
-        super().__init__(hidden_size, outs, bias=spec.has_bias, dtype=dtype)
+        super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights)
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         """GGUF files have the shared expert's row as a vector."""
@@ -39,10 +39,10 @@ class Experts(Layer):
     """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
     or gate and up of all as one ("gate_ups", rows of gate first)."""
 
-    def __init__(self, hidden_size: int, spec: MoESpec, dtype: str) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
         super().__init__(self._shapes(hidden_size, spec))
         self.spec, self.num_experts = spec, spec.num_experts
-        self._method = METHODS[dtype]
+        self._method = weights.method
         self._hidden_size = hidden_size
         self._stacks: ExpertStacks | None = None
         self._read: dict[tuple[str, int], Any] = {}  # matrices by side and expert, until all are there
@@ -151,21 +151,21 @@ class Experts(Layer):
 class MoE(nn.Module):
     experts_class = Experts
 
-    def __init__(self, hidden_size: int, spec: MoESpec, dtype: str) -> None:
+    def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
         super().__init__()
-        self.router = Router(hidden_size, spec, dtype)
-        self.experts = self.experts_class(hidden_size, spec, dtype)
+        self.router = Router(hidden_size, spec, weights)
+        self.experts = self.experts_class(hidden_size, spec, weights)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.experts(x_TH, self.router(x_TH))
 
 
-def feed_forward(config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+def feed_forward(config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
     """A layer's, dense or with experts."""
     spec = config.moe(layer)
     if spec is not None:
-        return MoE(config.hidden_size, spec, dtype)
-    return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        return MoE(config.hidden_size, spec, weights)
+    return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
 
 
 def read_values(tensor: WeightTensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
 from tidemill.layers.rope import Rope
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
 
@@ -44,10 +45,10 @@ class Model(nn.Module, ABC):
 
     blocks: nn.ModuleList
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        """`dtype`: how linears store their weights, a name in `quant.METHODS`."""
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        """`weights`: how linears store theirs."""
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.weight_plan = config, weights
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -145,9 +146,8 @@ class Model(nn.Module, ABC):
         cls,
         checkpoint: Checkpoint,
         config: ModelConfig,
-        dtype: str,
+        weights: WeightPlan,
         progress: ProgressFn | None = None,
-        device: str = "cpu",
         random: bool = False,
     ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
@@ -158,7 +158,7 @@ class Model(nn.Module, ABC):
                 f"{checkpoint.path}: the configuration describes {config.num_parameters} values, the tensors hold {num_stored}."
             )
         with torch.device("meta"):
-            model = cls(config, dtype)
+            model = cls(config, weights)
         targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
         done, total = 0, 0 if random else checkpoint.num_bytes
@@ -179,9 +179,9 @@ class Model(nn.Module, ABC):
                 done += tensor.num_bytes
                 if progress:
                     progress(tensor.name, done, total)
-        if device != "cpu":
+        if weights.device != "cpu":
             with torch.inference_mode():
-                model.to(device)  # linears are there already
+                model.to(weights.device)  # linears are there already
         stored_as = {place: name for name, places in targets.items() for place in places}
         for module in model.modules():
             if isinstance(module, Layer) and module.missing:

@@ -19,6 +19,7 @@ from tidemill.layers.mlp import MLP
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, Pooler, alike
 from tidemill.models.base import Model, optional, required, stored_values
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 from tidemill.weights.sentence_transformers import Modules
 
@@ -28,11 +29,11 @@ _MAX_LABELS = 4096
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
-        self.attn = Attention(config, layer, dtype)
+        self.attn = Attention(config, layer, weights)
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
@@ -62,14 +63,14 @@ class Bert(Model):
     )
     first_position: ClassVar = 0  # in the table of positions
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.positions = Embedding(config.num_positions, config.hidden_size, dtype)
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, weights)
+        self.positions = Embedding(config.num_positions, config.hidden_size, weights)
         self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.blocks = nn.ModuleList(Block(config, i, dtype) for i in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, i, weights) for i in range(config.num_layers))
         if config.num_token_types:
-            self.types = Embedding(config.num_token_types, config.hidden_size, dtype)
+            self.types = Embedding(config.num_token_types, config.hidden_size, weights)
             self.names = [*self.names, ("types", "weight", "embeddings.token_type_embeddings", "")]
 
     def embed_at(self, ids_T: torch.Tensor, positions_T: torch.Tensor, types_T: torch.Tensor | None) -> torch.Tensor:
@@ -149,11 +150,11 @@ class BertCrossEncoder(Bert):
     HEAD: ClassVar = [("dense", "dense", "bert.pooler.dense", ""), ("classifier", "labels", "classifier", "")]
     IGNORED: ClassVar = (r"(\w+\.)?embeddings\.(position_ids|token_type_ids)",)
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
         assert config.pooler is not None
-        self.dense = Linear(config.hidden_size, {"dense": config.hidden_size}, bias=True, dtype=dtype)
-        self.classifier = Linear(config.hidden_size, {"labels": config.pooler.num_labels}, bias=True, dtype=dtype)
+        self.dense = Linear(config.hidden_size, {"dense": config.hidden_size}, bias=True, weights=weights)
+        self.classifier = Linear(config.hidden_size, {"labels": config.pooler.num_labels}, bias=True, weights=weights)
         self.names = [*self.names, *self.HEAD]
 
     def scores(self, first_SH: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import optional, required, stored_values
 from tidemill.models.gpt2 import Block
 from tidemill.models.llama import Llama, check_numbers
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
 
@@ -34,8 +35,8 @@ class Bloom(Llama):
     ]
     IGNORED: ClassVar = ()
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
         self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps)
 

@@ -17,6 +17,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Llama, gguf_windows, hf_scaling
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _LOCAL_THETA = 10000.0  # of Gemma 3's windowed layers, in files that do not say
@@ -25,13 +26,13 @@ _WIDE = (46, 62)  # layers of the 27B models, whose scores are scaled by the siz
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.attn_norm, self.post_attn_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.attn = Attention(config, layer, dtype)
+        self.attn = Attention(config, layer, weights)
         self.mlp_norm, self.post_mlp_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, weights, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

@@ -16,6 +16,7 @@ from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import optional, required, stored_values
 from tidemill.models.llama import ACTS, Llama, check_numbers, table_rows
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
 
@@ -31,12 +32,12 @@ _KEYS = {
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config, layer, dtype)
+        self.attn = Attention(config, layer, weights)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -59,9 +60,9 @@ class GPT2(Llama):
     ]
     IGNORED: ClassVar = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)  # causal masks
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
-        self.positions = Embedding(config.num_positions, config.hidden_size, dtype)
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
+        self.positions = Embedding(config.num_positions, config.hidden_size, weights)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps)
 
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

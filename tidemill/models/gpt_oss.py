@@ -19,6 +19,7 @@ from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Block, Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
 from tidemill.weights.views import View
 
@@ -78,10 +79,10 @@ class PairedMoE(MoE):
 
 
 class GptOssBlock(Block):
-    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
+    def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
         spec = config.moe(layer)
         assert spec is not None
-        return PairedMoE(config.hidden_size, spec, dtype)
+        return PairedMoE(config.hidden_size, spec, weights)
 
 
 class GptOss(Llama):

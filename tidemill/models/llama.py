@@ -15,6 +15,7 @@ from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.models.base import CausalLM, optional, required, stored_values
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
@@ -24,15 +25,15 @@ ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
-        self.attn = Attention(config, layer, dtype)
+        self.attn = Attention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
-        self.mlp = self.feed_forward(config, layer, dtype)
+        self.mlp = self.feed_forward(config, layer, weights)
 
-    def feed_forward(self, config: ModelConfig, layer: int, dtype: str) -> nn.Module:
-        return feed_forward(config, layer, dtype)
+    def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
+        return feed_forward(config, layer, weights)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""
@@ -62,17 +63,17 @@ class Llama(CausalLM):
         r"rope_factors_(short|long)\.weight",
     )
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
-        self.blocks = nn.ModuleList(self.block(config, i, dtype) for i in range(config.num_layers))
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, weights)
+        self.blocks = nn.ModuleList(self.block(config, i, weights) for i in range(config.num_layers))
         self.norm: RMSNorm | LayerNorm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
             self.ignored = (*self.IGNORED, r"lm_head\.weight")  # a stored copy of the table, if any
         else:
-            self.head = Head(config.hidden_size, config.vocab_size, dtype)
+            self.head = Head(config.hidden_size, config.vocab_size, weights)
             self.names = [*self.NAMES, ("head", "head", "lm_head", "output")]
 
     def embed_tokens(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:

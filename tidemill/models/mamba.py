@@ -14,6 +14,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, StateSpec, alike
 from tidemill.models.base import optional, required, stored_values
 from tidemill.models.llama import Llama
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 MAX_CONTEXT = 2**17  # nothing in the model limits it: the length that the engine keeps tables for, unless a file says less
@@ -21,13 +22,13 @@ _CHANNELS = 64  # that one thread or program advances together
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mixer = self.make_mixer(config, layer, dtype)
+        self.mixer = self.make_mixer(config, layer, weights)
 
-    def make_mixer(self, config: ModelConfig, layer: int, dtype: str) -> StateMixer:
-        return MambaMixer(config, layer, dtype, config.attention_bias, config.conv_bias)
+    def make_mixer(self, config: ModelConfig, layer: int, weights: WeightPlan) -> StateMixer:
+        return MambaMixer(config, layer, weights, config.attention_bias, config.conv_bias)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own."""

@@ -12,13 +12,14 @@ from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
 from tidemill.models.base import optional, required
 from tidemill.models.mamba import Mamba
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 
 class Block(mamba.Block):
-    def make_mixer(self, config: ModelConfig, layer: int, dtype: str) -> StateMixer:
+    def make_mixer(self, config: ModelConfig, layer: int, weights: WeightPlan) -> StateMixer:
         ins = {"in": config.state_layers[0].num_projected}
-        return StateMixer(config, layer, dtype, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
+        return StateMixer(config, layer, weights, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
 
 
 class Mamba2(Mamba):

@@ -13,6 +13,7 @@ from tidemill.layers.base import Layer
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import optional
 from tidemill.models.roberta import Roberta
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _NUM_BUCKETS, _MAX_DISTANCE = 32, 128
@@ -53,8 +54,8 @@ class MPNet(Roberta):
     has_distance_bias: ClassVar = True
     has_types: ClassVar = False
 
-    def __init__(self, config: ModelConfig, dtype: str) -> None:
-        super().__init__(config, dtype)
+    def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
+        super().__init__(config, weights)
         self.distance_bias = DistanceBias(config.num_heads)
 
     def distance_biases(self, num_positions: int) -> list[torch.Tensor | None]:

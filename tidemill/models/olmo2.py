@@ -17,6 +17,7 @@ from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.base import optional
 from tidemill.models.llama import Llama, check_numbers, gguf_windows, hf_scaling, windows
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _EVERY = 4  # layers, the last of which is without a window, in files that do not say
@@ -24,8 +25,8 @@ _THETA = 500000.0
 
 
 class NormedAttention(Attention):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
-        super().__init__(config, layer, dtype)
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
+        super().__init__(config, layer, weights)
         self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
 
@@ -37,11 +38,11 @@ class NormedAttention(Attention):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
-        self.attn, self.post_attn_norm = NormedAttention(config, layer, dtype), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, dtype, config.act)
+        self.attn, self.post_attn_norm = NormedAttention(config, layer, weights), RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, weights, config.act)
         self.post_mlp_norm = RMSNorm(size, eps)
 
     def forward(self, hidden_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tidemill.models.llama import Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.qwen_moe import Qwen2MoE, are_sparse
+from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 _ATTENTION_EVERY = 4
@@ -29,12 +30,12 @@ _ATTENTION_EVERY = 4
 class GatedAttention(Attention):
     """Of each head, the stored projection of queries has the query's rows and then the gate's."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
-        super().__init__(config, layer, dtype)
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
+        super().__init__(config, layer, weights)
         size, num_q, num_kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         outs, bias = {"q": num_q, "k": num_kv, "v": num_kv}, config.attention_bias
-        self.qkv = Linear(size, outs, bias=bias, dtype=dtype, stored=outs | {"q": 2 * num_q})
-        self.gate = Linear(size, {"output_gate": num_q}, bias=bias, dtype=dtype, stored={"output_gate": 2 * num_q})
+        self.qkv = Linear(size, outs, bias=bias, weights=weights, stored=outs | {"q": 2 * num_q})
+        self.gate = Linear(size, {"output_gate": num_q}, bias=bias, weights=weights, stored={"output_gate": 2 * num_q})
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         attended = step.attend(self.layer, self.qkv(x_TH), self._learned())
@@ -42,18 +43,18 @@ class GatedAttention(Attention):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, dtype: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
         spec = config.layers[layer]
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if isinstance(spec, StateSpec):
             ins = {"qkv": spec.num_channels, "z": spec.num_inner, "ba": 2 * spec.num_heads}
             both = spec.num_channels + spec.num_inner  # Hugging Face stores them as one matrix
-            self.mixer = StateMixer(config, layer, dtype, ins, stored=ins | {"qkv": both, "z": both}, conv_bias=False)
+            self.mixer = StateMixer(config, layer, weights, ins, stored=ins | {"qkv": both, "z": both}, conv_bias=False)
         else:
-            self.attn = GatedAttention(config, layer, dtype)
+            self.attn = GatedAttention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = feed_forward(config, layer, dtype)
+        self.mlp = feed_forward(config, layer, weights)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: Any) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

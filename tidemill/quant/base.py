@@ -52,6 +52,10 @@ class ExpertParts(Generic[Part]):
 class LinearMethod(ABC, Generic[Part]):
     """How stored matrices become a weight: each is read as it streams by, then those that are fused by rows are joined."""
 
+    def __init__(self, fast: bool = False) -> None:
+        """`fast`: sums may run in an order that depends on the number of rows."""
+        self._fast = fast
+
     @abstractmethod
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Part:
         """One stored matrix, its rows reordered if an order is given."""

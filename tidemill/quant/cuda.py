@@ -120,9 +120,6 @@ class CudaExperts(ExpertWeights):
 
 
 class CudaDense(LinearMethod[torch.Tensor]):
-    def __init__(self, fast: bool = False) -> None:
-        self._fast = fast
-
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
         rows = torch.empty(tensor.shape, dtype=torch.bfloat16, device="cuda")
         tensor.read_into(rows)

@@ -1,0 +1,23 @@
+"""Shard: which part of something that is divided among ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    rank: int = 0
+    size: int = 1  # ranks
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+
+    def range(self, num: int, unit: int = 1) -> range:
+        """Of `num` things, in units that stay whole, those of this rank: neighbours, as many as others have, or one unit more."""
+        units = -(-num // unit)
+        begin, end = (units * i // self.size * unit for i in (self.rank, self.rank + 1))
+        return range(min(begin, num), min(end, num))
+
+
+WHOLE = Shard()

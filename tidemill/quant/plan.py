@@ -1,0 +1,37 @@
+"""WeightPlan: how a model's weights are held, where, and which part of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.parallel.shard import WHOLE, Shard
+from tidemill.quant.base import LinearMethod
+from tidemill.quant.cuda import CudaDense
+from tidemill.quant.dense import Dense
+from tidemill.quant.quantized import Quantized
+
+# By (scheme, device). A new one is a file and a line here.
+METHODS: dict[tuple[str, str], type[LinearMethod[Any]]] = {
+    ("dense", "cpu"): Dense,
+    ("quantized", "cpu"): Quantized,
+    ("dense", "cuda"): CudaDense,
+}
+SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  # by the name of a dtype
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """`fast`: sums may run in an order that depends on the number of rows."""
+
+    scheme: str = "dense"
+    device: str = "cpu"
+    fast: bool = False
+    shard: Shard = WHOLE
+
+    @property
+    def method(self) -> LinearMethod[Any]:
+        return METHODS[self.scheme, self.device](self.fast)
+
+
+PLAIN = WeightPlan()

@@ -1,1 +1,1 @@
-"""Smaller models: evaluation, pruning, distillation, conversion."""
+"""Compression: checkpoints in, smaller checkpoints out."""

@@ -19,6 +19,7 @@ from tidemill.cli import (
     models,
     ollama,
     prompt_cache,
+    prune,
     serve,
     train_draft,
 )
@@ -54,6 +55,7 @@ app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(prune.prune)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

@@ -77,7 +77,7 @@ class Generated:
 
 
 def _answers(llm: LLM, items: list[Item]) -> list[str]:
-    params = [SamplingParams(temperature=0.0, max_tokens=one.max_tokens, stop=list(one.stop)) for one in items]
+    params = [SamplingParams(temperature=0.0, max_tokens=one.max_tokens, stop=one.stop) for one in items]
     if items[0].is_chat and llm.tokenizer.chat_template is not None:
         asked = [[{"role": "user", "content": one.prompt}] for one in items]
         return [output.text for output in llm.chat(asked, params, progress=False)]
@@ -281,10 +281,11 @@ def _choice(line: str, where: str) -> Choice:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}.", fix=fix, param="tasks") from error
     value = value if isinstance(value, dict) else {}
-    question, context, choices = value.get("question"), value.get("context"), value.get("choices")
+    question, context = value.get("question"), value.get("context")
+    choices: list[Any] = value["choices"] if isinstance(value.get("choices"), list) else []
     text = question if isinstance(question, str) else context
-    is_list = isinstance(choices, list) and 2 <= len(choices) <= _MAX_CHOICES
-    if not isinstance(text, str) or not text or not is_list or not all(isinstance(one, str) and one for one in choices):
+    has_choices = 2 <= len(choices) <= _MAX_CHOICES and all(isinstance(one, str) and one for one in choices)
+    if not isinstance(text, str) or not text or not has_choices:
         raise ConfigError(f"{where} is no item of multiple choice.", fix=fix, param="tasks")
     number = _answer(value.get("answer"), choices)
     if number is None:

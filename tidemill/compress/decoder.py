@@ -129,7 +129,7 @@ class Decoder:
         own = module.state_dict() if recurse else dict(module.named_parameters(recurse=False))
         wanted = {name: f"{prefix}.{name}" if prefix else name for name in own}
         changed = changed or {}
-        stored = {name: self._stored_name(full) for name, full in wanted.items() if full not in changed}
+        stored = {name: self.stored_name(full) for name, full in wanted.items() if full not in changed}
         read = self.source.read(set(stored.values())) if stored else {}
         filled = {}
         for name, full in wanted.items():
@@ -141,7 +141,7 @@ class Decoder:
         module.to(self.device)  # buffers that are not stored
         module.requires_grad_(False)
 
-    def _stored_name(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """As the checkpoint has it: some files leave out the name of the base model, and a tied head is the embedding."""
         prefix = self.model.base_model_prefix + "."
         for candidate in (name, name.removeprefix(prefix), prefix + name):
@@ -150,7 +150,7 @@ class Decoder:
         if self.model.get_output_embeddings() is not None and name == self._names[self.model.get_output_embeddings()] + ".weight":
             table = self._names[self.model.get_input_embeddings()] + ".weight"
             if table != name:
-                return self._stored_name(table)
+                return self.stored_name(table)
         raise CheckpointError(f"{self.source.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
 
 

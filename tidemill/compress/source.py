@@ -15,7 +15,7 @@ from tidemill.compress.gguf_config import hf_config, write_tokenizer
 from tidemill.errors import CheckpointError
 from tidemill.models.base import CausalLM
 from tidemill.models.registry import model_class
-from tidemill.quant.plan import WeightPlan
+from tidemill.quant.plan import PLAIN
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor, open_checkpoint
 from tidemill.weights.locate import locate
 
@@ -116,7 +116,7 @@ def _empty(checkpoint: Checkpoint) -> CausalLM:
     cls = model_class(checkpoint)
     config = cls.read_config(checkpoint)
     with torch.device("meta"):
-        model = cls(config, WeightPlan("dense", "cpu"))
+        model = cls(config, PLAIN)
     if not isinstance(model, CausalLM):
         raise CheckpointError(f"{checkpoint.path} is an encoder, which cannot be compressed.")
     return model

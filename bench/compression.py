@@ -4,8 +4,8 @@ likeliest token, on held-out text.
     .venv/bin/python -m bench.compression --tokens 20480
 
 The default model's weights already lie on a grid of 4 bits and groups of 32, so methods are compared on its dequantized weights,
-with groups and bits that do not coincide with it. Calibration text and held-out text are different parts of Python's documentation
-as the standard library carries it. Weights are dequantized to float32; activations are rounded as they are when a model is served.
+with groups and bits that do not coincide with it. Calibration text and held-out text are different parts of Python's
+documentation as the standard library carries it. Weights are dequantized to float32; activations are rounded as when served.
 """
 
 from __future__ import annotations

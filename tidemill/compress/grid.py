@@ -76,10 +76,24 @@ def quantize(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None
     return IntWeight(grid.bits, codes.short(), scales, width, None if zeros is None else zeros.short())
 
 
+def rounded(matrix_NK: torch.Tensor, grid: Grid, shrink_NG: torch.Tensor | None = None) -> torch.Tensor:
+    """The values that `quantize` gives, without codes in between."""
+    num_out, num_in = matrix_NK.shape
+    scales, zeros = fit(matrix_NK, grid, shrink_NG)
+    parts, scales_NG1 = grouped(matrix_NK, grid.width(num_in)), scales[:, :, None]
+    codes = torch.round(parts / scales_NG1)
+    if zeros is None:
+        values = codes.clamp_(grid.lowest, grid.highest).mul_(scales_NG1)
+    else:
+        zeros_NG1 = zeros[:, :, None]
+        values = codes.add_(zeros_NG1).clamp_(grid.lowest, grid.highest).sub_(zeros_NG1).mul_(scales_NG1)
+    return values.view(num_out, -1)[:, :num_in]
+
+
 def fake(matrix_NK: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The values after rounding; gradients pass as if there was none."""
     with torch.no_grad():
-        difference = quantize(matrix_NK, grid).dequantize() - matrix_NK
+        difference = rounded(matrix_NK, grid) - matrix_NK
     return matrix_NK + difference
 
 

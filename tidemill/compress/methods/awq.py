@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from tidemill.compress.decoder import matrix_of
-from tidemill.compress.grid import GROUP, Grid, quantize
+from tidemill.compress.grid import GROUP, Grid, quantize, rounded
 from tidemill.compress.methods.base import Method
 from tidemill.compress.methods.folds import Fold, folds
 from tidemill.compress.methods.inputs import Inputs, collect, output_error
 from tidemill.compress.stored import Stored
 from tidemill.compress.walk import LayerJob
 
-_NUM_TRIED = 20  # exponents of activations
+_NUM_TRIED = 12  # exponents of activations
+_MAX_ROWS = 512  # of a matrix that they are tried on
 _SHRINKS = [1.0 - 0.05 * i for i in range(10)]
 _NOT_CLIPPED = (
     "q_proj",
@@ -51,7 +52,10 @@ class AWQ(Method):
         """The scales with the least error of outputs; None: none is better than without."""
         inputs = found[fold.linears[0]]
         mean = fold.shared(inputs.mean_K).clamp(min=1e-8)
-        matrices = {name: matrix_of(job.linears[name]) for name in fold.linears}
+        matrices = {}
+        for name in fold.linears:
+            matrix = matrix_of(job.linears[name])
+            matrices[name] = matrix[:: max(1, matrix.shape[0] // _MAX_ROWS)]
         best, least = None, self._error(matrices, inputs, torch.ones_like(mean))
         for i in range(1, _NUM_TRIED):
             scales = mean ** (i / _NUM_TRIED)
@@ -64,8 +68,8 @@ class AWQ(Method):
     def _error(self, matrices: dict[str, torch.Tensor], inputs: Inputs, scales_K: torch.Tensor) -> float:
         total = 0.0
         for name, matrix in matrices.items():
-            rounded = quantize(matrix * scales_K, self.grid(name)).dequantize() / scales_K
-            total += float(output_error(rounded - matrix, inputs)) * matrix.shape[0]
+            values = rounded(matrix * scales_K, self.grid(name)) / scales_K
+            total += float(output_error(values - matrix, inputs)) * matrix.shape[0]
         return total
 
 
@@ -78,7 +82,7 @@ def clipped(matrix_NK: torch.Tensor, grid: Grid, inputs: Inputs) -> torch.Tensor
     least = torch.full_like(best, torch.inf)
     for shrink in _SHRINKS:
         tried = torch.full_like(best, shrink)
-        error = quantize(matrix_NK, grid, tried).dequantize() - matrix_NK
+        error = rounded(matrix_NK, grid, tried) - matrix_NK
         of_groups = torch.empty_like(best)
         for group in range(num_groups):
             part = slice(group * width, (group + 1) * width)

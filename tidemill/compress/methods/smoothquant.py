@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from tidemill.compress.decoder import matrix_of
-from tidemill.compress.grid import CHANNEL, TENSOR, fake_activations, quantize
+from tidemill.compress.grid import CHANNEL, TENSOR, fake_activations, quantize, rounded
 from tidemill.compress.methods.base import TOKEN, Method, among, with_activations
 from tidemill.compress.methods.folds import Fold, folds
 from tidemill.compress.methods.inputs import Inputs, collect
@@ -61,6 +61,5 @@ class SmoothQuant(Method):
         """Of a sample's outputs, both sides rounded."""
         x_TK, per_token = inputs.sample_TK / scales_K, self["activations"] == TOKEN
         static = float((inputs.largest_K / scales_K).max()) / 127 if self["static"] and not per_token else None
-        rounded = quantize(matrix_NK * scales_K, self.grid("")).dequantize()
-        out = fake_activations(x_TK, per_token, static) @ rounded.t()
+        out = fake_activations(x_TK, per_token, static) @ rounded(matrix_NK * scales_K, self.grid("")).t()
         return float((out - inputs.sample_TK @ matrix_NK.t()).square().mean())

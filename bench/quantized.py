@@ -3,7 +3,7 @@
     .venv/bin/python bench/quantized.py --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
 
 The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only
-speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds in which each has its turn.
+speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds of turns.
 With one thread, time is the process's own, so that what else the machine does counts less.
 """
 

@@ -1,0 +1,281 @@
+"""`tidemill prune`: weights, neurons, heads or layers of a model go; what is left is a Hugging Face folder that serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tidemill.compress.calibration import Calibration, calibration_ids
+from tidemill.compress.decoder import Decoder, matrix_of, set_matrix
+from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
+from tidemill.compress.hessians import hessians
+from tidemill.compress.prune_methods import METHODS, Pattern, best_groups, fit_columns, magnitude, sparsegpt, wanda
+from tidemill.compress.source import Source
+from tidemill.compress.walk import LayerJob, Quiet, Reporter, walk
+from tidemill.compress.work import Work
+from tidemill.errors import ConfigError
+
+STRUCTURES = ("weights", "neurons", "heads", "layers")
+_MLP, _ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+_SCORE = "score"
+_OF_LAYERS = ("layer_types", "no_rope_layers")  # lists in configurations, an entry a layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneOptions:
+    model: str
+    out: Path
+    method: str = "sparsegpt"
+    structure: str = "weights"
+    pattern: str = "unstructured"
+    sparsity: float = 0.5
+    bits: int = 0  # of what is left, quantized jointly; 0: it is not
+    merged: bool = False
+    damping: float = 0.01
+    out_dtype: str | None = None
+    device: str = "cpu"
+    calibration: Calibration = field(default_factory=Calibration)
+
+    def check(self) -> None:
+        for name, value, known in (("method", self.method, METHODS), ("structure", self.structure, STRUCTURES)):
+            if value not in known:
+                raise ConfigError(f"--{name} {value} is not known.", fix=f"Give one of {', '.join(known)}.", param=name)
+        pattern = Pattern.read(self.pattern)
+        if pattern != Pattern() and self.structure != "weights":
+            raise ConfigError(f"--pattern {self.pattern} is of weights, not of {self.structure}.", param="pattern")
+        if not 0 < self.sparsity < 1:
+            raise ConfigError(f"--sparsity is {self.sparsity}.", fix="It must be between 0 and 1.", param="sparsity")
+        if not 0 < self.damping <= 10:
+            raise ConfigError(f"--damping is {self.damping}.", fix="It must be above 0 and at most 10.", param="damping")
+        self.calibration.check()
+
+    @property
+    def needs_text(self) -> bool:
+        return self.method != "magnitude"
+
+    def settings(self) -> dict[str, Any]:
+        """What the result depends on."""
+        own = {name: value for name, value in asdict(self).items() if name not in ("out", "calibration", "device")}
+        return own | (self.calibration.settings() if self.needs_text else {})
+
+
+def prune(options: PruneOptions, report: Reporter | None = None) -> dict[str, Any]:
+    """Writes the folder. What was done, in numbers."""
+    options.check()
+    report = report or Quiet()
+    source = Source.open(options.model)
+    dtype = output_dtype(source, options.out_dtype)
+    work = Work(options.out, options.settings())
+    decoder = Decoder(source, options.device)
+    change = _CHANGES[options.structure](options, decoder)
+    ids = calibration_tokens(source, decoder, options.calibration, work, report) if options.needs_text else None
+    walk(decoder, work, change, ids, seed=options.calibration.seed, report=report)
+    layers, config = _result(options, decoder, work)
+    writer = FolderWriter(work.result, dtype)
+    num_zero = num_values = 0
+    for name in names_outside(decoder):
+        writer.add(name, source_tensor(decoder, name))
+    for place, number in enumerate(layers):
+        prefix = decoder.name_of(decoder.layers[number])
+        target = decoder.name_of(decoder.layers[place])
+        changed = work.tensors(number)
+        for name in decoder.tensor_names(number):
+            tensor = changed[name] if name in changed else source_tensor(decoder, name)
+            writer.add(target + name.removeprefix(prefix), tensor)
+            if tensor.dim() == 2:
+                num_zero, num_values = num_zero + int((tensor == 0).sum()), num_values + tensor.numel()
+    writer.close(source, config)
+    work.publish()
+    return {"layers": len(layers), "zeros": num_zero, "values": num_values, "bytes": writer.total_bytes}
+
+
+def calibration_tokens(source: Source, decoder: Decoder, asked: Calibration, work: Work, report: Reporter) -> torch.Tensor:
+    """The text's tokens, kept so that a run that goes on has the same."""
+    kept = work.saved("text")
+    if kept is None:
+        ids = calibration_ids(source.path, decoder.model.config.vocab_size, asked, work.folder, report)
+        kept = {"ids": ids}
+        work.save("text", kept)
+    return kept["ids"]
+
+
+def source_tensor(decoder: Decoder, name: str) -> torch.Tensor:
+    stored = decoder.stored_name(name)
+    return decoder.source.read({stored})[stored]
+
+
+Change = Callable[[LayerJob], dict[str, torch.Tensor]]
+
+
+def _weights(options: PruneOptions, decoder: Decoder) -> Change:
+    pattern = Pattern.read(options.pattern)
+    for name, module in decoder.linears(0).items():
+        num_out, num_in = matrix_of(module).shape
+        pattern.check(name, (num_out, num_in))
+
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        moments = hessians(job) if options.needs_text else {}
+        kept = {}
+        for name, module in job.linears.items():
+            weight, moment = matrix_of(module), moments.get(name)
+            if options.method == "magnitude" or moment is None:
+                made = magnitude(weight, pattern, options.sparsity)
+            elif options.method == "wanda":
+                made = wanda(weight, moment, pattern, options.sparsity)
+            else:
+                made = sparsegpt(weight, moment, pattern, options.sparsity, damping=options.damping, name=name)
+            set_matrix(module, made)
+            kept[f"{name}.weight"] = module.weight.detach()  # type: ignore[union-attr, operator]
+        return kept
+
+    return change
+
+
+# ---- structured
+
+
+def _find(job: LayerJob, wanted: tuple[str, ...], structure: str) -> list[tuple[str, nn.Linear]]:
+    """The layer's matrices that end in these names."""
+    found = []
+    for suffix in wanted:
+        some = [(name, module) for name, module in job.linears.items() if name.rpartition(".")[2] == suffix]
+        if len(some) != 1 or not isinstance(some[0][1], nn.Linear):
+            raise ConfigError(
+                f"Layer {job.number} has {len(some)} matrices {suffix}; --structure {structure} needs one.",
+                fix="Prune weights or layers of this model.",
+                param="structure",
+            )
+        found.append((some[0][0], some[0][1]))
+    return found
+
+
+def _cut_rows(name: str, module: nn.Linear, rows: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+    _replace(name, module, module.weight.detach()[rows], kept)
+    if module.bias is not None:
+        module.bias = nn.Parameter(module.bias.detach()[rows], requires_grad=False)
+        kept[f"{name}.bias"] = module.bias
+
+
+def _replace(name: str, module: nn.Linear, matrix: torch.Tensor, kept: dict[str, torch.Tensor]) -> None:
+    module.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
+    module.out_features, module.in_features = matrix.shape
+    kept[f"{name}.weight"] = module.weight
+
+
+def _num_kept(num: int, sparsity: float) -> int:
+    return max(1, num - round(num * sparsity))
+
+
+def _scores(options: PruneOptions, weight_NK: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    """Of each input of a matrix."""
+    lengths = weight_NK.square().sum(0)
+    return lengths if moment is None else lengths * moment.diagonal()
+
+
+def _keep_inputs(options: PruneOptions, module: nn.Linear, kept_K: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+    if options.method == "sparsegpt" and moment is not None:
+        return fit_columns(matrix_of(module), moment, kept_K, options.damping)
+    return matrix_of(module)[:, kept_K]
+
+
+def _neurons(options: PruneOptions, decoder: Decoder) -> Change:
+    del decoder
+
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        (gate_name, gate), (up_name, up), (down_name, down) = _find(job, _MLP, "neurons")
+        moment = hessians(job)[down_name] if options.needs_text else None
+        scores = _scores(options, matrix_of(down), moment)
+        if moment is None:
+            scores = scores * gate.weight.square().sum(1) * up.weight.square().sum(1)
+        rows = best_groups(scores, 1, _num_kept(len(scores), options.sparsity))
+        kept: dict[str, torch.Tensor] = {}
+        _replace(down_name, down, _keep_inputs(options, down, rows, moment), kept)
+        _cut_rows(gate_name, gate, rows, kept)
+        _cut_rows(up_name, up, rows, kept)
+        return kept
+
+    return change
+
+
+def _heads(options: PruneOptions, decoder: Decoder) -> Change:
+    config = decoder.model.config
+    num_heads, num_kv = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    per_group = num_heads // num_kv
+    num_kept = _num_kept(num_kv, options.sparsity)
+
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        (q_name, q), (k_name, k), (v_name, v), (o_name, o) = _find(job, _ATTENTION, "heads")
+        dim = q.out_features // num_heads
+        norms = [one for name, one in job.layer.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
+        if any(one.numel() != dim for one in norms):
+            raise ConfigError("The norms of this model go over all heads, so that none can go.", param="structure")
+        moment = hessians(job)[o_name] if options.needs_text else None
+        columns = best_groups(_scores(options, matrix_of(o), moment), per_group * dim, num_kept)
+        groups = columns.view(num_kept, -1)[:, 0] // (per_group * dim)
+        rows = (groups.unsqueeze(1) * dim + torch.arange(dim, device=groups.device)).flatten()
+        kept: dict[str, torch.Tensor] = {}
+        _replace(o_name, o, _keep_inputs(options, o, columns, moment), kept)
+        _cut_rows(q_name, q, columns, kept)
+        _cut_rows(k_name, k, rows, kept)
+        _cut_rows(v_name, v, rows, kept)
+        return kept
+
+    return change
+
+
+def _layers(options: PruneOptions, decoder: Decoder) -> Change:
+    """Of each layer how much it changes hidden states: 1 - the cosine of what comes and what goes. By magnitude: its weights."""
+    if decoder.num_layers < 2:
+        raise ConfigError("A model of one layer has none that can go.", param="structure")
+
+    @torch.no_grad()
+    def change(job: LayerJob) -> dict[str, torch.Tensor]:
+        if not options.needs_text:
+            return {_SCORE: sum((matrix_of(one).square().sum() for one in job.linears.values()), torch.zeros(()))}
+        total, count = 0.0, 0
+        for batch in job.batches():
+            cosines = nn.functional.cosine_similarity(batch, job.run(batch), dim=-1)
+            total, count = total + (1 - cosines).double().sum().item(), count + cosines.numel()
+        return {_SCORE: torch.tensor(total / count)}
+
+    return change
+
+
+_CHANGES: dict[str, Callable[[PruneOptions, Decoder], Change]] = {
+    "weights": _weights,
+    "neurons": _neurons,
+    "heads": _heads,
+    "layers": _layers,
+}
+
+
+def _result(options: PruneOptions, decoder: Decoder, work: Work) -> tuple[list[int], dict[str, Any]]:
+    """The layers that are left, and the configuration of the result."""
+    source, everything = decoder.source, list(range(decoder.num_layers))
+    if options.structure == "weights":
+        return everything, source.config
+    if options.structure == "layers":
+        scores = torch.stack([work.tensors(number)[_SCORE] for number in everything])
+        num = _num_kept(len(everything), options.sparsity)
+        chosen = scores.argsort(descending=True, stable=True)[:num].sort().values.tolist()
+        return chosen, with_layers(source.config, chosen)
+    shapes = {
+        name.rpartition(".")[0].rpartition(".")[2]: tensor.shape for name, tensor in work.tensors(0).items() if tensor.dim() == 2
+    }
+    if options.structure == "neurons":
+        return everything, source.config | {"intermediate_size": shapes["down_proj"][1]}
+    config = decoder.model.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = {"num_attention_heads": shapes["q_proj"][0] // dim, "num_key_value_heads": shapes["k_proj"][0] // dim}
+    return everything, source.config | heads | {"head_dim": dim}
+
+
+def with_layers(config: dict[str, Any], chosen: list[int]) -> dict[str, Any]:
+    """A configuration with these layers of it."""
+    lists = {name: [config[name][i] for i in chosen] for name in _OF_LAYERS if isinstance(config.get(name), list)}
+    return config | lists | {"num_hidden_layers": len(chosen)}

@@ -1,0 +1,162 @@
+"""Which weights of a matrix are set to 0, and how the others make up for it: magnitude, wanda and SparseGPT.
+
+Shapes: W [N, K]; H = X^T X of the inputs X [T, K].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.errors import CalibrationError, ConfigError
+
+METHODS = ("magnitude", "wanda", "sparsegpt")
+_SLAB = 128  # columns that SparseGPT decides on at once
+_MAX_GROUP = 64
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # a column's values as they are stored
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Any weights (`group` 1 x 1), whole blocks of `rows` x `columns`, or `kept` of each `columns` in a row."""
+
+    rows: int = 1
+    columns: int = 1
+    kept: int = 0  # of each group of columns; 0: `sparsity` says how many groups are set to 0
+
+    @staticmethod
+    def read(text: str) -> Pattern:
+        """unstructured, N:M (N of M are kept) or RxC."""
+        if text == "unstructured":
+            return Pattern()
+        if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
+            kept, size = int(found[1]), int(found[2])
+            if 0 < kept < size <= _MAX_GROUP:
+                return Pattern(columns=size, kept=kept)
+        if found := re.fullmatch(r"(\d{1,3})x(\d{1,3})", text):
+            rows, columns = int(found[1]), int(found[2])
+            if 0 < rows <= _MAX_GROUP and 0 < columns <= _MAX_GROUP:
+                return Pattern(rows, columns)
+        raise ConfigError(
+            f"--pattern {text} is not known.", fix="Give unstructured, 2:4, 4:8 or blocks like 4x4.", param="pattern"
+        )
+
+    def check(self, name: str, shape: tuple[int, int]) -> None:
+        if shape[0] % self.rows or shape[1] % self.columns:
+            what = (
+                f"{name} has {shape[0]} x {shape[1]} values, which are no multiple of the pattern's {self.rows} x {self.columns}."
+            )
+            raise ConfigError(what, fix="Give another --pattern.", param="pattern")
+
+    def keep(self, scores_NK: torch.Tensor, sparsity: float, by_row: bool = False) -> torch.Tensor:
+        """Which values stay: those with the highest scores, of all or (`by_row`) of each row of blocks."""
+        num_rows, num_columns = scores_NK.shape
+        grid = scores_NK.view(num_rows // self.rows, self.rows, num_columns // self.columns, self.columns)
+        if self.kept:
+            order = scores_NK.view(-1, self.columns).argsort(dim=1, descending=True, stable=True)
+            keep = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : self.kept], True)
+            return keep.view(num_rows, num_columns)
+        blocks = grid.mean((1, 3))
+        flat = blocks if by_row else blocks.reshape(1, -1)
+        num_zero = round(sparsity * flat.shape[1])
+        order = flat.argsort(dim=1, descending=True, stable=True)
+        keep = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : flat.shape[1] - num_zero], True)
+        spread = keep.view(blocks.shape)[:, None, :, None].expand(grid.shape)
+        return spread.reshape(num_rows, num_columns)
+
+
+def magnitude(weight_NK: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
+    """The smallest become 0."""
+    return weight_NK * pattern.keep(weight_NK.abs(), sparsity)
+
+
+def wanda(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
+    """The smallest of a row times the length of their inputs become 0."""
+    scores = weight_NK.abs() * hessian_KK.diagonal().clamp(min=0).sqrt()
+    return weight_NK * pattern.keep(scores, sparsity, by_row=True)
+
+
+def inverse_factor(hessian_KK: torch.Tensor, damping: float, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """The upper Cholesky factor of the damped inverse, and which inputs are always 0."""
+    hessian = hessian_KK.double()
+    if not bool(hessian.isfinite().all()):
+        raise CalibrationError(f"Inputs of {name or 'a matrix'} are not finite.", fix="Is the checkpoint whole?")
+    diagonal = hessian.diagonal()
+    is_dead = diagonal <= 0
+    hessian = hessian + torch.diag(is_dead.double() + damping * diagonal.mean().clamp(min=1e-12))
+    for _ in range(8):
+        factor, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed.item():
+            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float(), is_dead
+        hessian = hessian + torch.diag(damping * diagonal.mean().clamp(min=1e-12).expand(diagonal.shape))
+    raise CalibrationError(
+        f"The inputs of {name or 'a matrix'} span too little to be inverted.", fix="Give more text, or a larger --damping."
+    )
+
+
+def sparsegpt(
+    weight_NK: torch.Tensor,
+    hessian_KK: torch.Tensor,
+    pattern: Pattern,
+    sparsity: float,
+    *,
+    damping: float = 0.01,
+    rounding: Rounding | None = None,
+    name: str = "",
+) -> torch.Tensor:
+    """Column by column: what becomes 0 (and what rounding takes off) is made up for by the columns after it, as far as the
+    inputs' second moments allow."""
+    factor, is_dead = inverse_factor(hessian_KK, damping, name)
+    weight = weight_NK.float().clone()
+    weight[:, is_dead] = 0
+    num_columns = weight.shape[1]
+    slab = max(_SLAB // pattern.columns, 1) * pattern.columns
+    for first in range(0, num_columns, slab):
+        end = min(first + slab, num_columns)
+        part, own = weight[:, first:end].clone(), factor[first:end, first:end]
+        importance = own.diagonal() ** 2
+        errors = torch.zeros_like(part)
+        keep = torch.ones_like(part, dtype=torch.bool)
+        if not pattern.kept:
+            keep = pattern.keep(part**2 / importance, sparsity)
+        for i in range(end - first):
+            if pattern.kept and i % pattern.columns == 0:
+                some = slice(i, i + pattern.columns)
+                keep[:, some] = pattern.keep((part[:, some] ** 2 / importance[some]).contiguous(), 0.0)
+            value = part[:, i] * keep[:, i]
+            if rounding is not None:
+                value = rounding(value)
+            error = (part[:, i] - value) / own[i, i]
+            part[:, i:] -= error.unsqueeze(1) * own[i, i:]
+            part[:, i] = value
+            errors[:, i] = error
+        weight[:, first:end] = part
+        weight[:, end:] -= errors @ factor[first:end, end:]
+    return weight
+
+
+def int8_rounding(weight_NK: torch.Tensor) -> tuple[Rounding, torch.Tensor]:
+    """To 8 bits with a scale for each row, symmetric, so that 0 stays 0; and the scales [N, 1]."""
+    scales = (weight_NK.abs().amax(1) / 127).clamp(min=1e-12)
+    return lambda column: (column / scales).round().clamp(-127, 127) * scales, scales.unsqueeze(1)
+
+
+# ---- structured: whole inputs of a matrix go
+
+
+def fit_columns(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, kept: torch.Tensor, damping: float) -> torch.Tensor:
+    """[N, kept]: the matrix of the kept inputs whose outputs are nearest to those of all."""
+    hessian = hessian_KK.double()
+    own = hessian[kept][:, kept]
+    own = own + torch.diag((damping * own.diagonal().mean().clamp(min=1e-12)).expand(len(kept)))
+    return torch.linalg.solve(own, hessian[kept] @ weight_NK.double().t()).t().float()
+
+
+def best_groups(scores_K: torch.Tensor, size: int, num_kept: int) -> torch.Tensor:
+    """The columns of the groups of `size` neighbours with the highest sums, in order."""
+    groups = scores_K.view(-1, size).sum(1)
+    chosen = groups.argsort(descending=True, stable=True)[:num_kept].sort().values
+    return (chosen.unsqueeze(1) * size + torch.arange(size, device=chosen.device)).flatten()

@@ -8,8 +8,8 @@ from tidemill.compress.walk import LayerJob
 from tidemill.errors import CalibrationError
 
 
-def hessians(job: LayerJob) -> dict[str, torch.Tensor]:
-    """X^T X by linear, over the calibration text. Linears with the same input share one."""
+def hessians(job: LayerJob, diagonal: bool = False) -> dict[str, torch.Tensor]:
+    """X^T X by linear, over the calibration text, or only its diagonal. Linears with the same input share one."""
     sums: dict[str, torch.Tensor] = {}
     owner: dict[str, str] = {}
     last: tuple[str, int, torch.Size] | None = None
@@ -22,7 +22,7 @@ def hessians(job: LayerJob) -> dict[str, torch.Tensor]:
             return
         last = name, *key
         owner[name] = name
-        product = x.t() @ x
+        product = x.square().sum(0) if diagonal else x.t() @ x
         sums[name] = sums[name].add_(product) if name in sums else product
 
     job.observe(see)

@@ -73,9 +73,9 @@ def magnitude(weight_NK: torch.Tensor, pattern: Pattern, sparsity: float) -> tor
     return weight_NK * pattern.keep(weight_NK.abs(), sparsity)
 
 
-def wanda(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
-    """The smallest of a row times the length of their inputs become 0."""
-    scores = weight_NK.abs() * hessian_KK.diagonal().clamp(min=0).sqrt()
+def wanda(weight_NK: torch.Tensor, squares_K: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
+    """The smallest of a row times the length of their inputs become 0. `squares_K`: of these lengths."""
+    scores = weight_NK.abs() * squares_K.sqrt()
     return weight_NK * pattern.keep(scores, sparsity, by_row=True)
 
 
@@ -99,42 +99,39 @@ def inverse_factor(hessian_KK: torch.Tensor, damping: float, name: str = "") -> 
 
 def sparsegpt(
     weight_NK: torch.Tensor,
-    hessian_KK: torch.Tensor,
+    inverse: tuple[torch.Tensor, torch.Tensor],
     pattern: Pattern,
     sparsity: float,
-    *,
-    damping: float = 0.01,
     rounding: Rounding | None = None,
-    name: str = "",
 ) -> torch.Tensor:
     """Column by column: what becomes 0 (and what rounding takes off) is made up for by the columns after it, as far as the
-    inputs' second moments allow."""
-    factor, is_dead = inverse_factor(hessian_KK, damping, name)
+    inputs' second moments allow. `inverse`: of those, as `inverse_factor` gives it."""
+    factor, is_dead = inverse
     weight = weight_NK.float().clone()
     weight[:, is_dead] = 0
     num_columns = weight.shape[1]
     slab = max(_SLAB // pattern.columns, 1) * pattern.columns
     for first in range(0, num_columns, slab):
         end = min(first + slab, num_columns)
-        part, own = weight[:, first:end].clone(), factor[first:end, first:end]
+        own = factor[first:end, first:end]
         importance = own.diagonal() ** 2
-        errors = torch.zeros_like(part)
-        keep = torch.ones_like(part, dtype=torch.bool)
+        part_KN = weight[:, first:end].t().contiguous()  # so that a column of the matrix is one piece of memory
+        errors_KN, keep_KN = torch.zeros_like(part_KN), torch.ones_like(part_KN)
         if not pattern.kept:
-            keep = pattern.keep(part**2 / importance, sparsity)
+            keep_KN = pattern.keep((part_KN.t() ** 2 / importance).contiguous(), sparsity).t().to(part_KN.dtype)
         for i in range(end - first):
             if pattern.kept and i % pattern.columns == 0:
                 some = slice(i, i + pattern.columns)
-                keep[:, some] = pattern.keep((part[:, some] ** 2 / importance[some]).contiguous(), 0.0)
-            value = part[:, i] * keep[:, i]
+                scores = (part_KN[some].t() ** 2 / importance[some]).contiguous()
+                keep_KN[some] = pattern.keep(scores, 0.0).t().to(part_KN.dtype)
+            value = part_KN[i] * keep_KN[i]
             if rounding is not None:
                 value = rounding(value)
-            error = (part[:, i] - value) / own[i, i]
-            part[:, i:] -= error.unsqueeze(1) * own[i, i:]
-            part[:, i] = value
-            errors[:, i] = error
-        weight[:, first:end] = part
-        weight[:, end:] -= errors @ factor[first:end, end:]
+            torch.div(part_KN[i] - value, own[i, i], out=errors_KN[i])
+            part_KN[i] = value
+            part_KN[i + 1 :].addr_(own[i, i + 1 :], errors_KN[i], alpha=-1)
+        weight[:, first:end] = part_KN.t()
+        weight[:, end:] -= errors_KN.t() @ factor[first:end, end:]
     return weight
 
 

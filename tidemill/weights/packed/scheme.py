@@ -14,6 +14,7 @@ from tidemill.weights.packed.bnb import BitsAndBytes
 from tidemill.weights.packed.compressed import CompressedTensors
 from tidemill.weights.packed.fp8 import FP8
 from tidemill.weights.packed.gptq import AWQ, GPTQ
+from tidemill.weights.packed.lowrank import LowRank
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -27,6 +28,7 @@ METHODS: dict[str, type[Scheme]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
     "bitnet": BitNet,
+    "low_rank": LowRank,
 }
 
 

@@ -12,6 +12,8 @@ from tidemill.cli import (
     calibrate_kv,
     chat,
     completion,
+    convert,
+    distill,
     evaluate,
     explain,
     generate,
@@ -56,6 +58,8 @@ app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_k
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
 app.command(cls=Command)(prune.prune)
+app.command(cls=Command)(distill.distill)
+app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

@@ -38,7 +38,7 @@ def factorize(method: str, damping: float) -> Callable[[LayerJob], dict[str, tor
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         moments = hessians(job) if method == "asvd" else {}
-        kept = {}
+        kept: dict[str, torch.Tensor] = {}
         for name, module in job.linears.items():
             b, a, energy = factors(matrix_of(module), moments.get(name), damping)
             kept |= {f"{name}.{B}": b, f"{name}.{A}": a, f"{name}.{ENERGY}": energy}

@@ -149,7 +149,8 @@ def _low_rank(options: PruneOptions, decoder: Decoder, work: Work) -> _Result:
     ranks = choose_ranks(energies, shapes, 1 - options.sparsity)
 
     def tensors(number: int) -> dict[str, torch.Tensor]:
-        kept, made = work.tensors(number), {}
+        kept = work.tensors(number)
+        made: dict[str, torch.Tensor] = {}
         for name, module in decoder.linears(number).items():
             if not ranks[name]:
                 continue

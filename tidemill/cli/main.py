@@ -22,6 +22,7 @@ from tidemill.cli import (
     ollama,
     prompt_cache,
     prune,
+    quantize,
     serve,
     train_draft,
 )
@@ -55,6 +56,7 @@ app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
+app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
 app.command(cls=Command)(prune.prune)

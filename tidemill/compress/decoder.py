@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,15 @@ class Decoder:
         """Of the layer's stored tensors."""
         prefix = self._names[self.layers[layer]]
         return [f"{prefix}.{name}" for name in self.layers[layer].state_dict()]
+
+    def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Tensors by the model's own names, whatever the checkpoint calls them."""
+        stored = {name: self.stored_name(name) for name in names}
+        found = self.source.read(set(stored.values())) if stored else {}
+        return {name: found[own] for name, own in stored.items()}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self.source.shapes[self.stored_name(name)]
 
     @contextmanager
     def layer(self, number: int, changed: dict[str, torch.Tensor] | None = None) -> Iterator[nn.Module]:
@@ -129,11 +138,10 @@ class Decoder:
         own = module.state_dict() if recurse else dict(module.named_parameters(recurse=False))
         wanted = {name: f"{prefix}.{name}" if prefix else name for name in own}
         changed = changed or {}
-        stored = {name: self.stored_name(full) for name, full in wanted.items() if full not in changed}
-        read = self.source.read(set(stored.values())) if stored else {}
+        read = self.read([full for full in wanted.values() if full not in changed])
         filled = {}
         for name, full in wanted.items():
-            value = changed[full] if full in changed else read[stored[name]]
+            value = changed[full] if full in changed else read[full]
             if value.shape != own[name].shape:
                 raise CheckpointError(f"Tensor {full} has shape {list(value.shape)}, not {list(own[name].shape)}.")
             filled[name] = value.to(self.device, torch.float32)

@@ -37,10 +37,13 @@ class FolderWriter:
         self._num_bytes, self.total_bytes = 0, 0
         self._files: list[list[str]] = []
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Floats are stored in the folder's type."""
-        if tensor.is_floating_point():
+    def add(self, name: str, tensor: torch.Tensor, *, as_is: bool = False) -> None:
+        """Floats are stored in the folder's type, unless they are to stay `as_is`."""
+        if tensor.is_floating_point() and not as_is:
             tensor = tensor.to("cpu", DTYPES[self._dtype])
+            if not bool(tensor.isfinite().all()):
+                fix = "Give --out-dtype bfloat16 or float32."
+                raise ConfigError(f"Tensor {name} holds values that {self._dtype} does not.", fix=fix, param="out-dtype")
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._num_bytes + size > self._shard_bytes:
             self._flush()

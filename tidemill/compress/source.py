@@ -96,6 +96,25 @@ class Source:
             values = values.t().contiguous()
         return values + own.added if own.added else values
 
+    def hf_name(self, stored: str) -> str | None:
+        """Of a tensor of a GGUF file."""
+        assert self._names is not None
+        return self._names[stored].name if stored in self._names else None
+
+    def gguf_rows(self, stored: str) -> torch.Tensor | None:
+        """The order in which a GGUF file has the rows of a Hugging Face tensor; None: the same."""
+        assert self._names is not None
+        rows = self._names[stored].rows
+        return None if rows is None else torch.argsort(rows)
+
+    def as_gguf(self, stored: str, values: torch.Tensor) -> torch.Tensor:
+        """Values of a Hugging Face tensor as the file has them."""
+        assert self._names is not None
+        own, rows = self._names[stored], self.gguf_rows(stored)
+        values = values.float() - own.added if own.added else values.float()
+        values = values.t() if own.transposed else values
+        return (values if rows is None else values[rows]).contiguous()
+
     def write_side_files(self, folder: Path) -> None:
         """Tokenizer and generation settings; not config.json, which a method adds to."""
         folder.mkdir(parents=True, exist_ok=True)

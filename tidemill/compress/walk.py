@@ -43,6 +43,7 @@ class LayerJob:
     layer: nn.Module
     inputs: torch.Tensor | None = None  # [sequences, length, H]
     truth: torch.Tensor | None = None
+    target: torch.Tensor | None = None  # the original's hidden states after the layer
     act: dict[str, Quantizer] = field(default_factory=dict)  # by linear: activations as they are when the model is served
 
     @property
@@ -135,6 +136,7 @@ def walk(
             job = LayerJob(decoder, number, layer, given.get(OWN), given.get(TRUTH))
             if needs_truth:
                 _advance(job, work, TRUTH)
+                job.target = work.states(TRUTH, number + 1)
             kept = change(job)
             if streams:
                 _advance(job, work, OWN)

@@ -51,13 +51,15 @@ class Codes:
 
     def take(self, rows: torch.Tensor) -> Codes:
         offsets, zeros = (None if values is None else values[rows] for values in (self.offsets_NG, self.zeros_NG))
-        return replace(
-            self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros
-        )
+        return replace(self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros)
 
     def dequantize(self) -> torch.Tensor:
         values = self.codes_NK.float() if self.table is None else self.table[self.codes_NK.int()]
-        for each, op in ((self.zeros_NG, torch.Tensor.sub_), (self.scales_NG, torch.Tensor.mul_), (self.offsets_NG, torch.Tensor.add_)):
+        for each, op in (
+            (self.zeros_NG, torch.Tensor.sub_),
+            (self.scales_NG, torch.Tensor.mul_),
+            (self.offsets_NG, torch.Tensor.add_),
+        ):
             if each is not None:
                 op(values, each.float().repeat_interleave(self.group, 1)[:, : values.shape[1]])
         if self.order_K is None:

@@ -41,8 +41,7 @@ class Stored:
     def check(self, dtypes: Sequence[str], shape: tuple[int | None, ...] | None = None) -> Stored:
         """That it has one of these types, and this shape, in which None stands for any size."""
         fits = shape is None or (
-            len(shape) == len(self.shape)
-            and all(wanted in (None, size) for wanted, size in zip(shape, self.shape, strict=True))
+            len(shape) == len(self.shape) and all(wanted in (None, size) for wanted, size in zip(shape, self.shape, strict=True))
         )
         if self.dtype in dtypes and fits and all(self.shape):
             return self

@@ -67,7 +67,9 @@ class FP8(Scheme):
     def __init__(self, settings: dict[str, Any], path: Path) -> None:
         super().__init__(settings, path)
         block = settings.get("weight_block_size")
-        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        ):
             raise self.refuse(f"weight_block_size is {str(block)[:50]!r}", "It must be two whole numbers, like [128, 128].")
         self._block = None if block is None else (block[0], block[1])
 

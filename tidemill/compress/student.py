@@ -107,8 +107,7 @@ def _train(
         return made
 
     schedule = Schedule(steps, rate, asdict(how) | {"part": name}, work.folder / f"{name}.train.safetensors")
-    tick: Callable[..., None] = report.at
-    if not run_steps(module, checked, schedule, lambda done, loss: tick(done, f"loss {loss:.3f}"), is_stopped):
+    if not run_steps(module, checked, schedule, lambda done, loss: report.at(done, f"loss {loss:.3f}"), is_stopped):
         raise Stopped
 
 

@@ -14,9 +14,10 @@ from tidemill.compress import prune as pruning
 from tidemill.compress.calibration import Calibration
 from tidemill.compress.decoder import Decoder
 from tidemill.compress.evaluate import measure_quality
+from tidemill.compress.grid import Grid, quantize
 from tidemill.compress.lowrank import choose_ranks
 from tidemill.compress.prune import PruneOptions, prune
-from tidemill.compress.prune_methods import Pattern, inverse_factor, magnitude, sparsegpt, wanda
+from tidemill.compress.prune_methods import Pattern, inverse_factor, magnitude, sparse_integers, sparsegpt, wanda
 from tidemill.compress.source import Source
 from tidemill.errors import CalibrationError, CheckpointError, ConfigError
 
@@ -80,7 +81,7 @@ def test_inputs_that_say_nothing():
     made = sparsegpt(weight, inverse_factor(x.t() @ x, 0.01), Pattern(), 0.5)
     assert (made[:, 3] == 0).all()
     assert made.isfinite().all()
-    with pytest.raises(CalibrationError, match="not finite"):
+    with pytest.raises(CalibrationError, match="no Cholesky factor"):
         inverse_factor(torch.full((4, 4), float("nan")), 0.01)
 
 
@@ -135,6 +136,31 @@ def test_neurons_that_are_fitted_lose_less(folder, tmp_path):
     assert distances[1] < distances[0]
 
 
+def test_sparse_and_quantized_jointly(folder, tmp_path):
+    """Sparse before and after rounding; nearer than rounding what SparseGPT left; it serves from the packed layout."""
+    weight, x = layer_inputs()
+    inverse, pattern = inverse_factor(x.t() @ x, 0.01), Pattern.read("2:4")
+    stored = sparse_integers(weight, inverse, pattern, 0.5, 4)
+    one_after_the_other = quantize(sparsegpt(weight, inverse, pattern, 0.5), Grid(4, 0, True))
+    errors = [(x @ (weight - one.dequantize()).t()).square().mean().item() for one in (stored, one_after_the_other)]
+    assert errors[0] < errors[1]
+    assert ((stored.codes_NK.view(-1, 4) != 0).sum(1) <= 2).all()
+    made = prune(options(folder, tmp_path / "out", pattern="2:4", bits=8))
+    assert made["zeros"] >= made["values"] // 2
+    assert made["bytes"] < 0.5 * Source(folder).num_bytes
+    name = "model.layers.1.mlp.up_proj.weight"
+    read = Source(tmp_path / "out").read({name})[name]
+    assert ((read.view(-1, 4) != 0).sum(1) <= 2).all()
+    prune(options(folder, tmp_path / "sparse", pattern="2:4"))
+    original, served, sparse = (
+        LLM(str(one), progress=False, threads=1, max_requests=2, dtype="float32")
+        for one in (folder, tmp_path / "out", tmp_path / "sparse")
+    )
+    ids = [original.tokenizer.encode(TEXT)[300:500]]
+    distances = [measure_quality(one, original, ids, lambda _: None).kl for one in (served, sparse)]
+    assert distances[0] < 1.1 * distances[1]
+
+
 def test_factors_of_lower_rank(folder, tmp_path):
     """Those that are best on the inputs lose less than those of the matrix; the merged matrices are the same model."""
     load = {"progress": False, "threads": 1, "max_requests": 2, "dtype": "float32"}
@@ -178,7 +204,7 @@ class Interrupted(Exception):
 
 def test_a_run_that_was_interrupted_ends_with_the_same_bytes(folder, tmp_path, monkeypatch):
     prune(options(folder, tmp_path / "whole"))
-    real, calls = pruning.hessians, []
+    real, calls = pruning.collect, []
 
     def stops(job, **how):
         calls.append(job.number)
@@ -186,7 +212,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bytes(folder, tmp_path, m
             raise Interrupted
         return real(job, **how)
 
-    monkeypatch.setattr(pruning, "hessians", stops)
+    monkeypatch.setattr(pruning, "collect", stops)
     with pytest.raises(Interrupted):
         prune(options(folder, tmp_path / "parts"))
     with pytest.raises(ConfigError, match="other settings"):
@@ -226,6 +252,10 @@ def test_several_files(folder, tmp_path):
         (["--structure", "heads", "--pattern", "2:4"], "is of weights"),
         (["--tokens", "100000"], "tokens; 99968 were asked for"),
         (["--out-dtype", "int3"], "--out-dtype int3"),
+        (["--bits", "3"], "--bits is 3"),
+        (["--bits", "8", "--method", "wanda"], "of sparsegpt's weights"),
+        (["--merged"], "--merged is of svd"),
+        (["--method", "asvd", "--pattern", "2:4"], "no --pattern"),
     ],
 )
 def test_mistakes(folder, tmp_path, more, what):

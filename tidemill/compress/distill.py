@@ -14,7 +14,7 @@ from tidemill.compress.decoder import Decoder
 from tidemill.compress.folder import names_outside, output_dtype
 from tidemill.compress.prune import calibration_tokens, with_layers
 from tidemill.compress.source import Source
-from tidemill.compress.student import Learning, build, layer_tensors, learn, outside_tensors, write_student
+from tidemill.compress.student import Learning, build, layer_tensors, learn, write_student
 from tidemill.compress.walk import Quiet, Reporter
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
@@ -62,7 +62,7 @@ def distill(
     chosen = spread(decoder.num_layers, options.layers)
     work = Work(options.out, options.settings())
     ids = calibration_tokens(source, decoder, options.calibration, work, report)
-    outside = outside_tensors(decoder, names_outside(decoder))
+    outside = decoder.read(names_outside(decoder))
     config = with_layers(source.config, chosen)
     teacher = build(source.config, outside | layer_tensors(decoder, list(range(decoder.num_layers))), options.device)
     fresh = {name: value.clone() for name, value in outside.items()}

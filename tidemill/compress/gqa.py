@@ -14,7 +14,7 @@ from tidemill.compress.decoder import Decoder
 from tidemill.compress.folder import names_outside, output_dtype
 from tidemill.compress.prune import calibration_tokens
 from tidemill.compress.source import Source
-from tidemill.compress.student import Learning, build, layer_tensors, learn, outside_tensors, write_student
+from tidemill.compress.student import Learning, build, layer_tensors, learn, write_student
 from tidemill.compress.walk import Quiet, Reporter
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
@@ -58,7 +58,7 @@ def convert(
     num_before = _check(options, decoder)
     work = Work(options.out, options.settings())
     layers = list(range(decoder.num_layers))
-    tensors = outside_tensors(decoder, names_outside(decoder)) | layer_tensors(decoder, layers)
+    tensors = decoder.read(names_outside(decoder)) | layer_tensors(decoder, layers)
     config = source.config | {"num_key_value_heads": options.num_kv_heads}
     student = build(config, _pooled(tensors, num_before, options.num_kv_heads), options.device)
     if options.learning.steps:

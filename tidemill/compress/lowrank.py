@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tidemill.compress.decoder import matrix_of
-from tidemill.compress.hessians import hessians
+from tidemill.compress.methods.inputs import collect
 from tidemill.compress.walk import LayerJob
 from tidemill.errors import CalibrationError, ConfigError
 
@@ -16,14 +16,14 @@ LOW_RANK = "low_rank"  # quant_method of config.json
 A, B, ENERGY = "low_rank_a", "low_rank_b", "energy"
 
 
-def factors(weight_NK: torch.Tensor, hessian_KK: torch.Tensor | None, damping: float) -> tuple[torch.Tensor, ...]:
+def factors(weight_NK: torch.Tensor, moments_KK: torch.Tensor | None, damping: float) -> tuple[torch.Tensor, ...]:
     """b [N, R], a [R, K] with b a = W, and the squared error that each of the R ranks saves: of W, or with second moments of the
     inputs, of the outputs."""
     weight = weight_NK.double()
-    if hessian_KK is None:
+    if moments_KK is None:
         u, sigma, v = torch.linalg.svd(weight, full_matrices=False)
         return (u * sigma).float(), v.float(), sigma.square().float()
-    moment = hessian_KK.double()
+    moment = moments_KK.double()
     moment = moment + torch.diag((damping * moment.diagonal().mean().clamp(min=1e-12)).expand(moment.shape[0]))
     root, failed = torch.linalg.cholesky_ex(moment)
     if failed.item():
@@ -37,10 +37,10 @@ def factorize(method: str, damping: float) -> Callable[[LayerJob], dict[str, tor
     """A change of the walk that keeps all ranks of every matrix; how many stay is decided over all layers."""
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
-        moments = hessians(job) if method == "asvd" else {}
+        found = collect(job, moments=True) if method == "asvd" else {}
         kept: dict[str, torch.Tensor] = {}
         for name, module in job.linears.items():
-            b, a, energy = factors(matrix_of(module), moments.get(name), damping)
+            b, a, energy = factors(matrix_of(module), found[name].moments_KK if found else None, damping)
             kept |= {f"{name}.{B}": b, f"{name}.{A}": a, f"{name}.{ENERGY}": energy}
         return kept
 

@@ -13,8 +13,9 @@ from torch import nn
 from tidemill.compress.calibration import Calibration, calibration_ids
 from tidemill.compress.decoder import Decoder, matrix_of, set_matrix
 from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
-from tidemill.compress.hessians import hessians
+from tidemill.compress.layouts import layout_class
 from tidemill.compress.lowrank import ENERGY, A, B, choose_ranks, factorize, low_rank_config
+from tidemill.compress.methods.inputs import Inputs, collect
 from tidemill.compress.prune_methods import (
     METHODS,
     Pattern,
@@ -22,10 +23,12 @@ from tidemill.compress.prune_methods import (
     fit_columns,
     inverse_factor,
     magnitude,
+    sparse_integers,
     sparsegpt,
     wanda,
 )
 from tidemill.compress.source import Source
+from tidemill.compress.stored import from_state
 from tidemill.compress.walk import Change, LayerJob, Quiet, Reporter, walk
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
@@ -66,6 +69,10 @@ class PruneOptions:
             raise ConfigError(f"--method {self.method} has no --structure and no --pattern.", param="method")
         if self.merged and not self.is_low_rank:
             raise ConfigError("--merged is of svd and asvd.", param="merged")
+        if self.bits not in (0, 4, 8):
+            raise ConfigError(f"--bits is {self.bits}.", fix="It must be 8, 4 or 0.", param="bits")
+        if self.bits and (self.method != "sparsegpt" or self.structure != "weights"):
+            raise ConfigError("--bits is of sparsegpt's weights.", fix="Use tidemill quantize on what is left.", param="bits")
         if not 0 < self.sparsity < 1:
             raise ConfigError(f"--sparsity is {self.sparsity}.", fix="It must be between 0 and 1.", param="sparsity")
         if not 0 < self.damping <= 10:
@@ -114,20 +121,25 @@ class _Result:
 
 
 def _write(decoder: Decoder, work: Work, result: _Result, dtype: str) -> dict[str, Any]:
-    writer = FolderWriter(work.result, dtype)
+    writer, layout = FolderWriter(work.result, dtype), layout_class("compressed-tensors")()
     num_zero = num_values = 0
-    for name in names_outside(decoder):
-        writer.add(name, source_tensor(decoder, name))
+    for name, tensor in decoder.read(names_outside(decoder)).items():
+        writer.add(name, tensor)
     for place, number in enumerate(result.layers):
         old, new = (decoder.name_of(decoder.layers[i]) for i in (number, place))
-        changed = result.tensors(number)
-        stored = [name for name in decoder.tensor_names(number) if name not in changed and name not in result.gone]
-        for name in [*stored, *changed]:
-            tensor = changed[name] if name in changed else source_tensor(decoder, name)
+        stored, changed = from_state(result.tensors(number))
+        gone = {*changed, *result.gone, *(f"{name}.weight" for name in stored)}
+        tensors = changed | decoder.read([name for name in decoder.tensor_names(number) if name not in gone])
+        for name, tensor in sorted(tensors.items()):
             writer.add(new + name.removeprefix(old), tensor)
-            if tensor.dim() == 2:
-                num_zero, num_values = num_zero + int((tensor == 0).sum()), num_values + tensor.numel()
-    writer.close(decoder.source, result.config)
+        for name, one in stored.items():
+            for part, tensor in layout.tensors(name, one).items():
+                writer.add(part, tensor, as_is=True)
+        matrices = [*(one for one in tensors.values() if one.dim() == 2), *(one.dequantize() for one in stored.values())]
+        num_zero += sum(int((one == 0).sum()) for one in matrices)
+        num_values += sum(one.numel() for one in matrices)
+        is_quantized = bool(stored)
+    writer.close(decoder.source, result.config | ({"quantization_config": layout.config()} if is_quantized else {}))
     return {"layers": len(result.layers), "zeros": num_zero, "values": num_values, "bytes": writer.total_bytes}
 
 
@@ -177,11 +189,6 @@ def calibration_tokens(source: Source, decoder: Decoder, asked: Calibration, wor
     return kept["ids"]
 
 
-def source_tensor(decoder: Decoder, name: str) -> torch.Tensor:
-    stored = decoder.stored_name(name)
-    return decoder.source.read({stored})[stored]
-
-
 def _weights(options: PruneOptions, decoder: Decoder) -> Change:
     pattern = Pattern.read(options.pattern)
     for name, module in decoder.linears(0).items():
@@ -189,20 +196,26 @@ def _weights(options: PruneOptions, decoder: Decoder) -> Change:
         pattern.check(name, (num_out, num_in))
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
-        moments = hessians(job, diagonal=options.method == "wanda") if options.needs_text else {}
+        found = collect(job, moments=options.method == "sparsegpt") if options.needs_text else {}
         inverses: dict[int, Any] = {}  # several matrices have the same inputs
-        kept = {}
+        kept: dict[str, torch.Tensor] = {}
         for name, module in job.linears.items():
             weight = matrix_of(module)
             if options.method == "magnitude":
                 made = magnitude(weight, pattern, options.sparsity)
             elif options.method == "wanda":
-                made = wanda(weight, moments[name], pattern, options.sparsity)
+                made = wanda(weight, found[name].squares_K, pattern, options.sparsity)
             else:
-                key = id(moments[name])
-                if key not in inverses:
-                    inverses[key] = inverse_factor(moments[name], options.damping, name)
-                made = sparsegpt(weight, inverses[key], pattern, options.sparsity)
+                moments = found[name].moments_KK
+                assert moments is not None
+                if id(moments) not in inverses:
+                    inverses[id(moments)] = inverse_factor(moments, options.damping)
+                if options.bits:
+                    stored = sparse_integers(weight, inverses[id(moments)], pattern, options.sparsity, options.bits)
+                    set_matrix(module, stored.dequantize())
+                    kept |= stored.to_state(name)
+                    continue
+                made = sparsegpt(weight, inverses[id(moments)], pattern, options.sparsity)
             set_matrix(module, made)
             kept[f"{name}.weight"] = module.weight.detach()  # type: ignore[union-attr, operator]
         return kept
@@ -241,19 +254,23 @@ def _replace(name: str, module: nn.Linear, matrix: torch.Tensor, kept: dict[str,
     kept[f"{name}.weight"] = module.weight
 
 
+def _inputs(options: PruneOptions, job: LayerJob, name: str) -> Inputs | None:
+    return collect(job, moments=options.method == "sparsegpt")[name] if options.needs_text else None
+
+
 def _num_kept(num: int, sparsity: float) -> int:
     return max(1, num - round(num * sparsity))
 
 
-def _scores(weight_NK: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
+def _scores(weight_NK: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
     """Of each input of a matrix."""
     lengths = weight_NK.square().sum(0)
-    return lengths if moment is None else lengths * (moment if moment.dim() == 1 else moment.diagonal())
+    return lengths if inputs is None else lengths * inputs.squares_K
 
 
-def _keep_inputs(options: PruneOptions, module: nn.Linear, kept_K: torch.Tensor, moment: torch.Tensor | None) -> torch.Tensor:
-    if options.method == "sparsegpt" and moment is not None:
-        return fit_columns(matrix_of(module), moment, kept_K, options.damping)
+def _keep_inputs(options: PruneOptions, module: nn.Linear, kept_K: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
+    if inputs is not None and inputs.moments_KK is not None:
+        return fit_columns(matrix_of(module), inputs.moments_KK, kept_K, options.damping)
     return matrix_of(module)[:, kept_K]
 
 
@@ -262,13 +279,13 @@ def _neurons(options: PruneOptions, decoder: Decoder) -> Change:
 
     def change(job: LayerJob) -> dict[str, torch.Tensor]:
         (gate_name, gate), (up_name, up), (down_name, down) = _find(job, _MLP, "neurons")
-        moment = hessians(job, diagonal=options.method == "wanda")[down_name] if options.needs_text else None
-        scores = _scores(matrix_of(down), moment)
-        if moment is None:
+        inputs = _inputs(options, job, down_name)
+        scores = _scores(matrix_of(down), inputs)
+        if inputs is None:
             scores = scores * gate.weight.square().sum(1) * up.weight.square().sum(1)
         rows = best_groups(scores, 1, _num_kept(len(scores), options.sparsity))
         kept: dict[str, torch.Tensor] = {}
-        _replace(down_name, down, _keep_inputs(options, down, rows, moment), kept)
+        _replace(down_name, down, _keep_inputs(options, down, rows, inputs), kept)
         _cut_rows(gate_name, gate, rows, kept)
         _cut_rows(up_name, up, rows, kept)
         return kept
@@ -288,12 +305,12 @@ def _heads(options: PruneOptions, decoder: Decoder) -> Change:
         norms = [one for name, one in job.layer.named_parameters() if name.endswith(("q_norm.weight", "k_norm.weight"))]
         if any(one.numel() != dim for one in norms):
             raise ConfigError("The norms of this model go over all heads, so that none can go.", param="structure")
-        moment = hessians(job, diagonal=options.method == "wanda")[o_name] if options.needs_text else None
-        columns = best_groups(_scores(matrix_of(o), moment), per_group * dim, num_kept)
+        inputs = _inputs(options, job, o_name)
+        columns = best_groups(_scores(matrix_of(o), inputs), per_group * dim, num_kept)
         groups = columns.view(num_kept, -1)[:, 0] // (per_group * dim)
         rows = (groups.unsqueeze(1) * dim + torch.arange(dim, device=groups.device)).flatten()
         kept: dict[str, torch.Tensor] = {}
-        _replace(o_name, o, _keep_inputs(options, o, columns, moment), kept)
+        _replace(o_name, o, _keep_inputs(options, o, columns, inputs), kept)
         _cut_rows(q_name, q, columns, kept)
         _cut_rows(k_name, k, rows, kept)
         _cut_rows(v_name, v, rows, kept)

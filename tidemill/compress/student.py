@@ -48,17 +48,9 @@ def layer_tensors(decoder: Decoder, chosen: list[int]) -> dict[str, torch.Tensor
     made: dict[str, torch.Tensor] = {}
     for place, number in enumerate(chosen):
         old, new = (decoder.name_of(decoder.layers[i]) for i in (number, place))
-        names = decoder.tensor_names(number)
-        stored = {name: decoder.stored_name(name) for name in names}
-        read = decoder.source.read(set(stored.values()))
-        made |= {new + name.removeprefix(old): read[stored[name]] for name in names}
+        read = decoder.read(decoder.tensor_names(number))
+        made |= {new + name.removeprefix(old): value for name, value in read.items()}
     return made
-
-
-def outside_tensors(decoder: Decoder, names: list[str]) -> dict[str, torch.Tensor]:
-    stored = {name: decoder.stored_name(name) for name in names}
-    read = decoder.source.read(set(stored.values()))
-    return {name: read[stored[name]] for name in names}
 
 
 def build(config: dict[str, Any], tensors: dict[str, torch.Tensor], device: str) -> Any:

@@ -45,9 +45,9 @@ TASKS = {
 class Tidemill:
     def __init__(self, model: str, threads: int, dtype: str = "auto") -> None:
         from tidemill.config import EngineOptions
-        from tidemill.engine.core import EngineCore
+        from tidemill.engine.load import load_core
 
-        self._core = EngineCore.load(
+        self._core = load_core(
             EngineOptions(model=model, dtype=dtype, threads=threads, prefix_caching=False, kv_memory_bytes=2**30)
         )
 

@@ -19,7 +19,6 @@ import msgspec
 from tidemill.config import EngineOptions
 from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
-from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
     check_messages,
@@ -32,6 +31,7 @@ from tidemill.engine.llm_inputs import (
     wants_bar,
 )
 from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
+from tidemill.engine.load import load_core
 from tidemill.errors import InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
@@ -70,7 +70,7 @@ class LLM:
         given = EngineOptions(**defaults | settings)
         self.tokenizer = Tokenizer.load(path, given.chat_template)
         with loading_bar(progress) as (bar, task):
-            self.core = EngineCore.load(
+            self.core = load_core(
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )

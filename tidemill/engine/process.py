@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
-from tidemill.engine.core import EngineCore, inspect, inspect_draft, refusal
+from tidemill.engine.core import EngineCore, refusal
+from tidemill.engine.load import inspect, inspect_draft, load_core
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
@@ -79,7 +80,7 @@ class EngineProcess:
         if start is None:
             return
         try:
-            core = EngineCore.load(start.options, self._report)
+            core = load_core(start.options, self._report)
             of_start = core.take_events()
             step_s = _measure_step(core)
         except TidemillError as error:

@@ -19,10 +19,11 @@ from tidemill.kernels.trees import move_tokens
 from tidemill.layers.lora import Loras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM, Model
-from tidemill.runner.base import StepResult, accept, broken_rows, draws, look_at_prompt, right_drafts
+from tidemill.runner.base import StepResult, accept, broken_rows, draws, right_drafts
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.graphs import record_forward
 from tidemill.runner.page_moves import PageMover, changed_pages
+from tidemill.runner.reports import look_at_prompt
 from tidemill.runner.sampler import Sampler, score
 from tidemill.runner.state import RowState
 from tidemill.sched.plan import StepItem, StepPlan

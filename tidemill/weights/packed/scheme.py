@@ -13,6 +13,7 @@ from tidemill.weights.packed.bitnet import BitNet
 from tidemill.weights.packed.bnb import BitsAndBytes
 from tidemill.weights.packed.compressed import CompressedTensors
 from tidemill.weights.packed.fp8 import FP8
+from tidemill.weights.packed.gobo import GOBO
 from tidemill.weights.packed.gptq import AWQ, GPTQ
 from tidemill.weights.packed.lowrank import LowRank
 
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Scheme]] = {
     "mxfp4": Mxfp4,
     "bitnet": BitNet,
     "low_rank": LowRank,
+    "gobo": GOBO,
 }
 
 

@@ -13,6 +13,8 @@ from tidemill.cli import (
     calibrate_kv,
     chat,
     completion,
+    convert,
+    distill,
     evaluate,
     explain,
     generate,
@@ -64,6 +66,8 @@ app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
 app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
 app.command(cls=Command)(prune.prune)
+app.command(cls=Command)(distill.distill)
+app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

@@ -80,7 +80,7 @@ def calibration_ids(model: Path, vocab_size: int, asked: Calibration, work: Path
 
 
 def _written(model: Path, asked: Calibration, work: Path, report: Reporter) -> Any:
-    from tidemill.engine.core import inspect
+    from tidemill.engine.load import inspect
     from tidemill.engine.llm import LLM
 
     context = min(1024, inspect(str(model))[2].max_context)

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
@@ -18,6 +19,7 @@ from tidemill.cli import (
     models,
     ollama,
     prompt_cache,
+    route,
     serve,
     train_draft,
     worker,
@@ -45,8 +47,10 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 app.command(epilog=EPILOG, cls=Command)(serve.serve)
+app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)

@@ -9,7 +9,7 @@ from tidemill.errors import TidemillError, WorkerLost
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, peers_of
+from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
 from tidemill.runner.rank import load_rank, make_rank_runner, world_of
 from tidemill.runner.team import Team
 from tidemill.runner.worker_group import WorkerGroup
@@ -38,7 +38,8 @@ def start_group(
         team.join(lambda rank: Join(rank, world, options, config, model_digest, team.addresses, shared[rank]))
         peers = peers_of(0, world, by_sockets=world.tensor > 1 and not shared[0])
         channels = meet_peers(0, peers, team.addresses, team.door, team.key, team.check)
-        group = group_for(0, world, shared[0], channels)
+        take_device(0, config.device)
+        group = group_for(0, world, config.device, shared[0], channels)
         team.on_lost += [group.fail, *(channel.abort for channel in channels.values())]
         use(world.shard(0), group)
         random = options.load_format == "dummy"
@@ -48,6 +49,7 @@ def start_group(
         own = make_rank_runner(model, config, world, 0, channels)
         for prepared in team.wait(Prepared).values():
             own.fallback = own.fallback or prepared.fallback
+        group.begin()
         return model, WorkerGroup(own, team)
     except WorkerLost as error:
         team.fail(error)

@@ -69,6 +69,7 @@ class Team:
         self.lost: TidemillError | None = None
         self.on_lost: list[Callable[[], None]] = []
         self.addresses: list[Address] = []
+        self.read_bytes: list[int] = []  # of the checkpoint, by each rank
         try:
             self.door = Door(address or str(self._folder / "0.sock"), self.key)
         except BaseException:

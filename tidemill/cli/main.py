@@ -13,12 +13,17 @@ from tidemill.cli import (
     calibrate_kv,
     chat,
     completion,
+    convert,
+    distill,
+    evaluate,
     explain,
     generate,
     memory,
     models,
     ollama,
     prompt_cache,
+    prune,
+    quantize,
     route,
     serve,
     train_draft,
@@ -57,7 +62,12 @@ app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
+app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
+app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(prune.prune)
+app.command(cls=Command)(distill.distill)
+app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

@@ -179,6 +179,14 @@ class Team:
                 found[rank] = message
         return found
 
+    def all_are_here(self) -> None:
+        """Nobody connects any more, or maps the shared memory: what only that needs goes, lest a process that is killed leaves it."""
+        if hasattr(self, "door"):
+            self.door.close()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     # ---- work
 
     def send(self, rank: int, message: ToWorker) -> None:
@@ -266,11 +274,7 @@ class Team:
                     process.stdin.close()
         for channel in self._channels.values():
             channel.close()
-        if hasattr(self, "door"):
-            self.door.close()
-        for path in self._shared:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.all_are_here()
 
 
 def error_of(message: Failed) -> TidemillError:

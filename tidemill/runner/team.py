@@ -180,7 +180,7 @@ class Team:
         return found
 
     def all_are_here(self) -> None:
-        """Nobody connects any more, or maps the shared memory: what only that needs goes, lest a process that is killed leaves it."""
+        """Nobody connects any more, or maps the shared memory: what only that needs goes, also in case this process is killed."""
         if hasattr(self, "door"):
             self.door.close()
         for path in self._shared:

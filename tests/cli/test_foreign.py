@@ -46,7 +46,6 @@ def test_the_same_meaning(given, ours, capsys):
         "-ngl 99",
         "-fa",
         "-fa on",
-        "--data-parallel-size 1",
         "--gpu-memory-utilization 0.9",
         "--mlock",
         "-b 512",
@@ -62,7 +61,6 @@ def test_what_changes_no_answer_is_accepted_with_a_note(given, capsys):
     ("given", "words"),
     [
         ("--trust-remote-code", "code in a model's repository is never run"),
-        ("-dp 2", "the model runs on one device"),
         ("--gpu-memory-utilization 0.3", "Use --kv-memory"),
         ("--gpu-memory-utilization lots", "a number above 0"),
         ("-ctk q8_0", "Possible: f16, bf16"),

@@ -152,8 +152,9 @@ def test_requests_go_on_after_a_worker_was_killed(tmp_path):
 def test_workers_end_with_an_engine_that_was_killed(tmp_path):
     dense(tmp_path)
     code = (
-        "import time; from tidemill.engine.llm import LLM; "
-        f"llm = LLM({str(tmp_path)!r}, threads=1, tensor_parallel=2); print('ready', flush=True); time.sleep(600)"
+        "import time; from tidemill.engine.load import load_core, EngineOptions; "
+        f"core = load_core(EngineOptions(model={str(tmp_path)!r}, threads=1, tensor_parallel=2)); "
+        "print('ready', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

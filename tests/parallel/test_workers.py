@@ -93,6 +93,9 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
     core = core_of(folder, tensor_parallel=2)
     try:
         assert not core.runner.fallback  # collectives are ops of the recorded forward pass
+        folder = core.runner.team._folder
+        assert not folder.exists()  # a process that is killed leaves nothing behind
+        assert not Path("/dev/shm").joinpath(f"{folder.name}-0").exists()
         tokens = {name: answer.tokens for name, answer in run(core, requests()).items()}
         assert tokens == {name: answer.tokens for name, answer in expected.items()}
         core.submit(Submit("last", [1, 2, 3], greedy(100, ignore_eos=True)))
@@ -106,8 +109,6 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
     finally:
         core.close()
     assert process.poll() is not None
-    assert not Path("/dev/shm").joinpath(core.runner.team._folder.name + "-0").exists()
-    assert not core.runner.team._folder.exists()
 
 
 # ---- starts that fail

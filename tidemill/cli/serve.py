@@ -233,6 +233,9 @@ def budget_table(name: str, ready: Ready) -> Table:
         table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
     where = "GPU" if config.device == "cuda" else f"{config.threads} threads"
     table.add_row("compute", f"{config.dtype}, {where}", f"{why['dtype']}; {why['device' if where == 'GPU' else 'threads']}")
+    if config.num_ranks > 1:
+        parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
+        table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
     table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
     table.add_row(
         "KV cache",

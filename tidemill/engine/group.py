@@ -45,7 +45,9 @@ def start_group(
         use(world.shard(0), group)
         random = options.load_format == "dummy"
         model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random)
-        team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))
+        loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))
+        team.all_are_here()
+        team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
         team.send_all(Prepare())
         own = make_rank_runner(model, config, world, 0, channels)
         for prepared in team.wait(Prepared).values():

@@ -69,6 +69,7 @@ class Team:
         self.lost: TidemillError | None = None
         self.on_lost: list[Callable[[], None]] = []
         self.addresses: list[Address] = []
+        self.read_bytes: list[int] = []  # of the checkpoint, by each rank
         try:
             self.door = Door(address or str(self._folder / "0.sock"), self.key)
         except BaseException:
@@ -178,6 +179,14 @@ class Team:
                 found[rank] = message
         return found
 
+    def all_are_here(self) -> None:
+        """Nobody connects any more, or maps the shared memory: what only that needs goes, also in case this process is killed."""
+        if hasattr(self, "door"):
+            self.door.close()
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     # ---- work
 
     def send(self, rank: int, message: ToWorker) -> None:
@@ -265,11 +274,7 @@ class Team:
                     process.stdin.close()
         for channel in self._channels.values():
             channel.close()
-        if hasattr(self, "door"):
-            self.door.close()
-        for path in self._shared:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.all_are_here()
 
 
 def error_of(message: Failed) -> TidemillError:

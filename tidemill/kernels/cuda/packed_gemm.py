@@ -1,10 +1,10 @@
-"""y = x Wᵀ + b with W in 2, 4 or 8 bits and activations in bfloat16: codes become bfloat16 in registers, on their way to the tensor
-cores.
+"""y = x Wᵀ + b with W in 2, 4 or 8 bits and activations in bfloat16: codes become bfloat16 in registers, just before they are
+multiplied.
 
 A row is cut into blocks, a block into planes of 32 or 64 neighbouring values. Word j of a block, 16 bits, holds value j of each
-plane: plane i is taken out of all words by one shift and one mask, two words at a time, and is the next operand of a matmul in the
-order of K. So the sums are those of the dequantized weight in bfloat16, in one pass over K, bit for bit: with many rows the weight
-is dequantized into a buffer and multiplied as bfloat16 weights are.
+plane: plane i is taken out of all words by one shift and one mask, two words at a time, and is the next operand of a matmul in
+the order of K. So the sums are those of the dequantized weight in bfloat16, in one pass over K, bit for bit: with many rows the
+weight is dequantized into a buffer and multiplied as bfloat16 weights are.
 
 Weights are the first operand, which may come from registers; rows of activations are the second.
 """
@@ -39,8 +39,8 @@ class PackedTile:
 class Packed:
     """A matrix [N, K]. `kind`: what a code and the two halves of its group's word of scales mean.
 
-    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; e2m1 and nf4: the number of a value.
-    Codes of 8 bits are signed.
+    zeros: (code - zero) * scale, the zero stored as 128 + zero; offsets: code * scale + offset; e2m1 and nf4: numbers of values.
+    Codes of 8 bits are signed; of zeros they have none.
     """
 
     bits: int
@@ -75,14 +75,22 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 # ---- layout
 
 
-def pack(codes_NK: torch.Tensor, bits: int, kind: str, scales_NG: torch.Tensor, others_NG: torch.Tensor | None) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none."""
-    num_out, num_in = codes_NK.shape
+def pack(
+    codes_NK: torch.Tensor,
+    bits: int,
+    kind: str,
+    scales_NG: torch.Tensor,
+    others_NG: torch.Tensor | None,
+    plane: int = 64,
+) -> Packed:
+    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller."""
+    num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
-    assert group * scales_NG.shape[1] == num_in and (group % 32 == 0 or scales_NG.shape[1] == 1)
+    assert group * scales_NG.shape[1] == num_in
+    assert group % 32 == 0 or scales_NG.shape[1] == 1
     if scales_NG.shape[1] == 1:
         group = 1 << 30
-    plane = 64 if group % 64 == 0 else 32
+    plane = plane if group % plane == 0 and bits > 2 else 32
     planes = WORD // bits
     block = plane * planes
     missing = -num_in % block
@@ -145,7 +153,7 @@ def _nf4() -> str:
 shr.u32 s, a, 12; or.b32 s, s, a; and.b32 s, s, 0x77; shl.b32 m, a, 4; prmt.b32 m, m, 0, 0xAA88;
 mov.b32 p, {h0}; mov.b32 q, {h1}; prmt.b32 t, p, q, s; mov.b32 p, {h2}; mov.b32 q, {h3}; prmt.b32 u, p, q, s;
 mov.b32 p, {l0}; mov.b32 q, {l1}; prmt.b32 v, p, q, s; mov.b32 p, {l2}; mov.b32 q, {l3}; prmt.b32 r, p, q, s;
-prmt.b32 t, v, t, 0x5140; prmt.b32 u, r, u, 0x5140; lop3.b32 a, t, u, m, 0xAC; mul.rn.bf16x2 $0, a, $2;}}}}"""
+prmt.b32 t, v, t, 0x5140; prmt.b32 u, r, u, 0x5140; lop3.b32 a, t, u, m, 0xD8; mul.rn.bf16x2 $0, a, $2;}}}}"""
 
 
 _TEXTS = {
@@ -167,17 +175,15 @@ def _assembly(bits: int, kind: str, plane: int) -> str:
 
 
 @triton.jit
-def _unpack(words, scales, I: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
-    """Plane I of words [OUTS, PLANE], with the scales [OUTS] of its group."""
+def _unpack(words, scales, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, AHEAD: tl.constexpr):
+    """A plane of words [OUTS, values], with the scales [OUTS] of its group."""
     if AHEAD:
         twice = tl.broadcast_to(((scales & 0xFFFF) | (scales << 16))[:, None], words.shape)
         other = tl.broadcast_to(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words.shape)
-        asm: tl.constexpr = _assembly(BITS, KIND, I)
-        return tl.inline_asm_elementwise(
-            asm, "=r,r,r,r,r,r", [words, twice, other], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
+        asm: tl.constexpr = _assembly(BITS, KIND, PLANE)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:  # interpreted
-        code = (words.to(tl.int32) >> (BITS * I)) & ((1 << BITS) - 1)
+        code = (words.to(tl.int32) >> (BITS * PLANE)) & ((1 << BITS) - 1)
         scale = (scales << 16).to(tl.float32, bitcast=True)[:, None]
         other = (scales & -65536).to(tl.float32, bitcast=True)[:, None]
         if BITS == 8:
@@ -217,7 +223,7 @@ def _gemm_packed(
     w = words_ptr + there[:, None].to(tl.int64) * num_words + ins[None, :]
     x = x_ptr + rows[None, :].to(tl.int64) * num_in + ins[:, None]
     acc = tl.zeros((OUTS, ROWS), tl.float32)
-    for step in range(0, num_words // PLANE):
+    for step in range(num_words // PLANE):
         words = tl.load(w)
         k = step * (PLANE * planes)
         for i in tl.static_range(planes):
@@ -294,7 +300,7 @@ def own_tile(num_rows: int, num_out: int, weight_bits: int) -> PackedTile:
         return PackedTile(32, 64, 4, 4)
     if num_rows <= 64:
         return PackedTile(64, 64, 4, 4)
-    return PackedTile(128, 128, 3, 8, 1) if num_rows <= 128 else PackedTile(256, 128, 3, 8, 1)
+    return PackedTile(128, 128, 2, 8, 1)
 
 
 @cache

@@ -3,9 +3,9 @@
 A weight has a scale for each row, activations have one for each token: they meet in the end, on the sums. Or both have one for
 every 128 columns (`BLOCKS`): then each 128 products are summed by the tensor cores and scaled before they join the rest.
 
-One pass over K in order, no split. The tensor cores sum fp8 with fewer bits than float32 has, in an order that K alone decides, and
-int8 exactly; so a row's bits are the same at every number of rows and in every tile, also where a tile has the operands swapped
-(`SWAP`): a Hopper instruction takes at least 64 rows of the first operand, and those of a weight are there when tokens are not.
+One pass over K in order, no split. The tensor cores sum fp8 with fewer bits than float32 has, in an order that K alone decides,
+and int8 exactly; so a row's bits are the same at every number of rows and in every tile, also where the operands are swapped
+(`SWAP`): a Hopper instruction takes at least 64 rows of the first one, and a weight always has them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.kernels.cuda.elementwise import _code_of
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
@@ -54,10 +55,8 @@ class Scaled:
 
 @triton.jit
 def _rounded(x, LARGEST: tl.constexpr):
-    if LARGEST == 448:
-        return tl.clamp(x, -448.0, 448.0).to(tl.float8e4nv)
-    else:
-        return tl.clamp((x + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
+    """To bytes; the largest stand for what is beyond them."""
+    return _code_of(x if LARGEST == 448 else tl.clamp(x, -127.0, 127.0), LARGEST)
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def quantize_rows(x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: t
     scales = torch.empty(num_rows, dtype=torch.float32, device=x_TK.device)
     block = triton.next_power_of_2(padded)
     launch(
-        _quantize_rows, (num_rows,), x_TK, values, scales, scales if static is None else static, width, padded,
+        _quantize_rows, (num_rows,), x_TK, values.view(torch.int8), scales, scales if static is None else static, width, padded,
         LARGEST=int(LARGEST[dtype]), STATIC=static is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)), **HOW,
     )  # fmt: skip
     return Scaled(values, scales)
@@ -125,7 +124,7 @@ def quantize_blocks(x_TK: torch.Tensor, dtype: torch.dtype, padded: int) -> Scal
     values = torch.empty(num_rows, padded, dtype=dtype, device=x_TK.device)
     scales = torch.empty(num_blocks, num_rows, dtype=torch.float32, device=x_TK.device)
     launch(
-        _quantize_blocks, (num_rows, triton.cdiv(num_blocks, 16)), x_TK, values, scales, num_rows, width, padded,
+        _quantize_blocks, (num_rows, triton.cdiv(num_blocks, 16)), x_TK, values.view(torch.int8), scales, num_rows, width, padded,
         LARGEST=int(LARGEST[dtype]), BLOCKS=16, SIZE=BLOCK, num_warps=4, **HOW,
     )  # fmt: skip
     return Scaled(values, scales)

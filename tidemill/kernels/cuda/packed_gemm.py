@@ -104,8 +104,14 @@ def pack(
         others_NG = torch.zeros_like(scales_NG)
     if kind == "zeros":
         others_NG = others_NG.float() + 128
-    halves = torch.stack([scales_NG.to(torch.bfloat16), others_NG.to(torch.bfloat16)], -1).view(torch.int32).squeeze(-1)
+    halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
     return Packed(bits, kind, plane, group, num_in, words.contiguous(), halves.t().contiguous())
+
+
+def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to even, in the lower half of int32."""
+    bits = values.float().view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
 
 
 def unpack_reference(weight: Packed) -> torch.Tensor:
@@ -114,9 +120,8 @@ def unpack_reference(weight: Packed) -> torch.Tensor:
     shifts = torch.arange(planes, device=weight.words_NW.device, dtype=torch.int32) * weight.bits
     words = weight.words_NW.to(torch.int32).unflatten(1, (-1, 1, weight.plane))
     codes = ((words >> shifts[:, None]) & ((1 << weight.bits) - 1)).flatten(1)[:, : weight.num_in]
-    halves = weight.scales_GN.t().contiguous().unsqueeze(-1).view(torch.bfloat16).float()
-    halves = halves.repeat_interleave(min(weight.group, weight.num_in), 1)[:, : weight.num_in]
-    scale, other = halves.unbind(-1)
+    halves = weight.scales_GN.t().repeat_interleave(min(weight.group, weight.num_in), 1)[:, : weight.num_in]
+    scale, other = (halves << 16).view(torch.float32), (halves & -65536).view(torch.float32)
     if weight.bits == 8:
         codes = (codes ^ 128) - 128
     if weight.kind in ("nf4", "e2m1"):

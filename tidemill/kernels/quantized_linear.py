@@ -7,7 +7,7 @@ to signed bytes, 32 to a scale, so that products and their sums over 32 are exac
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from tidemill.kernels.linear import Weight, to_panels
 
 GROUP = 32
 MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # twice the values of E2M1
+E2M1 = MX4_CODES.astype(np.float32) / 2
 _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
 _HAS_S4 = platform.machine() in (
@@ -25,24 +26,45 @@ _HAS_S4 = platform.machine() in (
 )  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
 
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """How the activations that meet 8-bit (or ternary) weights become bytes: with one scale a token, or always the same."""
+
+    scale: float | None = None
+
+
 @dataclass(slots=True)
 class Codes:
-    """A quantized matrix [N, K], not yet in any kernel's layout."""
+    """A quantized matrix [N, K], not yet in any kernel's layout: w = scale · (code - zero) + offset, for every `group` values of a
+    row, of which the last may be fewer."""
 
-    bits: int  # 4: codes 0 .. 15, or without offsets those of mxfp4, MX4_CODES; 8: signed codes
+    bits: int  # 4: codes 0 .. 15, numbers of a table, or without zeros, offsets and table those of mxfp4, MX4_CODES; 8: signed;
+    # 2: -1, 0 and 1
     codes_NK: torch.Tensor  # int8
-    scales_NG: torch.Tensor  # float16
-    offsets_NG: torch.Tensor | None  # float16
+    scales_NG: torch.Tensor  # float16 (groups of 32, as GGUF has them) or float32
+    offsets_NG: torch.Tensor | None  # of the same type
+    group: int = GROUP
+    zeros_NG: torch.Tensor | None = None  # float32, whole numbers
+    table: torch.Tensor | None = None  # float32 [16]: what the numbers of a 4-bit matrix mean
+    order_K: torch.Tensor | None = None  # column k multiplies input order_K[k]; None: input k
+    activations: Activations | None = None  # None: with a scale for 32 of them, the finest
 
     def take(self, rows: torch.Tensor) -> Codes:
-        offsets = None if self.offsets_NG is None else self.offsets_NG[rows]
-        return Codes(self.bits, self.codes_NK[rows], self.scales_NG[rows], offsets)
+        offsets, zeros = (None if values is None else values[rows] for values in (self.offsets_NG, self.zeros_NG))
+        return replace(
+            self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros
+        )
 
     def dequantize(self) -> torch.Tensor:
-        values = self.codes_NK.unflatten(1, (-1, GROUP)).float() * self.scales_NG.float().unsqueeze(-1)
-        if self.offsets_NG is not None:
-            values += self.offsets_NG.float().unsqueeze(-1)
-        return values.flatten(1)
+        values = self.codes_NK.float() if self.table is None else self.table[self.codes_NK.int()]
+        for each, op in ((self.zeros_NG, torch.Tensor.sub_), (self.scales_NG, torch.Tensor.mul_), (self.offsets_NG, torch.Tensor.add_)):
+            if each is not None:
+                op(values, each.float().repeat_interleave(self.group, 1)[:, : values.shape[1]])
+        if self.order_K is None:
+            return values
+        stored = torch.empty_like(values)
+        stored[:, self.order_K] = values
+        return stored
 
 
 def concat(parts: list[Codes]) -> Codes:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import same_bits
 from tidemill.cache_layout import Place, one_group
 from tidemill.kernels import native, native_attention
 from tidemill.kernels.attention import TorchAttention, attention_reference, block_bounds, decode_tile, plan_attention
@@ -171,7 +172,7 @@ def test_both_backends_write_the_same_bits(dtype, dim):
         stored = [view for view in (scene.kv.cache, scene.kv.scales) if view is not None]
         written.append([view[slots // 16, LAYER, 1, :, slots % 16] for view in stored])
     for ours, theirs in zip(*written, strict=True):
-        assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+        assert same_bits(ours, theirs)
 
 
 def test_larger_tiles_for_decoding_give_the_same(monkeypatch):

@@ -23,6 +23,7 @@ from tidemill.config.compute import (
     decide_context,
     decide_device,
     decide_dtype,
+    decide_scheme,
     decide_fast_math,
     decide_max_lora_rank,
     decide_max_loras,
@@ -51,6 +52,7 @@ class EngineConfig:
 
     device: str
     dtype: str
+    scheme: str  # of weights
     kv_dtype: str
     page_size: int
     layout: CacheLayout  # how layers share pages
@@ -146,6 +148,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
+    scheme = settle("scheme", decide_scheme(options, device, dtype, model))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     threads = settle("threads", decide_threads(options, machine))
@@ -168,7 +171,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     else:
         page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
         layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
-    memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
+    memory = measure(
+        options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
+    )
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
     most_pages = max_requests * memory.num_pages_for(context)
@@ -198,6 +203,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     return EngineConfig(
         device=device,
         dtype=dtype,
+        scheme=scheme,
         kv_dtype=kv_dtype,
         page_size=page_size,
         layout=layout,
@@ -259,8 +265,8 @@ def _draft(
         raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
     given = replace(
-        options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
-        max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
+        options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
+        max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
         queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
         policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None, kv_policy=None, max_stream=None,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from tidemill.kv_policy import CachePolicy, settle
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.quant import SCHEMES, WeightPlan
+from tidemill.quant import WeightPlan
 from tidemill.runner.base import StepResult
 from tidemill.runner.make import make_runner
 from tidemill.runner.spec.registry import SLOPES, Parts, make_drafters
@@ -67,8 +67,8 @@ def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
     return checkpoint, architecture, architecture.read_config(checkpoint)
 
 
-def weight_plan(config: EngineConfig, dtype: str) -> WeightPlan:
-    return WeightPlan(SCHEMES[dtype], config.device, config.fast_math)
+def weight_plan(config: EngineConfig, scheme: str) -> WeightPlan:
+    return WeightPlan(scheme, config.device, config.fast_math)
 
 
 def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -168,10 +168,10 @@ class EngineCore:
         if options.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
         random = options.load_format == "dummy"
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
+        model = architecture.load(checkpoint, model_config, weight_plan(config, config.scheme), progress, random)
         draft_model = None
         if draft is not None and config.draft is not None:
-            plan = weight_plan(config, config.draft.dtype)
+            plan = weight_plan(config, config.draft.scheme)
             draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
         weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
         core = cls(model, config, draft=draft_model, weights_digest=weights)

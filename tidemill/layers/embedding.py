@@ -14,7 +14,7 @@ class Embedding(Linear):
     """Rows of a weight, stored as any linear's."""
 
     def __init__(self, num_tokens: int, size: int, weights: WeightPlan = PLAIN) -> None:
-        super().__init__(size, {"weight": num_tokens}, weights=weights)
+        super().__init__(size, {"weight": num_tokens}, weights=weights.of_tables)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.weight.rows(ids_T)
@@ -24,7 +24,7 @@ class Head(Linear):
     """Logits from a table of its own."""
 
     def __init__(self, size: int, num_tokens: int, weights: WeightPlan = PLAIN) -> None:
-        super().__init__(size, {"head": num_tokens}, weights=weights)
+        super().__init__(size, {"head": num_tokens}, weights=weights.of_tables)
 
     def forward(self, x_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.weight.logits(x_TH, out)

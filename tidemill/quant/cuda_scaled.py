@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 
 from tidemill.kernels.linear import Weight
+from tidemill.kernels.moe import ExpertWeights
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense
 
 
 class CudaScaledWeight(Weight):
-    """`values_NK`: float8_e4m3fn or int8. `scales`: float32 [N], or [K / 128, N]. `static`: the scale of all activations; None: each
-    token has its own, by its largest value. `act`: as `CudaWeight` has it."""
+    """`values_NK`: float8_e4m3fn or int8. `scales`: float32 [N], or [K / 128, N]. `static`: the scale of all activations; None:
+    each token has its own, by its largest value. `act`: as `CudaWeight` has it."""
 
     def __init__(
         self,
@@ -57,10 +56,6 @@ class CudaScaledWeight(Weight):
             out = torch.empty(x_TK.shape[0], self._weight.values_NK.shape[0], dtype=torch.float32, device=x_TK.device)
         return self._multiply(x_TK, "", out)
 
-    def compile(self, nums_rows: Collection[int]) -> None:
-        for rows in nums_rows:
-            self(torch.empty(rows, self._num_in, dtype=torch.bfloat16, device=self._weight.scales.device))
-
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         values, scales = self._weight.values_NK[ids_T, : self._num_in].float(), self._weight.scales
         if self._weight.has_blocks:
@@ -94,8 +89,8 @@ class CudaOnline(CudaDense):
     def _quantized(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, act: str = "") -> Weight:
         return CudaScaledWeight(*quantize_weight(weight_NK, self.dtype), bias_N, act)
 
-    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> Weight:  # type: ignore[override]
-        return CudaDense(self._fast).join_experts(parts, spec)  # type: ignore[return-value]
+    def join_experts(self, parts: ExpertParts[torch.Tensor], spec: MoESpec) -> ExpertWeights:
+        return CudaDense(self._fast).join_experts(parts, spec)
 
 
 class CudaFP8(CudaOnline):

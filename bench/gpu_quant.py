@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,fp8,packed,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,many,sparse] [--json out.json] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -22,11 +24,12 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda import gemm, scaled_gemm
+from tidemill.kernels.cuda import gemm
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
+from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
 from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_packed, pack, unpack_reference
-from tidemill.kernels.cuda.scaled_gemm import Scaled, ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
+from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
 from tidemill.kernels.cuda.tuning import time_us
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -43,7 +46,7 @@ RESULT: dict[str, Any] = {"best": {}, "times": []}
 
 def new_scaled(num_out: int, num_in: int, dtype: torch.dtype = FP8, blocks: bool = False) -> Scaled:
     weight = torch.randn(num_out, num_in, device="cuda") / num_in**0.5
-    largest = scaled_gemm.LARGEST[dtype]
+    largest = LARGEST[dtype]
     if blocks:
         tops = weight.unflatten(1, (-1, 128)).abs().amax(2)
         values = weight / (tops / largest).repeat_interleave(128, 1)
@@ -415,8 +418,6 @@ def time_many(until: float) -> None:
 
 def time_sparse(until: float) -> None:
     """2:4 by the library, beside dense."""
-    from torch.sparse import to_sparse_semi_structured
-
     for name in ("o", "gate_up", "down"):
         num_out, num_in = SHAPES[name]
         dense = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
@@ -426,10 +427,10 @@ def time_sparse(until: float) -> None:
         for kind, values in (("bf16", dense), ("int8", (dense * 20).round().clamp(-127, 127).to(torch.int8))):
             try:
                 packed = torch._cslt_compress(values)
-                for rows in (16, 256, 2048):
+                for rows in (32, 256, 2048):
                     x = (torch.randn(rows, num_in, device="cuda") * 20).to(values.dtype)
-                    out = torch.bfloat16 if kind == "bf16" else torch.int32
-                    sparse = lambda p=packed, x=x, o=out: torch._cslt_sparse_mm(p, x.t(), out_dtype=o)  # noqa: E731
+                    more = {} if kind == "bf16" else {"out_dtype": torch.int32}
+                    sparse = lambda p=packed, x=x, more=more: torch._cslt_sparse_mm(p, x.t(), **more)  # noqa: E731
                     full = (lambda x=x, v=values: torch.nn.functional.linear(x, v)) if kind == "bf16" else (
                         lambda x=x, v=values: torch._int_mm(x.contiguous(), v.t()))  # fmt: skip
                     off = error(sparse().t().float(), full().float())
@@ -440,7 +441,40 @@ def time_sparse(until: float) -> None:
                     )
             except Exception as failure:
                 print(f"  2:4 {kind} {name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
-    _ = to_sparse_semi_structured
+
+
+def check_engines() -> None:
+    """Of a small random Llama in each scheme: a request's tokens and log probabilities alone, cached, among others and in chunks; and
+    how far they are from the bfloat16 engine's."""
+    from bench.gpu_checks import ask, random_llama
+    from tidemill.config import EngineOptions
+    from tidemill.engine.core import EngineCore
+    from tidemill.sampling import SamplingParams
+
+    folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
+    random_llama(folder)
+
+    def ids(num: int) -> list[int]:
+        return [draw.randrange(2000) for _ in range(num)]
+
+    prompt = ids(700)
+    x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
+    others = {f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
+              for i in range(255)}  # fmt: skip
+    for scheme in ("none", "fp8", "int8", "int4"):
+
+        def core(scheme: str = scheme, **options: Any) -> Any:
+            given = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
+            return EngineCore.load(EngineOptions(model=str(folder), **given))
+
+        whole = core()
+        lone = ask(whole, x)["x"]
+        same = {
+            "cached": ask(whole, x)["x"] == lone,
+            "among 255 others": ask(whole, others | x)["x"] == lone,
+            "in chunks of 64": ask(core(token_budget=64, max_requests=32), x)["x"] == lone,
+        }
+        print(f"engine {scheme}: {same}{'' if all(same.values()) else '   <<< WRONG'}", flush=True)
 
 
 def summary() -> None:
@@ -456,7 +490,7 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,bf16,fp8,packed,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,many,sparse")
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
     options = parser.parse_args()
@@ -465,6 +499,7 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
         "packed": lambda: time_packed(until), "many": lambda: time_many(until), "sparse": lambda: time_sparse(until),
+        "engine": check_engines,
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

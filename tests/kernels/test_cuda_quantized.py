@@ -6,9 +6,10 @@ from torch.testing import assert_close
 
 pytest.importorskip("triton")
 
-from tidemill.kernels.cuda import packed_gemm, scaled_gemm
+from tidemill.kernels.cuda import elementwise, packed_gemm, scaled_gemm
+from tidemill.kernels.cuda.elementwise import Scaled
 from tidemill.kernels.cuda.packed_gemm import PackedTile, pack, unpack_reference
-from tidemill.kernels.cuda.scaled_gemm import Scaled, ScaledTile
+from tidemill.kernels.cuda.scaled_gemm import ScaledTile
 from tidemill.kernels.glu import glu_reference
 
 
@@ -17,7 +18,7 @@ from tidemill.kernels.glu import glu_reference
 def test_scaled(dtype, swap):
     torch.manual_seed(0)
     x, weight = torch.randn(5, 72), torch.randn(40, 72)
-    largest = scaled_gemm.LARGEST[dtype]
+    largest = elementwise.LARGEST[dtype]
     scales = weight.abs().amax(1) / largest
     codes = weight / scales[:, None]
     stored = Scaled(torch.nn.functional.pad(codes if dtype.is_floating_point else codes.round(), (0, 8)).to(dtype), scales)
@@ -55,7 +56,7 @@ def test_values_that_are_not_finite_are_not_lost():
     x[1, 5], x[2, 7] = float("nan"), float("inf")
     for dtype in (torch.float8_e4m3fn, torch.int8):
         scales = scaled_gemm.quantize_rows(x, dtype, 32).scales
-        assert scales[0] == 1 / scaled_gemm.LARGEST[dtype]
+        assert scales[0] == 1 / elementwise.LARGEST[dtype]
         assert scales[1:].isnan().all()
         static = scaled_gemm.quantize_rows(x, dtype, 32, torch.tensor([0.5])).scales
         assert static[0] == 0.5

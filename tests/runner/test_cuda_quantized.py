@@ -2,9 +2,8 @@
 alone, among others, in chunks and from the prefix cache."""
 
 import pytest
-import torch
 
-from tests.helpers import greedy, make_core, make_llama, load_model, run
+from tests.helpers import greedy, run
 from tests.runner.test_cuda_runner import folder, ids, on_gpu  # noqa: F401 - fixtures
 
 REQUESTS = {
@@ -18,8 +17,9 @@ def logprobs(answer):
     return [entry.logprob for entry in answer.logprobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
-def test_plain_weights_are_quantized_as_they_are_read(quantization, folder, on_gpu):
+def test_plain_weights_are_quantized_as_they_are_read(quantization, on_gpu):  # noqa: F811
     core = on_gpu(quantization=quantization)
     among = run(core, REQUESTS)
     alone = {name: run(core, {name: request})[name] for name, request in REQUESTS.items()}  # from the prefix cache

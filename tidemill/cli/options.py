@@ -160,8 +160,8 @@ OPTIONS = (
     ),
     Option(
         "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
-        help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint fp8 "
-        "(weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
+        help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),

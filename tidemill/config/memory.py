@@ -62,8 +62,8 @@ class Memory:
 
 
 def measure(
-    options: EngineOptions, device: str, dtype: str, scheme: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
-    max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, scheme: str, kv_dtype: str, page_size: int, layout: CacheLayout,
+    context: int, max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_draws)

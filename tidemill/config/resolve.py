@@ -23,11 +23,11 @@ from tidemill.config.compute import (
     decide_context,
     decide_device,
     decide_dtype,
-    decide_scheme,
     decide_fast_math,
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
+    decide_scheme,
     decide_threads,
     decide_token_budget,
 )
@@ -266,9 +266,10 @@ def _draft(
     model = replace(model, max_context=min(model.max_context, context))
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
-        max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None, kv_policy=None, max_stream=None,
+        max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
+        prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
+        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        kv_calibration=None, kv_policy=None, max_stream=None,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

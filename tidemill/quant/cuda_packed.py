@@ -185,7 +185,7 @@ def joined(parts: list[Codes]) -> Codes | None:
 
 def _on_gpu(part: Codes) -> Codes:
     given = {field.name: getattr(part, field.name) for field in fields(part)}
-    moved = {name: value.to("cuda") for name, value in given.items() if isinstance(value, torch.Tensor)}
+    moved: dict[str, Any] = {name: value.to("cuda") for name, value in given.items() if isinstance(value, torch.Tensor)}
     for name in ("scales_NG", "offsets_NG", "zeros_NG"):
         if name in moved:
             moved[name] = moved[name].float()

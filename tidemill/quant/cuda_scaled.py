@@ -24,7 +24,8 @@ class CudaScaledWeight(Weight):
         act: str = "",
         static: torch.Tensor | None = None,
     ) -> None:
-        from tidemill.kernels.cuda.scaled_gemm import ALIGN, Scaled
+        from tidemill.kernels.cuda.elementwise import Scaled
+        from tidemill.kernels.cuda.scaled_gemm import ALIGN
 
         self._num_in = values_NK.shape[1]
         missing = -self._num_in % ALIGN
@@ -32,12 +33,16 @@ class CudaScaledWeight(Weight):
             values_NK = F.pad(values_NK.view(torch.int8), (0, missing)).view(values_NK.dtype)
         self._weight = Scaled(values_NK.contiguous(), scales.contiguous())
         self._bias, self._act, self._static = bias_N, act, static
+        if not missing and static is None and not self._weight.has_blocks:
+            self.takes = values_NK.dtype
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.scaled_gemm import gemm_scaled, quantize_blocks, quantize_rows
 
         weight, kind, padded = self._weight, self._weight.values_NK.dtype, self._weight.values_NK.shape[1]
-        x = quantize_blocks(x_TK, kind, padded) if weight.has_blocks else quantize_rows(x_TK, kind, padded, self._static)
+        x = getattr(x_TK, "scaled", None) if self.takes is not None else None  # from the norm before it
+        if x is None:
+            x = quantize_blocks(x_TK, kind, padded) if weight.has_blocks else quantize_rows(x_TK, kind, padded, self._static)
         return gemm_scaled(x, weight, x_TK.dtype, bias_N=self._bias, act=act, out=out)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -65,7 +70,7 @@ class CudaScaledWeight(Weight):
 
 def quantize_weight(values_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """With a scale for each row, by its largest value."""
-    from tidemill.kernels.cuda.scaled_gemm import LARGEST
+    from tidemill.kernels.cuda.elementwise import LARGEST
 
     scales = (values_NK.abs().amax(1).float() / LARGEST[dtype]).clamp_min_(1e-30)
     parts = [  # some rows at a time: in float32 they take four times the room

@@ -19,13 +19,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tidemill.kernels.cuda.elementwise import _code_of
+from tidemill.kernels.cuda.elementwise import LARGEST, Scaled, quantized, rounded
 from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 BLOCK = 128  # columns to a scale, where there is more than one
 ALIGN = 16  # bytes of a row that the bulk copy engine asks for
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +37,7 @@ class ScaledTile:
     swap: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A matrix [N, K] of 8-bit values; columns are padded with zeros to a multiple of ALIGN."""
-
-    values_NK: torch.Tensor  # float8_e4m3fn or int8
-    scales: torch.Tensor  # float32: [N], or [K / 128, N]
-
-    @property
-    def has_blocks(self) -> bool:
-        return self.scales.dim() == 2
-
-
 # ---- activations
-
-
-@triton.jit
-def _rounded(x, LARGEST: tl.constexpr):
-    """To bytes; the largest stand for what is beyond them."""
-    return _code_of(x if LARGEST == 448 else tl.clamp(x, -127.0, 127.0), LARGEST)
-
-
-@triton.jit
-def quantized(x, axis: tl.constexpr, LARGEST: tl.constexpr):
-    """A scale for each row, which is NaN if a value is not finite, and the values over it."""
-    top = tl.max(tl.abs(x), axis)
-    is_finite = tl.sum(x - x, axis) == 0.0
-    factor = tl.where(is_finite & (top > 1e-30), tl.div_rn(tl.zeros_like(top) + LARGEST, top), 0.0)
-    scale = tl.where(is_finite, tl.div_rn(top, tl.zeros_like(top) + LARGEST), float("nan"))
-    x = tl.where(tl.expand_dims(is_finite, axis), x, 0.0)
-    return scale, _rounded(x * tl.expand_dims(factor, axis), LARGEST)
 
 
 @triton.jit
@@ -81,7 +51,7 @@ def _quantize_rows(
     x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     if STATIC:
         scale = tl.load(static_ptr)
-        values = _rounded(x * tl.div_rn(1.0, scale), LARGEST)
+        values = rounded(x * tl.div_rn(1.0, scale), LARGEST)
         scale = tl.where(tl.sum(x - x, 0) == 0.0, scale, float("nan"))
     else:
         scale, values = quantized(x, 0, LARGEST)
@@ -112,7 +82,7 @@ def quantize_rows(x_TK: torch.Tensor, dtype: torch.dtype, padded: int, static: t
     block = triton.next_power_of_2(padded)
     launch(
         _quantize_rows, (num_rows,), x_TK, values.view(torch.int8), scales, scales if static is None else static, width, padded,
-        LARGEST=int(LARGEST[dtype]), STATIC=static is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)), **HOW,
+        LARGEST=LARGEST[dtype], STATIC=static is not None, BLOCK=block, num_warps=min(32, max(1, block // 512)), **HOW,
     )  # fmt: skip
     return Scaled(values, scales)
 
@@ -125,7 +95,7 @@ def quantize_blocks(x_TK: torch.Tensor, dtype: torch.dtype, padded: int) -> Scal
     scales = torch.empty(num_blocks, num_rows, dtype=torch.float32, device=x_TK.device)
     launch(
         _quantize_blocks, (num_rows, triton.cdiv(num_blocks, 16)), x_TK, values.view(torch.int8), scales, num_rows, width, padded,
-        LARGEST=int(LARGEST[dtype]), BLOCKS=16, SIZE=BLOCK, num_warps=4, **HOW,
+        LARGEST=LARGEST[dtype], BLOCKS=16, SIZE=BLOCK, num_warps=4, **HOW,
     )  # fmt: skip
     return Scaled(values, scales)
 
@@ -174,24 +144,32 @@ def _gemm_scaled(
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
 
 
-def own_tile(num_rows: int, num_out: int, has_blocks: bool) -> ScaledTile:
-    """By what was mostly best."""
+def own_tile(num_rows: int, num_out: int, num_in: int, has_blocks: bool) -> ScaledTile:
+    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
     if has_blocks:
         if num_rows <= 16:
-            return ScaledTile(16, 64, BLOCK, 6, 4, 1)
-        return ScaledTile(64, 64, BLOCK, 5, 4) if num_rows <= 64 else ScaledTile(128, 128, BLOCK, 4, 8)
+            return ScaledTile(16, 128, BLOCK, 6, 4, 1) if num_out > 8192 else ScaledTile(16, 64, BLOCK, 8, 4, 1)
+        return ScaledTile(64, 64, BLOCK, 5, 4) if num_rows <= 64 else ScaledTile(128, 128, BLOCK, 3, 4)
     if num_rows <= 16:
-        return ScaledTile(16, 64, 256, 5, 4, 1)
+        return ScaledTile(16, 128, 128, 6, 4, 1) if num_out > 8192 else ScaledTile(16, 64, 256, 6, 4, 1)
     if num_rows <= 32:
-        return ScaledTile(32, 64, 256, 4, 4, 1)
+        return ScaledTile(32, 128, 128, 6, 4, 1) if num_out > 8192 else ScaledTile(32, 64, 256, 6, 4, 1)
     if num_rows <= 64:
-        return ScaledTile(64, 64, 256, 4, 4)
-    return ScaledTile(128, 128, 128, 4, 4) if num_rows <= 128 else ScaledTile(128, 256, 128, 4, 8)
+        return ScaledTile(64, 256, 128, 4, 8) if num_out > 8192 else ScaledTile(64, 64, 256, 5, 4, 1)
+    if num_rows <= 128:
+        if num_out > 8192:
+            return ScaledTile(128, 256, 128, 4, 8)
+        return ScaledTile(64, 64, 128, 8, 4) if num_out <= 4096 else ScaledTile(128, 64, 128, 6, 4, 1)
+    if num_rows <= 256:
+        if num_out > 8192:
+            return ScaledTile(256, 128, 128, 4, 8, 1)
+        return ScaledTile(64, 128, 128, 6, 4) if num_out <= 4096 else ScaledTile(256, 64, 128, 5, 8, 1)
+    return ScaledTile(128, 128, 128, 5, 4) if num_rows <= 512 and num_out <= 8192 else ScaledTile(128, 256, 128, 4, 8)
 
 
 @cache
 def choose_tile(num_rows: int, num_out: int, num_in: int, has_blocks: bool) -> ScaledTile:
-    return own_tile(num_rows, num_out, has_blocks)
+    return own_tile(num_rows, num_out, num_in, has_blocks)
 
 
 def gemm_scaled(

@@ -468,12 +468,16 @@ for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):
 types = dict(x_ptr=B, out_ptr="*i8", scales_ptr=F, static_ptr=F)
 build(scaled_gemm._quantize_rows, types, LARGEST=448, STATIC=False, BLOCK=4096)
 build(scaled_gemm._quantize_blocks, types, LARGEST=127, BLOCKS=16, SIZE=128)
-types = dict(x_desc="tensordesc<bf16[16, 32]>", x_ptr=B, words_ptr="*i16", scales_ptr=I, bias_ptr=B, out_ptr=B, ids_ptr=I)
+types = dict(x_desc="tensordesc<bf16[16, 32]>", x_ptr=B, words_ptr="*i16", scales_ptr=I, bias_ptr=B, out_ptr=B, ids_ptr=I,
+             partial_ptr=F, done_ptr=I)
 how = dict(PLANE=32, SIZE=32)
 for bits, kind in packed_gemm._TEXTS:
     build(packed_gemm._dequantize, types, BITS=bits, KIND=kind, HAS_IDS=True, OUTS=32, **how)
-build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=True,
-      ACT="silu", **how)
+for split in (False, True):
+    build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, CHUNKS=4, BLOCKS=4, SPLIT=split, BULK=True,
+          EVEN=True, GROUP=8, HAS_BIAS=True, ACT="silu", **how)
+types |= dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>")
+build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4, CHUNK=1024, GROUP=8, HAS_BIAS=False, ACT="")
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
              both_ptr=B, out_ptr=B)
 how = dict(ROWS=16, RANKS=16, MAX_RANK=64)
@@ -552,6 +556,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_dequantize",
+        "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

@@ -1,5 +1,7 @@
 """The GPU's matmuls of quantized weights without a GPU, interpreted: bench/gpu_quant.py checks them on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -106,3 +108,18 @@ def test_packed(bits, kind, group):
     both = both + bias
     gated = packed_gemm.gemm_packed(x, weight, PackedTile(16, 32, 2, 4), bias_N=bias, act="silu")
     assert_close(gated, glu_reference(torch.cat([both[:, ::2], both[:, 1::2]], 1)), atol=1e-1, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [256, 512])
+def test_packed_in_chunks(chunk):
+    """Each of them a program's, all of them one program's, and of the dequantized weight: the same sums."""
+    weight, values = new_packed(4, "zeros", 128, ins=768)
+    weight = dataclasses.replace(weight, chunk=chunk)
+    x = torch.randn(5, 768)
+    tiles = PackedTile(16, 32, 2, 4), PackedTile(16, 32, 2, 4, 0, 1), PackedTile(8, 16, 2, 4, 1, 1)
+    outs = [packed_gemm.gemm_packed(x, weight, tile) for tile in tiles]
+    dense = packed_gemm.dequantize(weight, dtype=torch.float32)
+    outs.append(packed_gemm.gemm_chunked(x, dense, chunk, tile=(16, 16, 64, 2, 4)))
+    for out in outs:
+        assert_close(out, x @ values.t(), atol=1e-2, rtol=1e-4)
+    assert not packed_gemm._workspace(x.device, 1, 1)[1].any()  # counted anew each time

@@ -44,7 +44,7 @@ class CudaPackedWeight(Weight):
 
     def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
         from tidemill.kernels.cuda.gemm import matmul
-        from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_packed
+        from tidemill.kernels.cuda.packed_gemm import dequantize, gemm_chunked, gemm_packed
 
         weight = self._weight
         if self._order is not None:
@@ -52,6 +52,8 @@ class CudaPackedWeight(Weight):
         if x_TK.shape[0] <= _MOST_ROWS or out is not None:
             return gemm_packed(x_TK, weight, bias_N=self._bias, act=act, out=out)
         dense = dequantize(weight, out=_buffer((weight.num_out, weight.num_in), self._device))
+        if weight.num_chunks > 1 and not self._fast:
+            return gemm_chunked(x_TK, dense, weight.chunk, bias_N=self._bias, act=act)
         return matmul(x_TK, dense, self._bias, act, any_order=self._fast)
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,8 @@ class CudaPackedWeight(Weight):
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles
 
-        if many := [rows for rows in nums_rows if rows > _MOST_ROWS]:
+        many = [rows for rows in nums_rows if rows > _MOST_ROWS]
+        if many and (self._fast or self._weight.num_chunks == 1):
             compile_tiles(_buffer((self._weight.num_out, self._weight.num_in), self._device), self._bias, self._act, many)
 
     def prepare(self, nums_rows: Collection[int]) -> None:
@@ -86,6 +89,8 @@ class CudaPackedWeight(Weight):
         if not many:
             return
         dense = dequantize(self._weight, out=_buffer((num_out, num_in), self._device))
+        if self._weight.num_chunks > 1 and not self._fast:
+            return
         find_tiles(dense, self._act, library=self._bias is None)
         for num_rows in many:
             if self._bias is None and not self._fast and choose_tile(num_rows, num_out, num_in) is LIBRARY:

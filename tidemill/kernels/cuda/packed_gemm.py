@@ -3,8 +3,12 @@ multiplied.
 
 A row is cut into blocks, a block into planes of 32 or 64 neighbouring values. Word j of a block, 16 bits, holds value j of each
 plane: plane i is taken out of all words by one shift and one mask, two words at a time, and is the next operand of a matmul in
-the order of K. So the sums are those of the dequantized weight in bfloat16, in one pass over K, bit for bit: with many rows the
-weight is dequantized into a buffer and multiplied as bfloat16 weights are.
+the order of K. So the sums are those of the dequantized weight in bfloat16.
+
+Few rows by a long K would be one chain of dependent instructions, which takes longer than the weight takes to arrive. So K is cut
+into chunks, whose sums are added in order: by the shape of the weight alone, so that a row's bits are the same at every number of
+rows. With few rows each chunk is a program's, and the last one to finish adds them up. With many rows the weight is dequantized
+into a buffer and multiplied as bfloat16 weights are, in the same chunks.
 
 Weights are the first operand, which may come from registers; rows of activations are the second.
 """
@@ -33,6 +37,7 @@ class PackedTile:
     stages: int
     warps: int
     bulk: int = 0  # rows of x come by the bulk copy engine
+    split: int = 0  # a program has one chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Packed:
     plane: int
     group: int
     num_in: int
+    chunk: int  # values of a row that are summed by themselves; all of them, if there are no more
     words_NW: torch.Tensor  # int16
     scales_GN: torch.Tensor  # int32: scale in the low half, zero or offset in the high one, both bfloat16
 
@@ -60,8 +66,18 @@ class Packed:
         return self.plane * WORD // self.bits
 
     @property
+    def num_chunks(self) -> int:
+        return triton.cdiv(self.num_in, self.chunk)
+
+    @property
     def num_bytes(self) -> int:
         return self.words_NW.nbytes + self.scales_GN.nbytes
+
+
+def chunk_of(num_out: int, num_in: int, block: int) -> int:
+    """Enough programs for few rows, and not so many that adding up takes longer than it saves."""
+    wanted = 1 if num_in < 2048 or num_out > 65536 else min(8, num_in // 2048 if num_out > 8192 else num_in // 1024)
+    return triton.cdiv(triton.cdiv(num_in, max(1, wanted)), block) * block
 
 
 NF4 = (
@@ -82,8 +98,10 @@ def pack(
     scales_NG: torch.Tensor,
     others_NG: torch.Tensor | None,
     plane: int = 64,
+    chunk: int = 0,
 ) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller."""
+    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller.
+    `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in
@@ -105,7 +123,8 @@ def pack(
     if kind == "zeros":
         others_NG = others_NG.float() + 128
     halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
-    return Packed(bits, kind, plane, group, num_in, words.contiguous(), halves.t().contiguous())
+    chunk = chunk or chunk_of(codes_NK.shape[0], num_in, block)
+    return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), halves.t().contiguous())
 
 
 def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
@@ -214,21 +233,20 @@ _NF4 = tl.constexpr(NF4)
 # ---- the matmul
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _gemm_packed(
-    x_desc, x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, num_words,
+@triton.jit
+def _sum_chunk(
+    x_desc, x_ptr, words_ptr, scales_ptr, first, last, m, outs, num_rows, num_out, num_in, num_words,
     ROWS: tl.constexpr, OUTS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
-    BULK: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    BULK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    begin(AHEAD)
-    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
-    rows, outs, ins = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS), tl.arange(0, PLANE)
+    """Blocks from `first` to `last`."""
+    rows, ins = m * ROWS + tl.arange(0, ROWS), tl.arange(0, PLANE)
     planes: tl.constexpr = 16 // BITS
     there = tl.minimum(outs, num_out - 1)
-    w = words_ptr + there[:, None].to(tl.int64) * num_words + ins[None, :]
+    w = words_ptr + there[:, None].to(tl.int64) * num_words + first * PLANE + ins[None, :]
     x = x_ptr + rows[None, :].to(tl.int64) * num_in + ins[:, None]
     acc = tl.zeros((OUTS, ROWS), tl.float32)
-    for step in range(num_words // PLANE):
+    for step in range(first, last):
         words = tl.load(w)
         k = step * (PLANE * planes)
         for i in tl.static_range(planes):
@@ -244,12 +262,82 @@ def _gemm_packed(
                 part = tl.load(x + at, mask=(rows[None, :] < num_rows) & (at + ins[:, None] < num_in), other=0.0)
             acc = tl.dot(weights, part, acc)
         w += PLANE
-    acc = _finish(acc.T, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
+    return acc
+
+
+@triton.jit
+def _store(
+    acc, bias_ptr, out_ptr, m, n, num_rows, num_out,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    rows, outs = m * ROWS + tl.arange(0, ROWS), n * OUTS + tl.arange(0, OUTS)
+    acc = _finish(acc, bias_ptr, outs, num_out, HAS_BIAS, ACT, ROWS, OUTS, out_ptr.dtype.element_ty)
     width: tl.constexpr = OUTS // 2 if ACT != "" else OUTS
     num_out = num_out // 2 if ACT != "" else num_out
     outs = n * width + tl.arange(0, width)
     where = out_ptr + rows[:, None].to(tl.int64) * num_out + outs[None, :]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(rows[:, None] < num_rows) & (outs[None, :] < num_out))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gemm_packed(
+    x_desc, x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, num_rows, num_out, num_in, num_words,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
+    begin(AHEAD)
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    outs, num_blocks = n * OUTS + tl.arange(0, OUTS), num_words // PLANE
+    if SPLIT:
+        chunk, tile = tl.program_id(1), tl.program_id(0)
+        acc = _sum_chunk(
+            x_desc, x_ptr, words_ptr, scales_ptr, chunk * BLOCKS, tl.minimum(num_blocks, chunk * BLOCKS + BLOCKS), m, outs,
+            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+        )  # fmt: skip
+        place = tl.arange(0, OUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (CHUNKS * OUTS * ROWS) + place
+        tl.store(parts + chunk * (OUTS * ROWS), acc)
+        tl.debug_barrier()
+        if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:  # the last one adds them up
+            tl.store(done_ptr + tile, 0)
+            total = tl.zeros((OUTS, ROWS), tl.float32)
+            for i in tl.static_range(CHUNKS):
+                total += tl.load(parts + i * (OUTS * ROWS), cache_modifier=".cg")
+            _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+    elif CHUNKS > 1:
+        total = tl.zeros((OUTS, ROWS), tl.float32)
+        for chunk in range(CHUNKS):
+            total += _sum_chunk(
+                x_desc, x_ptr, words_ptr, scales_ptr, chunk * BLOCKS, tl.minimum(num_blocks, chunk * BLOCKS + BLOCKS), m, outs,
+                num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+            )  # fmt: skip
+        _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+    else:
+        acc = _sum_chunk(
+            x_desc, x_ptr, words_ptr, scales_ptr, 0, num_blocks, m, outs,
+            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+        )  # fmt: skip
+        _store(acc.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gemm_chunked(
+    x_desc, w_desc, bias_ptr, out_ptr, num_rows, num_out, num_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Of bfloat16, in chunks."""
+    begin(AHEAD)
+    m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
+    total = tl.zeros((ROWS, OUTS), tl.float32)
+    for chunk in range(CHUNKS):
+        acc = tl.zeros((ROWS, OUTS), tl.float32)
+        for k in range(chunk * CHUNK, tl.minimum(num_in, chunk * CHUNK + CHUNK), INS):
+            acc = tl.dot(x_desc.load([m * ROWS, k]), w_desc.load([n * OUTS, k]).T, acc)
+        total += acc
+    _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
 @triton.jit
@@ -297,20 +385,56 @@ def dequantize(
     return out
 
 
-def own_tile(num_rows: int, num_out: int, weight_bits: int) -> PackedTile:
-    """By what was mostly best."""
+def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
+    """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    if num_rows <= 4:
+        return PackedTile(8, 32, 4, 2, 0, 1)
     if num_rows <= 16:
-        return PackedTile(16, 64, 4, 4)
-    if num_rows <= 32:
-        return PackedTile(32, 64, 4, 4)
+        return PackedTile(16, 32, 4, 2, 0, 1)
     if num_rows <= 64:
-        return PackedTile(64, 64, 4, 4)
+        return PackedTile(64, 64, 3, 4, 0, 1)
     return PackedTile(128, 128, 2, 8, 1)
 
 
 @cache
 def choose_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
-    return own_tile(num_rows, num_out, bits)
+    return own_tile(num_rows, num_out, num_in, bits)
+
+
+_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # sums of chunks, and how many of a tile are there
+
+
+def _workspace(device: torch.device, num_sums: int, num_tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    sums, done = _workspaces.get(device, (None, None))
+    if sums is None or done is None or sums.numel() < num_sums or done.numel() < num_tiles:
+        sums = torch.empty(max(2**22, num_sums), dtype=torch.float32, device=device)
+        done = torch.zeros(max(2**14, num_tiles), dtype=torch.int32, device=device)
+        _workspaces[device] = sums, done
+    return sums, done
+
+
+def gemm_chunked(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    chunk: int,
+    *,
+    bias_N: torch.Tensor | None = None,
+    act: str = "",
+    tile: tuple[int, int, int, int, int] = (128, 128, 64, 3, 8),
+) -> torch.Tensor:
+    """A dequantized weight's, in chunks of K. `tile`: rows, outs, ins, stages, warps."""
+    num_rows, num_in = x_TK.shape
+    num_out = weight_NK.shape[0]
+    out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
+    rows, outs, ins, stages, warps = tile
+    launch(
+        _gemm_chunked, (triton.cdiv(num_rows, rows) * triton.cdiv(num_out, outs),),
+        TensorDescriptor.from_tensor(x_TK, [rows, ins]), TensorDescriptor.from_tensor(weight_NK, [outs, ins]),
+        weight_NK if bias_N is None else bias_N, out, num_rows, num_out, num_in, ROWS=rows, OUTS=outs, INS=ins,
+        CHUNKS=triton.cdiv(num_in, chunk), CHUNK=chunk, GROUP=8, HAS_BIAS=bias_N is not None, ACT=act, num_stages=stages,
+        num_warps=warps, **HOW,
+    )  # fmt: skip
+    return out
 
 
 def gemm_packed(
@@ -328,13 +452,16 @@ def gemm_packed(
     tile = tile or choose_tile(num_rows, num_out, num_in, weight.bits)
     if out is None:
         out = x_TK.new_empty(num_rows, num_out // 2 if act else num_out)
-    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs),)
+    num_tiles, chunks = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_out, tile.outs), weight.num_chunks
+    split = bool(tile.split) and chunks > 1
+    grid = (num_tiles, chunks) if split else (num_tiles,)
+    partial, done = _workspace(x_TK.device, *((num_tiles * chunks * tile.rows * tile.outs, num_tiles) if split else (1, 1)))
     launch(
         _gemm_packed, grid,
         TensorDescriptor.from_tensor(x_TK, [tile.rows, weight.plane]) if tile.bulk and num_in % 8 == 0 else x_TK,
-        x_TK, weight.words_NW, weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, num_rows, num_out, num_in,
-        weight.words_NW.shape[1], ROWS=tile.rows, OUTS=tile.outs, BULK=bool(tile.bulk) and num_in % 8 == 0,
-        EVEN=num_in % weight.block == 0, GROUP=8, HAS_BIAS=bias_N is not None, ACT=act, num_stages=tile.stages,
-        num_warps=tile.warps, **_what(weight), **HOW,
+        x_TK, weight.words_NW, weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, partial, done, num_rows,
+        num_out, num_in, weight.words_NW.shape[1], CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
+        ROWS=tile.rows, OUTS=tile.outs, BULK=bool(tile.bulk) and num_in % 8 == 0, EVEN=num_in % weight.block == 0, GROUP=8,
+        HAS_BIAS=bias_N is not None, ACT=act, num_stages=tile.stages, num_warps=tile.warps, **_what(weight), **HOW,
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ from tidemill.kernels.cuda import gemm
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
-from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_packed, pack, unpack_reference
+from tidemill.kernels.cuda.packed_gemm import Packed, PackedTile, dequantize, gemm_chunked, gemm_packed, pack, unpack_reference
 from tidemill.kernels.cuda.scaled_gemm import ScaledTile, gemm_scaled, quantize_blocks, quantize_rows
 from tidemill.kernels.cuda.tuning import time_us
 
@@ -59,6 +59,7 @@ def new_scaled(num_out: int, num_in: int, dtype: torch.dtype = FP8, blocks: bool
 FORMATS = {
     "w4 g128": (4, "zeros", 128),
     "w4 g128 planes of 32": (4, "zeros", 128, 32),
+    "w4 g128 in one chunk": (4, "zeros", 128, 64, 1 << 20),
     "w4 g32 offsets (Q4_K)": (4, "offsets", 32),
     "w8 channel": (8, "zeros", 0),
     "w8 g32 (Q8_0)": (8, "zeros", 32),
@@ -68,7 +69,7 @@ FORMATS = {
 }
 
 
-def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 64) -> Packed:
+def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 64, chunk: int = 0) -> Packed:
     low, high = (-127, 128) if bits == 8 else (0, 3) if bits == 2 else (0, 16)
     codes = torch.randint(low, high, (num_out, num_in), device="cuda", dtype=torch.int8)
     groups = num_in // (group or num_in)
@@ -77,7 +78,7 @@ def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plan
         others = -7.5 * scales
     else:
         others = torch.full_like(scales, 1.0) if bits == 2 else torch.randint(6, 10, scales.shape, device="cuda").float()
-    return pack(codes, bits, kind, scales, None if bits == 8 and kind == "zeros" else others, plane)
+    return pack(codes, bits, kind, scales, None if bits == 8 and kind == "zeros" else others, plane, chunk)
 
 
 def copies(make: Callable[[], Any], num_bytes: float) -> list[Any]:
@@ -89,7 +90,7 @@ def _clone(weight: Any) -> Any:
     if isinstance(weight, Scaled):
         return Scaled(weight.values_NK.clone(), weight.scales.clone())
     if isinstance(weight, Packed):
-        kept = weight.bits, weight.kind, weight.plane, weight.group, weight.num_in
+        kept = weight.bits, weight.kind, weight.plane, weight.group, weight.num_in, weight.chunk
         return Packed(*kept, weight.words_NW.clone(), weight.scales_GN.clone())
     return weight.clone()
 
@@ -125,21 +126,26 @@ SCALED: dict[int, list[tuple[int, ...]]] = {
     ],
 }  # fmt: skip
 PACKED: dict[int, list[tuple[int, ...]]] = {
-    16: [
-        (16, 64, 4, 4), (16, 64, 6, 4), (16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 4, 8), (16, 32, 5, 2), (16, 32, 8, 2),
-        (16, 16, 6, 1), (16, 16, 9, 1), (16, 64, 5, 2), (16, 32, 6, 1), (8, 64, 6, 4), (8, 32, 6, 2), (8, 16, 8, 1),
+    1: [
+        (8, 32, 3, 2, 0, 1), (8, 32, 4, 2, 0, 1), (8, 32, 6, 2, 0, 1), (8, 64, 4, 4, 0, 1), (8, 64, 3, 4, 0, 1),
+        (8, 16, 4, 1, 0, 1), (8, 16, 6, 1, 0, 1), (8, 128, 3, 8, 0, 1), (16, 64, 3, 2, 0, 1), (16, 64, 4, 4, 0, 1),
     ],
-    64: [(64, 64, 4, 4), (64, 64, 5, 4), (64, 128, 3, 4), (64, 128, 4, 8), (64, 32, 5, 2), (64, 128, 4, 8, 1), (64, 64, 4, 4, 1)],
+    16: [
+        (16, 32, 3, 2, 0, 1), (16, 32, 5, 2, 0, 1), (16, 64, 3, 2, 0, 1), (16, 64, 3, 4, 0, 1), (16, 64, 5, 4, 0, 1),
+        (16, 16, 5, 1, 0, 1), (16, 128, 4, 4, 0, 1),
+    ],
+    64: [
+        (64, 64, 3, 4, 0, 1), (64, 32, 3, 2, 0, 1), (64, 128, 3, 8, 0, 1), (64, 64, 3, 4, 1, 1), (64, 64, 2, 4, 1, 1),
+        (64, 128, 2, 8, 1, 1), (32, 64, 3, 4, 0, 1),
+    ],
     256: [
-        (256, 128, 3, 8, 1), (256, 128, 2, 8, 1), (128, 128, 3, 8, 1), (128, 128, 2, 8, 1),
-        (128, 256, 3, 8, 1), (128, 256, 2, 8, 1),
-        (256, 64, 2, 4, 1), (128, 64, 3, 4, 1), (128, 64, 4, 4, 1), (128, 128, 3, 8), (64, 128, 4, 4, 1), (64, 256, 4, 8, 1),
-        (128, 128, 3, 4, 1),
+        (128, 128, 2, 8, 1), (256, 128, 3, 8, 1), (128, 64, 3, 4, 1), (128, 64, 2, 4, 1), (128, 128, 2, 8, 1, 0, 1),
+        (128, 128, 3, 8, 1, 0, 1), (128, 256, 2, 8, 1, 0, 1), (128, 64, 2, 4, 1, 0, 1), (64, 128, 2, 4, 1, 0, 1),
+        (128, 128, 2, 8, 1, 1), (128, 64, 2, 4, 1, 1),
     ],
 }  # fmt: skip
-
-
-FEW = {1: [(16, 64, 6, 4), (16, 32, 8, 2), (16, 16, 9, 1)], 256: [(128, 128, 3, 8, 1), (256, 128, 3, 8, 1)]}
+FEW = {1: [(8, 32, 4, 2, 0, 1), (8, 64, 3, 4, 0, 1)], 256: [(128, 128, 2, 8, 1), (128, 128, 2, 8, 1, 0, 1)]}
+CHUNKED = [(128, 128, 64, 3, 8), (128, 128, 64, 4, 8), (128, 128, 64, 2, 8), (256, 128, 64, 3, 16), (128, 256, 64, 3, 16)]
 
 
 def nearest(table: dict[int, list[tuple[int, ...]]], rows: int) -> list[tuple[int, ...]]:
@@ -206,7 +212,14 @@ def new_checks() -> Iterable[Check]:
             yield Check(
                 f"{name} {num_out}x{num_in}", lambda x, w=packed: gemm_packed(x, w), num_in, torch.Tensor.float, exact, 0.005
             )
-            yield Check(f"  {name} as bfloat16", lambda x, d=dense: gemm.gemm(x, d), num_in, torch.Tensor.float, exact, 0.005)
+            yield Check(
+                f"  {name} as bfloat16",
+                lambda x, d=dense, c=packed.chunk: gemm_chunked(x, d, c),
+                num_in,
+                torch.Tensor.float,
+                exact,
+                0.005,
+            )
 
 
 def check() -> None:
@@ -394,20 +407,35 @@ def time_fp8(until: float) -> None:
     time_library()
 
 
+CHUNKS = {4096: (4096, 2048, 1024, 512), 14336: (7168, 3584, 2048, 1024)}
+
+
 def time_packed(until: float) -> None:
-    cases = packed_cases("w4 g128", (1, 16, 64, 256), SHAPES) + packed_cases("w4 g128 planes of 32", (1, 64, 256), SHAPES)
-    cases += packed_cases("w4 g32 offsets (Q4_K)", (1, 256), SHAPES)
+    """Chunks first: which are best decides what sums are."""
+    cases = []
+    for kind, how in {"w4 g128": (4, "zeros", 128), "w4 g32 offsets (Q4_K)": (4, "offsets", 32)}.items():
+        for name, (_, num_in) in SHAPES.items():
+            for place, chunk in enumerate(CHUNKS[num_in][: 4 if kind == "w4 g128" else 3]):
+                label = f"{kind} chunks of {chunk}"
+                FORMATS[label] = (*how, 64, chunk)
+                rows = (1,) if kind != "w4 g128" or place == 3 else (1, 16, 64, 256) if place % 2 == 0 else (1, 16)
+                cases += packed_cases(label, rows, (name,))
     run_cases(cases, until)
+    for name, (num_out, num_in) in SHAPES.items():
+        weight = torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(2048, num_in, device="cuda", dtype=torch.bfloat16)
+        for chunk in CHUNKS[num_in]:
+            for tile in CHUNKED:
+                try:
+                    took = time_us([partial(gemm_chunked, x, weight, chunk, tile=tile, act=act_of(name))] * 3, 3)
+                    print(f"  chunked bf16 {name} M=2048 chunks of {chunk} {tile}: {took:.1f} us", flush=True)
+                except Exception as failure:
+                    print(f"  chunked bf16 {name} {chunk} {tile}: {type(failure).__name__} {str(failure)[:80]}", flush=True)
 
 
 def time_many(until: float) -> None:
     """Dequantized into a buffer first; and formats that only one shape is tried with."""
-    cases = [
-        one
-        for kind in FORMATS
-        for one in packed_cases(kind, (1, 256), ("gate_up",), FEW)
-        if kind not in ("w4 g128", "w4 g128 planes of 32", "w4 g32 offsets (Q4_K)")
-    ]
+    cases = [one for kind in FORMATS for one in packed_cases(kind, (1, 256), ("gate_up",), FEW) if "w4" not in kind]
     cases += [one for kind in ("fp8 blocks", "int8") for one in scaled_cases(kind, (1, 256, 2048), ("gate_up",))]
     run_cases(cases, until)
     for name, shape in SHAPES.items():
@@ -444,8 +472,7 @@ def time_sparse(until: float) -> None:
 
 
 def check_engines() -> None:
-    """Of a small random Llama in each scheme: a request's tokens and log probabilities alone, cached, among others and in chunks; and
-    how far they are from the bfloat16 engine's."""
+    """Of a small random Llama in each scheme: a request's tokens and log probabilities alone, cached, among others and in chunks."""
     from bench.gpu_checks import ask, random_llama
     from tidemill.config import EngineOptions
     from tidemill.engine.core import EngineCore

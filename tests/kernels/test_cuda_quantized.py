@@ -116,7 +116,12 @@ def test_packed_in_chunks(chunk):
     weight, values = new_packed(4, "zeros", 128, ins=768)
     weight = dataclasses.replace(weight, chunk=chunk)
     x = torch.randn(5, 768)
-    tiles = PackedTile(16, 32, 2, 4), PackedTile(16, 32, 2, 4, 0, 1), PackedTile(8, 16, 2, 4, 1, 1)
+    tiles = (
+        PackedTile(16, 32, 2, 4),
+        PackedTile(16, 32, 2, 4, 0, 1),
+        PackedTile(8, 16, 2, 4, 1, 1),
+        PackedTile(16, 32, 2, 4, 0, 1, 1),
+    )
     outs = [packed_gemm.gemm_packed(x, weight, tile) for tile in tiles]
     dense = packed_gemm.dequantize(weight, dtype=torch.float32)
     outs.append(packed_gemm.gemm_chunked(x, dense, chunk, tile=(16, 16, 64, 2, 4)))

@@ -38,6 +38,7 @@ class PackedTile:
     warps: int
     bulk: int = 0  # rows of x come by the bulk copy engine
     split: int = 0  # a program has one chunk
+    second: int = 0  # the weight is the second operand, in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +238,15 @@ _NF4 = tl.constexpr(NF4)
 def _sum_chunk(
     x_desc, x_ptr, words_ptr, scales_ptr, first, last, m, outs, num_rows, num_out, num_in, num_words,
     ROWS: tl.constexpr, OUTS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
-    BULK: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    BULK: tl.constexpr, EVEN: tl.constexpr, SECOND: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Blocks from `first` to `last`."""
+    """Blocks from `first` to `last`; [ROWS, OUTS]."""
     rows, ins = m * ROWS + tl.arange(0, ROWS), tl.arange(0, PLANE)
     planes: tl.constexpr = 16 // BITS
     there = tl.minimum(outs, num_out - 1)
     w = words_ptr + there[:, None].to(tl.int64) * num_words + first * PLANE + ins[None, :]
     x = x_ptr + rows[None, :].to(tl.int64) * num_in + ins[:, None]
-    acc = tl.zeros((OUTS, ROWS), tl.float32)
+    acc = tl.zeros((ROWS, OUTS) if SECOND else (OUTS, ROWS), tl.float32)
     for step in range(first, last):
         words = tl.load(w)
         k = step * (PLANE * planes)
@@ -260,9 +261,9 @@ def _sum_chunk(
                 part = tl.load(x + at, mask=rows[None, :] < num_rows, other=0.0)
             else:
                 part = tl.load(x + at, mask=(rows[None, :] < num_rows) & (at + ins[:, None] < num_in), other=0.0)
-            acc = tl.dot(weights, part, acc)
+            acc = tl.dot(part.T, weights.T, acc) if SECOND else tl.dot(weights, part, acc)
         w += PLANE
-    return acc
+    return acc if SECOND else acc.T
 
 
 @triton.jit
@@ -283,10 +284,10 @@ def _store(
 def _gemm_packed(
     x_desc, x_ptr, words_ptr, scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, num_rows, num_out, num_in, num_words,
     ROWS: tl.constexpr, OUTS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCKS: tl.constexpr, SPLIT: tl.constexpr, SECOND: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
+    """`BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all. `SECOND`: the weight is the second operand."""
     begin(AHEAD)
     m, n = _place(num_rows, num_out, ROWS, OUTS, GROUP)
     outs, num_blocks = n * OUTS + tl.arange(0, OUTS), num_words // PLANE
@@ -294,32 +295,32 @@ def _gemm_packed(
         chunk, tile = tl.program_id(1), tl.program_id(0)
         acc = _sum_chunk(
             x_desc, x_ptr, words_ptr, scales_ptr, chunk * BLOCKS, tl.minimum(num_blocks, chunk * BLOCKS + BLOCKS), m, outs,
-            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, SECOND, AHEAD,
         )  # fmt: skip
-        place = tl.arange(0, OUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        place = tl.arange(0, ROWS)[:, None] * OUTS + tl.arange(0, OUTS)[None, :]
         parts = partial_ptr + tile.to(tl.int64) * (CHUNKS * OUTS * ROWS) + place
         tl.store(parts + chunk * (OUTS * ROWS), acc)
         tl.debug_barrier()
         if tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu") == CHUNKS - 1:  # the last one adds them up
             tl.store(done_ptr + tile, 0)
-            total = tl.zeros((OUTS, ROWS), tl.float32)
+            total = tl.zeros((ROWS, OUTS), tl.float32)
             for i in tl.static_range(CHUNKS):
                 total += tl.load(parts + i * (OUTS * ROWS), cache_modifier=".cg")
-            _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+            _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
     elif CHUNKS > 1:
-        total = tl.zeros((OUTS, ROWS), tl.float32)
+        total = tl.zeros((ROWS, OUTS), tl.float32)
         for chunk in range(CHUNKS):
             total += _sum_chunk(
                 x_desc, x_ptr, words_ptr, scales_ptr, chunk * BLOCKS, tl.minimum(num_blocks, chunk * BLOCKS + BLOCKS), m, outs,
-                num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+                num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, SECOND, AHEAD,
             )  # fmt: skip
-        _store(total.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+        _store(total, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
     else:
         acc = _sum_chunk(
             x_desc, x_ptr, words_ptr, scales_ptr, 0, num_blocks, m, outs,
-            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, AHEAD,
+            num_rows, num_out, num_in, num_words, ROWS, OUTS, PLANE, BITS, KIND, SIZE, BULK, EVEN, SECOND, AHEAD,
         )  # fmt: skip
-        _store(acc.T, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
+        _store(acc, bias_ptr, out_ptr, m, n, num_rows, num_out, ROWS, OUTS, HAS_BIAS, ACT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -461,7 +462,8 @@ def gemm_packed(
         TensorDescriptor.from_tensor(x_TK, [tile.rows, weight.plane]) if tile.bulk and num_in % 8 == 0 else x_TK,
         x_TK, weight.words_NW, weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, partial, done, num_rows,
         num_out, num_in, weight.words_NW.shape[1], CHUNKS=chunks, BLOCKS=weight.chunk // weight.block, SPLIT=split,
-        ROWS=tile.rows, OUTS=tile.outs, BULK=bool(tile.bulk) and num_in % 8 == 0, EVEN=num_in % weight.block == 0, GROUP=8,
-        HAS_BIAS=bias_N is not None, ACT=act, num_stages=tile.stages, num_warps=tile.warps, **_what(weight), **HOW,
+        SECOND=tile.second, ROWS=tile.rows, OUTS=tile.outs, BULK=bool(tile.bulk) and num_in % 8 == 0,
+        EVEN=num_in % weight.block == 0, GROUP=8, HAS_BIAS=bias_N is not None, ACT=act, num_stages=tile.stages,
+        num_warps=tile.warps, **_what(weight), **HOW,
     )  # fmt: skip
     return out

@@ -472,7 +472,7 @@ def time_sparse(until: float) -> None:
 
 
 def check_engines() -> None:
-    """Of a small random Llama in each scheme: a request's tokens and log probabilities alone, cached, among others and in chunks."""
+    """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
     from bench.gpu_checks import ask, random_llama
     from tidemill.config import EngineOptions
     from tidemill.engine.core import EngineCore

@@ -124,6 +124,7 @@ def pack(
     if kind == "zeros":
         others_NG = others_NG.float() + 128
     halves = _bfloat16_bits(scales_NG) | (_bfloat16_bits(others_NG) << 16)
+    halves = torch.nn.functional.pad(halves, (0, triton.cdiv(num_in + missing, group) - halves.shape[1]))
     chunk = chunk or chunk_of(codes_NK.shape[0], num_in, block)
     return Packed(bits, kind, plane, group, num_in, chunk, words.contiguous(), halves.t().contiguous())
 

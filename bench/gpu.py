@@ -298,7 +298,13 @@ def time_starts(model: str) -> list[dict[str, Any]]:
 
 
 def time_workloads(
-    model: str, mode: str, only: str | None, token_budget: int | None, quantization: str = "auto", details: bool = True
+    model: str,
+    mode: str,
+    only: str | None,
+    token_budget: int | None,
+    quantization: str = "auto",
+    details: bool = True,
+    speculate: str = "auto",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Workloads and timelines. `mode`: invariant or fast."""
     folder = Path(tempfile.mkdtemp())
@@ -307,7 +313,7 @@ def time_workloads(
     core = EngineCore.load(
         EngineOptions(
             model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, fast_math=mode == "fast",
-            token_budget=token_budget, quantization=quantization,
+            token_budget=token_budget, quantization=quantization, speculate=speculate,
         )
     )  # fmt: skip
     mode = mode if quantization == "auto" else f"{mode} {quantization}"
@@ -351,6 +357,7 @@ def main() -> None:
     parser.add_argument("--workloads", help="only these, separated by commas")
     parser.add_argument("--token-budget", type=int, help="tokens of a step, instead of the engine's own choice")
     parser.add_argument("--quantization", default="auto", help="of weights: auto, fp8, int8, int4; several separated by commas")
+    parser.add_argument("--speculate", default="auto", help="off: what random weights repeat is not guessed")
     parser.add_argument("--skip-details", action="store_true", help="do not time sampling and log probabilities")
     parser.add_argument("--skip-starts", action="store_true", help="do not time how long engines take to start")
     parser.add_argument("--modes", default="invariant", help="invariant, fast, or both, separated by a comma")
@@ -373,7 +380,7 @@ def main() -> None:
     result["starts"] = [] if arguments.skip_starts else [line for model in models for line in time_starts(model)]
     for model in models:
         for mode, quantization in product(arguments.modes.split(","), arguments.quantization.split(",")):
-            given = arguments.workloads, arguments.token_budget, quantization, not arguments.skip_details
+            given = arguments.workloads, arguments.token_budget, quantization, not arguments.skip_details, arguments.speculate
             lines, timelines = time_workloads(model, mode, *given)
             result["workloads"] += lines
             result["timelines"] += timelines

@@ -51,10 +51,10 @@ def _quantize_rows(
     x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     if STATIC:
         scale = tl.load(static_ptr)
-        values = rounded(x * tl.div_rn(1.0, scale), LARGEST)
+        values = rounded(x * tl.div_rn(1.0, scale), LARGEST, AHEAD)
         scale = tl.where(tl.sum(x - x, 0) == 0.0, scale, float("nan"))
     else:
-        scale, values = quantized(x, 0, LARGEST)
+        scale, values = quantized(x, 0, LARGEST, AHEAD)
     tl.store(out_ptr + row * padded + columns, values, mask=columns < padded)
     tl.store(scales_ptr + row, scale)
 
@@ -69,7 +69,7 @@ def _quantize_blocks(
     columns = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     begin(AHEAD)
     x = tl.load(x_ptr + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    scales, values = quantized(x, 1, LARGEST)
+    scales, values = quantized(x, 1, LARGEST, AHEAD)
     tl.store(out_ptr + row * padded + columns, values, mask=columns < padded)
     tl.store(scales_ptr + block.to(tl.int64) * num_rows + row, scales, mask=block * SIZE < width)
 

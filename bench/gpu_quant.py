@@ -69,7 +69,7 @@ FORMATS = {
 }
 
 
-def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 64, chunk: int = 0) -> Packed:
+def new_packed(num_out: int, num_in: int, bits: int, kind: str, group: int, plane: int = 0, chunk: int = 0) -> Packed:
     low, high = (-127, 128) if bits == 8 else (0, 3) if bits == 2 else (0, 16)
     codes = torch.randint(low, high, (num_out, num_in), device="cuda", dtype=torch.int8)
     groups = num_in // (group or num_in)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tidemill.model_config import PLAIN_TYPES, ModelConfig
+from tidemill.model_config import ModelConfig
+from tidemill.weight_types import PLAIN_TYPES
 
 _BFLOAT16 = 2
 _BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128}  # a value with its part of a scale

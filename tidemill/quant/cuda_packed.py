@@ -168,6 +168,8 @@ def read_fp8(tensor: FP8Tensor) -> Fp8Part | None:
 
 def joined(parts: list[Codes]) -> Codes | None:
     """Rows of several matrices as one, on the GPU. Unlike ones meet in 8 bits with offsets; None: they cannot."""
+    if any(part.outliers is not None for part in parts):
+        return None
     parts = [_on_gpu(part) for part in parts]
     if len({_form(part) for part in parts}) > 1:
         if any(part.table is not None or part.order_K is not None for part in parts):

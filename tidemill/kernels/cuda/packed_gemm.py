@@ -28,6 +28,7 @@ from tidemill.kernels.cuda.gemm import _finish, _place
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 WORD = 16  # bits
+MANY_OUTS = 8192  # from there on a weight is multiplied in one chunk, and in planes of 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class Packed:
 
 
 def chunk_of(num_out: int, num_in: int, block: int) -> int:
-    """Enough programs for few rows, and not so many that adding up takes longer than it saves."""
-    wanted = 1 if num_in < 2048 or num_out > 65536 else min(8, num_in // 2048 if num_out > 8192 else num_in // 1024)
-    return triton.cdiv(triton.cdiv(num_in, max(1, wanted)), block) * block
+    """Four, where a weight has too few rows to occupy the GPU with few tokens; what many rows lose by it is little then."""
+    wanted = 4 if num_in >= 2048 and num_out <= MANY_OUTS else 1
+    return triton.cdiv(triton.cdiv(num_in, wanted), block) * block
 
 
 NF4 = (
@@ -98,17 +99,18 @@ def pack(
     kind: str,
     scales_NG: torch.Tensor,
     others_NG: torch.Tensor | None,
-    plane: int = 64,
+    plane: int = 0,
     chunk: int = 0,
 ) -> Packed:
-    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller.
-    `chunk`: 0: as `chunk_of` has it."""
+    """Of codes in int8 or uint8. `others_NG`: zeros or offsets; None: there are none. `plane`: if the groups are not smaller;
+    0: as the shape is best. `chunk`: 0: as `chunk_of` has it."""
     num_in = codes_NK.shape[1]
     group = num_in // scales_NG.shape[1]
     assert group * scales_NG.shape[1] == num_in
     assert group % 32 == 0 or scales_NG.shape[1] == 1
     if scales_NG.shape[1] == 1:
         group = 1 << 30
+    plane = plane or (32 if codes_NK.shape[0] > MANY_OUTS else 64)
     plane = plane if group % plane == 0 and bits > 2 else 32
     planes = WORD // bits
     block = plane * planes
@@ -389,13 +391,19 @@ def dequantize(
 
 def own_tile(num_rows: int, num_out: int, num_in: int, bits: int) -> PackedTile:
     """What was best on an H200 (bench/gpu_quant.py). It changes at numbers of `gemm.CHOICES` only."""
+    if num_out > MANY_OUTS:
+        if num_rows <= 16:
+            return PackedTile(16, 64, 5, 2)
+        if num_rows <= 64:
+            return PackedTile(64, 128, 3, 4)
+        return PackedTile(256, 128, 3, 8, 1) if bits > 2 else PackedTile(128, 128, 2, 8, 1)
     if num_rows <= 4:
-        return PackedTile(8, 32, 4, 2, 0, 1)
+        return PackedTile(8, 64, 3, 4, 0, 1)
     if num_rows <= 16:
-        return PackedTile(16, 32, 4, 2, 0, 1)
+        return PackedTile(16, 64, 3, 4, 0, 1)
     if num_rows <= 64:
         return PackedTile(64, 64, 3, 4, 0, 1)
-    return PackedTile(128, 128, 2, 8, 1)
+    return PackedTile(128, 128, 2, 8, 1, 1) if num_in > 8192 else PackedTile(128, 64, 3, 4, 1)
 
 
 @cache
@@ -422,7 +430,7 @@ def gemm_chunked(
     *,
     bias_N: torch.Tensor | None = None,
     act: str = "",
-    tile: tuple[int, int, int, int, int] = (128, 128, 64, 3, 8),
+    tile: tuple[int, int, int, int, int] = (256, 128, 64, 3, 16),
 ) -> torch.Tensor:
     """A dequantized weight's, in chunks of K. `tile`: rows, outs, ins, stages, warps."""
     num_rows, num_in = x_TK.shape

@@ -13,6 +13,7 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes
+from tidemill.weights.slices import Inner
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -41,8 +42,7 @@ class Stored:
     def check(self, dtypes: Sequence[str], shape: tuple[int | None, ...] | None = None) -> Stored:
         """That it has one of these types, and this shape, in which None stands for any size."""
         fits = shape is None or (
-            len(shape) == len(self.shape)
-            and all(wanted in (None, size) for wanted, size in zip(shape, self.shape, strict=True))
+            len(shape) == len(self.shape) and all(wanted in (None, size) for wanted, size in zip(shape, self.shape, strict=True))
         )
         if self.dtype in dtypes and fits and all(self.shape):
             return self
@@ -81,6 +81,12 @@ class PackedTensor(ABC):
 
     def matrix(self, number: int) -> WeightTensor:
         raise CheckpointError(f"Tensor {self.name} is one matrix, not a stack of them.")
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        return Inner(self, 0, begin, end)
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        return Inner(self, 1, begin, end)
 
 
 class Scheme(ABC):

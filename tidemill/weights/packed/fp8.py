@@ -59,7 +59,7 @@ class FP8Tensor(PackedTensor):
 
 
 class FP8(Scheme):
-    """Of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: `weight_scale_inv`, or `weight_scale`, is what values are multiplied by."""
+    """Of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: values are multiplied by `weight_scale_inv`, or `weight_scale`."""
 
     parts = ("weight", "weight_scale_inv", "weight_scale")
     dropped = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale")
@@ -67,7 +67,9 @@ class FP8(Scheme):
     def __init__(self, settings: dict[str, Any], path: Path) -> None:
         super().__init__(settings, path)
         block = settings.get("weight_block_size")
-        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        ):
             raise self.refuse(f"weight_block_size is {str(block)[:50]!r}", "It must be two whole numbers, like [128, 128].")
         self._block = None if block is None else (block[0], block[1])
 

@@ -473,9 +473,9 @@ def time_sparse(until: float) -> None:
 
 def check_engines() -> None:
     """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
-    from bench.gpu_checks import ask, random_llama
+    from bench.gpu_engine_checks import ask, random_llama
     from tidemill.config import EngineOptions
-    from tidemill.engine.core import EngineCore
+    from tidemill.engine.load import load_core
     from tidemill.sampling import SamplingParams
 
     folder, draw = Path(tempfile.mkdtemp()), random.Random(0)
@@ -492,7 +492,7 @@ def check_engines() -> None:
 
         def core(scheme: str = scheme, **options: Any) -> Any:
             given = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
-            return EngineCore.load(EngineOptions(model=str(folder), **given))
+            return load_core(EngineOptions(model=str(folder), **given))
 
         whole = core()
         lone = ask(whole, x)["x"]

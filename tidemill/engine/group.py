@@ -32,7 +32,8 @@ def start_group(
     team = Team(world, options.remote_workers, workers_address(options), key)
     tell = progress or (lambda name, done, total: None)
     try:
-        team.start(lambda text: tell(text, 0, checkpoint.num_bytes))
+        total = checkpoint.num_bytes if checkpoint.has_weights else 0
+        team.start(lambda text: tell(text, 0, total))
         shared = {rank: team.shared_memory(rank) for rank in range(world.size)}
         model_digest = fingerprint_of(checkpoint.path)
         team.join(lambda rank: Join(rank, world, options, config, model_digest, team.addresses, shared[rank]))

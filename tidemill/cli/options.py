@@ -9,7 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import ACCEPTANCE, DTYPES, LAYOUTS, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import (
+    ACCEPTANCE,
+    DTYPES,
+    LAYOUTS,
+    MAX_LORA_RANK,
+    QUANTIZATIONS,
+    SPECULATE,
+    EngineOptions,
+    fmt_bytes,
+    parse_bytes,
+)
 from tidemill.config.parallel import MAX_RANKS
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
@@ -149,6 +159,11 @@ OPTIONS = (
         spellings=(("float", "float32"), ("f32", "float32"), ("bf16", "bfloat16")),
         help="Weights and matmuls: quantized (a quantized checkpoint keeps its 4 or 8 bits; CPU), float32 (CPU), bfloat16 (GPU), "
         "or auto.",
+    ),
+    Option(
+        "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
+        help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),

@@ -9,6 +9,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
+QUANTIZATIONS = {"fp8": "8-bit floats", "int8": "8 bits", "int4": "4 bits"}  # that weights may be rounded to as they are read
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
@@ -54,6 +55,30 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
     if machine.kernels:
         return "quantized", f"the checkpoint is quantized; {machine.kernels} kernels multiply 4- and 8-bit weights as they are"
     return "float32", f"no compiled kernels: {machine.no_kernels}"
+
+
+def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
+    """How linears hold their weights, a scheme of `quant.METHODS`."""
+    asked = options.quantization
+    if asked not in ("auto", "none", *QUANTIZATIONS):
+        fix = f"Choose auto, none, {', '.join(QUANTIZATIONS)}."
+        raise ConfigError(f"quantization {asked!r} is not available.", fix=fix, param="quantization")
+    if device != "cuda":
+        if asked not in ("auto", "none"):
+            fix = "Use a quantized checkpoint, or make one: tidemill quantize."
+            raise ConfigError(f"quantization {asked} while loading is for GPUs.", fix=fix, param="quantization")
+        return ("quantized" if dtype == "quantized" else "dense"), "as dtype says"
+    experts = "; experts are held in bfloat16" if model.experts else ""
+    if asked == "none" or (asked == "auto" and not model.is_quantized):
+        return "dense", "given" if asked == "none" else "the checkpoint is not quantized"
+    if asked == "auto":
+        return "quantized", f"as stored{experts}"
+    if model.is_quantized:
+        fix = "Leave --quantization out, or use the checkpoint it was made of."
+        raise ConfigError(
+            f"quantization {asked} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
+        )
+    return asked, f"given: linears in {QUANTIZATIONS[asked]}, rounded as they are read{experts}"
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:

@@ -27,6 +27,7 @@ from tidemill.config.compute import (
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
+    decide_scheme,
     decide_threads,
     decide_token_budget,
 )
@@ -52,6 +53,7 @@ class EngineConfig:
 
     device: str
     dtype: str
+    scheme: str  # of weights
     kv_dtype: str
     page_size: int
     layout: CacheLayout  # how layers share pages
@@ -154,6 +156,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
+    scheme = settle("scheme", decide_scheme(options, device, dtype, model))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
     tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
@@ -177,7 +180,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     else:
         page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
         layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
-    memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
+    memory = measure(
+        options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
+    )
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
     most_pages = max_requests * memory.num_pages_for(context)
@@ -209,6 +214,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     return EngineConfig(
         device=device,
         dtype=dtype,
+        scheme=scheme,
         kv_dtype=kv_dtype,
         page_size=page_size,
         layout=layout,
@@ -273,11 +279,12 @@ def _draft(
         raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
     given = replace(
-        options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
-        max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None, kv_policy=None, max_stream=None,
-        tensor_parallel=1, pipeline_parallel=1, expert_parallel=False, remote_workers=0,
+        options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
+        max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
+        prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
+        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
+        remote_workers=0,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

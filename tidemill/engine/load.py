@@ -19,7 +19,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.quant import SCHEMES, WeightPlan
+from tidemill.quant import WeightPlan
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
 from tidemill.runner.rank import largest_part
@@ -39,8 +39,8 @@ def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
     return checkpoint, architecture, architecture.read_config(checkpoint)
 
 
-def weight_plan(config: EngineConfig, dtype: str) -> WeightPlan:
-    return WeightPlan(SCHEMES[dtype], config.device, config.fast_math)
+def weight_plan(config: EngineConfig, scheme: str) -> WeightPlan:
+    return WeightPlan(scheme, config.device, config.fast_math)
 
 
 def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -106,7 +106,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     if config.num_ranks > 1:
         model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
     else:
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
+        model = architecture.load(checkpoint, model_config, weight_plan(config, config.scheme), progress, random)
     try:
         return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
     except BaseException:
@@ -128,7 +128,7 @@ def _core_with(
     """What is around a model that is loaded."""
     random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
-        plan = weight_plan(config, config.draft.dtype)
+        plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
     weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)

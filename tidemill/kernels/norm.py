@@ -22,13 +22,19 @@ def add_rms_norm_reference(
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    scale: float = 1.0,
+    codes: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: on a GPU, the result
+    comes in this type, too (elementwise.py)."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, codes)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)

@@ -30,7 +30,7 @@ class Router(Linear):
 
     def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
         outs = {"router": spec.num_experts} | ({"shared": 1} if spec.shared_size else {})
-        super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights)
+        super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights.of_tables)
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         """GGUF files have the shared expert's row as a vector."""

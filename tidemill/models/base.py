@@ -22,6 +22,7 @@ from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
+from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
 from tidemill.parallel.cuts import rank_config
@@ -198,7 +199,17 @@ class Model(nn.Module, ABC):
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         with torch.inference_mode():
             model.loaded(checkpoint.format)
+        model._let_norms_quantize()
         return model.eval()
+
+    def _let_norms_quantize(self) -> None:
+        """A norm writes its result as the one linear behind it takes it."""
+        for block in self.blocks:
+            for path, behind in (("attn_norm", "attn.qkv"), ("mlp_norm", "mlp.gate_up")):
+                modules = dict(block.named_modules())
+                norm, linear = modules.get(path), modules.get(behind)
+                if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
+                    norm.codes = linear.weight.takes
 
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with

@@ -13,7 +13,7 @@ from tidemill.parallel.channel import Channel
 from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.world import World, split_layers
-from tidemill.quant import SCHEMES, WeightPlan
+from tidemill.quant import WeightPlan
 from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
 from tidemill.runner.worker_group import RankRunner
@@ -59,7 +59,7 @@ def load_rank(
     progress: ProgressFn | None = None,
     random: bool = False,
 ) -> Model:
-    plan = WeightPlan(SCHEMES[config.dtype], config.device, config.fast_math, world.shard(rank), config.expert_parallel)
+    plan = WeightPlan(config.scheme, config.device, config.fast_math, world.shard(rank), config.expert_parallel)
     return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank))
 
 

@@ -338,8 +338,9 @@ class EngineClient:
 
     def _names(self, request: Submit) -> list[str]:
         """Of its samples, as events have them."""
-        others = [] if request.params.beams else [f"{request.request_id}:{index}" for index in range(1, request.params.n)]
-        return [request.request_id, *others]
+        if request.params.n == 1 or request.params.beams:
+            return [request.request_id]
+        return [f"{request.request_id}:{index}" for index in range(request.params.n)]
 
     def _names_of(self, request_id: str) -> list[str]:
         """Its samples that were reported as submitted, and not as ended."""

@@ -32,7 +32,7 @@ from tidemill.engine.llm_inputs import (
 )
 from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
 from tidemill.engine.load import load_core
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults

@@ -215,7 +215,7 @@ class Replicas:
         return usable[chosen.name]
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
-        return any([client.cancel(request_id, why) for client in self._clients])
+        return any(client.cancel(request_id, why) for client in self._clients)
 
     def finish(self, request_id: str, index: int) -> None:
         route = self._routes.get(request_id)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import aclosing
+from itertools import count
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from tests.server.conftest import Server
 from tidemill.batch.run import Batch
 from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
-from tidemill.errors import ConfigError
+from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.ray.actor import EngineActor
 from tidemill.ray.cluster import Cluster, Needs, NoRoom
 from tidemill.sampling import SamplingParams
@@ -28,6 +29,8 @@ ray = pytest.importorskip("ray")
 
 from tidemill.ray.batch import RayWorkers, WorkerOptions  # noqa: E402
 from tidemill.ray.link import RayLink  # noqa: E402
+from tidemill.ray.scale import ScalePolicy  # noqa: E402
+from tidemill.ray.serving import RayOptions, RayReplicas  # noqa: E402
 
 NUM = 40
 
@@ -139,7 +142,8 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
     server = Server(tiny_folder, *options, "--kv-memory", "16M", "--speculate", "off").wait()
 
     async def ask(client, number, stream):
-        body = {"model": "tiny", "prompt": f"Day {number}", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": f"Day {number}", "temperature": 0, "ignore_eos": True}
+        body["max_tokens"] = 20 + 10 * number
         if not stream:
             reply = await client.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
@@ -158,6 +162,7 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
         limits = httpx.Limits(max_connections=NUM)
         async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as client:
             truth = [await ask(client, number, False) for number in range(NUM)]
+            num_moved = 0.0
             for way in ("actor", "node"):
                 work = [asyncio.create_task(ask(client, number, number % 2 == 0)) for number in range(NUM)]
                 while not any(task.done() for task in work):  # all are under way, and some have been answered
@@ -168,6 +173,10 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
                 else:
                     nodes.remove_node(node_of(nodes, victim), allow_graceful=False)
                 assert await asyncio.gather(*work) == truth, way
+                told = (await client.get("/metrics")).text.splitlines()
+                moved = [line for line in told if "requests_finished_total" in line and 'reason="abort"' in line]
+                assert sum(float(line.split()[-1]) for line in moved) > num_moved, "none was under way there"
+                num_moved = sum(float(line.split()[-1]) for line in moved)
                 while len(engines() - before) < 2:  # what was lost is started again where there is room
                     await asyncio.sleep(0.1)
 
@@ -176,6 +185,40 @@ def test_a_server_loses_no_request_when_actors_and_nodes_are_killed(nodes, tiny_
     finally:
         assert server.stop() == 0, server.process.stdout.read()
     until(lambda: engines() == before)
+
+
+def test_replicas_come_and_go_with_the_load(nodes, tiny_folder):
+    async def main():
+        before = engines()
+        cluster = Cluster(nodes.address, wait_s=120)
+        policy = ScalePolicy(1, 2, wait_s=0.01, up_after_s=0.5, down_after_s=1.0, settle_s=0.5)
+        seen = []
+        replicas = RayReplicas(cluster, RayOptions(1, policy), Needs(1), seen.extend)
+        await replicas.start(options(tiny_folder, max_requests=2))
+        try:
+            truth = await answer(replicas, 5)
+            numbers, work = count(), set()
+            while replicas.num_replicas < 2:
+                while len(work) < 20:
+                    work.add(asyncio.create_task(answer(replicas, next(numbers))))
+                done, work = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+                assert all(len(task.result()) == 64 for task in done)
+            assert len(engines() - before) == 2
+            await asyncio.gather(*work)
+            assert await answer(replicas, 5) == truth
+            while replicas.num_replicas > 1 or len(engines() - before) > 1:
+                await asyncio.sleep(0.05)
+            assert await answer(replicas, 5) == truth
+            loaded = [type(event).__name__ for event in seen if "Model" in type(event).__name__]
+            assert loaded == ["ModelLoading", "ModelLoaded", "ModelUnloaded"]
+            with pytest.raises(InvalidRequest, match="autoscale"):
+                await replicas.adapters.load("name", "path")
+        finally:
+            await replicas.close()
+            cluster.close()
+        until(lambda: engines() == before)
+
+    asyncio.run(main())
 
 
 def test_each_line_once_though_workers_are_killed(nodes, tiny_folder, tmp_path):

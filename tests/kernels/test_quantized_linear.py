@@ -23,7 +23,18 @@ from tidemill.weights.gguf_codes import _READERS, read_codes
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 KINDS = ["Q4", "S4", "Q8", "Q8M", "MX4"]
 # Kinds with float scales: the group of each, 0 for whole rows.
-GROUPED = {"G4": 64, "GS4": 128, "G8": 0, "G8M": 32, "GT4": 64, "GT4 sparse": 0, "G4 ordered": 96, "W8": 0, "W8 static": 0, "T2": 0}
+GROUPED = {
+    "G4": 64,
+    "GS4": 128,
+    "G8": 0,
+    "G8M": 32,
+    "GT4": 64,
+    "GT4 sparse": 0,
+    "G4 ordered": 96,
+    "W8": 0,
+    "W8 static": 0,
+    "T2": 0,
+}
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
 

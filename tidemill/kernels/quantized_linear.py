@@ -68,7 +68,12 @@ class Codes:
         offsets, zeros = (None if values is None else values[rows] for values in (self.offsets_NG, self.zeros_NG))
         outliers = None if self.outliers is None else self.outliers.take(rows, *self.codes_NK.shape)
         return replace(
-            self, codes_NK=self.codes_NK[rows], scales_NG=self.scales_NG[rows], offsets_NG=offsets, zeros_NG=zeros, outliers=outliers
+            self,
+            codes_NK=self.codes_NK[rows],
+            scales_NG=self.scales_NG[rows],
+            offsets_NG=offsets,
+            zeros_NG=zeros,
+            outliers=outliers,
         )
 
     def dequantize(self) -> torch.Tensor:

@@ -20,6 +20,7 @@ NAMES = (
     "moe",
     "scan",
     "lora",
+    "group",
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]

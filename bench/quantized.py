@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/quantized.py --llama VENV [--threads 2] [--rounds 5] [--layouts gptq,nf4]
 
-The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only speed
-is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds in which each has its turn.
+The models are random Llamas of one shape (4 layers of 2048, feed-forward 5632): their codes are drawn, not quantized, as only
+speed is measured. Every model is a process of its own, as in bench/peers.py; figures are medians over rounds of turns.
 With one thread, time is the process's own, so that what else the machine does counts less.
 """
 
@@ -49,8 +49,8 @@ def gptq(num_out: int, width: int, bits: int = 4, ordered: bool = False) -> Part
     groups = RNG.permutation(width) // 128 if ordered else np.arange(width) // 128
     zeros = np.full((width // 128, num_out // per_word), 0x77777777 if bits == 4 else 0x7F7F7F7F, np.int32)
     return {
-        "qweight": _words(width // per_word, num_out), "qzeros": zeros, "scales": _scales(width // 128, num_out) * np.float16(2.0 ** (4 - bits)),
-        "g_idx": groups.astype(np.int32),
+        "qweight": _words(width // per_word, num_out), "qzeros": zeros,
+        "scales": _scales(width // 128, num_out) * np.float16(2.0 ** (4 - bits)), "g_idx": groups.astype(np.int32),
     }  # fmt: skip
 
 

@@ -22,7 +22,8 @@ _ROUNDED = 34 / 32  # rounded anew to 8 bits
 _SCALE = 4
 # Of quantized folders: bytes of a code and of what a group has.
 _GROUPED = {
-    "INT4": (0.5, _SCALE if SIGNED_4_BITS else 2 * _SCALE), "UINT4": (0.5, 2 * _SCALE), "NF4": (0.5, _SCALE), "FP4": (0.5, _SCALE),
+    "INT4": (0.5, _SCALE if SIGNED_4_BITS else 2 * _SCALE), "UINT4": (0.5, 2 * _SCALE), "NF4": (0.5, _SCALE),
+    "FP4": (0.5, _SCALE),
     "E2M1": (0.5, _SCALE), "INT8": (1.0, _SCALE), "UINT8": (1.0, 2 * _SCALE), "W8A8": (1.0, _SCALE), "TERNARY": (0.25, 0),
     "CENTROIDS4": (0.5, 0),
 }  # fmt: skip

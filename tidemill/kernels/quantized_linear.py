@@ -49,8 +49,8 @@ class Outliers:
 
 @dataclass(slots=True)
 class Codes:
-    """A quantized matrix [N, K], not yet in any kernel's layout: w = scale · (code - zero) + offset, for every `group` values of a
-    row, of which the last may be fewer."""
+    """A quantized matrix [N, K], not yet in any kernel's layout: w = scale · (code - zero) + offset, for every `group` values of
+    a row, of which the last may be fewer."""
 
     bits: int  # 4: codes 0 .. 15, numbers of a table, or without zeros, offsets and table those of mxfp4, MX4_CODES; 8: signed;
     # 2: -1, 0 and 1
@@ -75,6 +75,20 @@ class Codes:
             zeros_NG=zeros,
             outliers=outliers,
         )
+
+    def columns(self, begin: int, end: int) -> Codes | None:
+        """Neighbouring ones. None where they are not whole groups, or columns are not in the order of the inputs."""
+        width, one_group = self.codes_NK.shape[1], self.scales_NG.shape[1] == 1
+        is_whole = begin % self.group == 0 and (end % self.group == 0 or end == width)
+        if self.order_K is not None or self.outliers is not None or begin % GROUP or not (is_whole or one_group):
+            return None
+        groups = slice(0, 1) if one_group else slice(begin // self.group, -(-end // self.group))
+        scales, offsets, zeros = (
+            None if values is None else values[:, groups] for values in (self.scales_NG, self.offsets_NG, self.zeros_NG)
+        )
+        assert scales is not None
+        codes_NK = self.codes_NK[:, begin:end].contiguous()
+        return replace(self, codes_NK=codes_NK, scales_NG=scales, offsets_NG=offsets, zeros_NG=zeros)
 
     def dequantize(self) -> torch.Tensor:
         values = self.codes_NK.float() if self.table is None else self.table[self.codes_NK.int()]

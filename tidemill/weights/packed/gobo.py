@@ -19,14 +19,19 @@ _FLOATS = ("F32", "F16", "BF16")
 
 class CentroidTensor(PackedTensor):
     def __init__(self, module: str, parts: dict[str, Stored], bits: int) -> None:
-        lacks(module, parts, GOBO.parts)
+        lacks(module, parts, ("weight_packed", "weight_shape", "weight_centroids"))
+        self._has_outliers = "weight_outliers" in parts or "weight_places" in parts
+        if self._has_outliers:
+            lacks(module, parts, ("weight_outliers", "weight_places"))
         self._parts, self._bits = parts, bits
         num_out, width = (int(size) for size in parts["weight_shape"].check(("I64", "I32"), (2,)).read().tolist())
         if not 0 < width < 2**31 or not 0 < num_out < 2**31:
             raise parts["weight_shape"].broken(f"says {[num_out, width]}")
         parts["weight_packed"].check(("I32",), (num_out, -(-width * bits // 32)))
         parts["weight_centroids"].check(_FLOATS, (2**bits,))
-        if parts["weight_outliers"].shape != parts["weight_places"].shape or len(parts["weight_places"].shape) != 1:
+        if self._has_outliers and (
+            parts["weight_outliers"].shape != parts["weight_places"].shape or len(parts["weight_places"].shape) != 1
+        ):
             raise parts["weight_places"].broken("does not have a place for each outlier")
         super().__init__(module, parts, (num_out, width), f"CENTROIDS{4 if bits <= 4 else 8}")
 
@@ -41,9 +46,9 @@ class CentroidTensor(PackedTensor):
         )
 
     def _outliers(self, values_NK: torch.Tensor) -> Outliers | None:
-        stored = self._parts["weight_places"]
-        if stored.shape == (0,):
+        if not self._has_outliers or self._parts["weight_places"].shape == (0,):
             return None
+        stored = self._parts["weight_places"]
         places, order = stored.check(("I32", "I64")).read().long().sort()
         if places[0] < 0 or places[-1] >= values_NK.numel() or bool((places.diff() == 0).any()):
             raise stored.broken("has places outside the matrix, or one twice")

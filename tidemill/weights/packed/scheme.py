@@ -15,6 +15,7 @@ from tidemill.weights.packed.compressed import CompressedTensors
 from tidemill.weights.packed.fp8 import FP8
 from tidemill.weights.packed.gobo import GOBO
 from tidemill.weights.packed.gptq import AWQ, GPTQ
+from tidemill.weights.packed.lowrank import LowRank
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Scheme]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
     "bitnet": BitNet,
+    "low_rank": LowRank,
     "gobo": GOBO,
 }
 

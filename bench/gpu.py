@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import triton
 
-from bench import gpu_checks
+from bench import gpu_checks, gpu_engine_checks
 from bench.gpu_checks import TILES, Scene, has_flash
 from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import EngineLink
+from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.attention import attend
 from tidemill.kernels.cuda.gemm import CHOICES, LIBRARY, Tile, choose_tile, gemm, keep_library_in_order, matmul
 from tidemill.kernels.cuda.tuning import time_us
@@ -302,7 +303,7 @@ def time_workloads(
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     begin = time.perf_counter()
-    core = EngineCore.load(
+    core = load_core(
         EngineOptions(
             model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, fast_math=mode == "fast",
             token_budget=token_budget,
@@ -351,7 +352,9 @@ def main() -> None:
     parser.add_argument("--skip-kernels", action="store_true", help="do not time them one by one")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for check in [getattr(gpu_checks, name) for name in filter(None, arguments.checks.split(","))]:
+    for check in [
+        getattr(gpu_checks, name, None) or getattr(gpu_engine_checks, name) for name in filter(None, arguments.checks.split(","))
+    ]:
         begin = time.perf_counter()
         try:
             check()

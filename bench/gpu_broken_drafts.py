@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.gpu_checks import ask, random_llama
+from bench.gpu_engine_checks import ask, random_llama
 from tests.helpers import Guesser, guess_with
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.runner.spec import Ask
 from tidemill.sampling import SamplingParams
 
@@ -42,7 +43,7 @@ def check_broken_drafts() -> None:
     }
 
     def core(speculate: str) -> EngineCore:
-        return EngineCore.load(EngineOptions(model=str(folder), speculate=speculate, kv_memory_bytes=2**24, max_requests=16))
+        return load_core(EngineOptions(model=str(folder), speculate=speculate, kv_memory_bytes=2**24, max_requests=16))
 
     expected = ask(core("off"), requests)
     known = {tuple(prompt): expected[name][0] for name, (prompt, _) in requests.items()}

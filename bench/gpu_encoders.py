@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_checks import nothing_compiles
+from bench.gpu_engine_checks import nothing_compiles
 from tests.encoders import make_encoder, reference_embedding
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.runner.cuda_encoder import CudaEncoder
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -137,7 +138,7 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp())
         reference = make_encoder(folder, kind, **_COMMON | shape)
         began = time.perf_counter()
-        core = EngineCore.load(EngineOptions(model=str(folder), device="cuda"))
+        core = load_core(EngineOptions(model=str(folder), device="cuda"))
         start_s, how = time.perf_counter() - began, core.model_config.own_pooling or "mean"
         agreement = check(name, reference, core, how)
         rate, (tokens, ms) = measure(core, texts, how), step_ms(core, how)

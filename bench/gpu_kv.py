@@ -33,10 +33,12 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gpu_checks import Scene, ask, nothing_compiles, random_llama, without_graphs
+from bench.gpu_checks import Scene
+from bench.gpu_engine_checks import ask, nothing_compiles, random_llama, without_graphs
 from bench.gpu_workloads import MODELS, Request, workloads
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import core_of, load_core
 from tidemill.kernels import machine
 from tidemill.kernels.cuda import attention, elementwise, scaled_attention
 from tidemill.kernels.cuda.tuning import time_us
@@ -361,7 +363,7 @@ def check_retrieval() -> None:
 
 
 def check_engine() -> None:
-    """As bench.gpu_checks.check_engine, in each format."""
+    """As bench.gpu_engine_checks.check_engine, in each format."""
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
     draw = random.Random(0)
@@ -379,7 +381,7 @@ def check_engine() -> None:
 
         def core(name: str = name, **options: Any) -> EngineCore:
             given = {"kv_memory_bytes": 2**28, "max_requests": 256, "kv_dtype": name, "speculate": "off"} | options
-            return EngineCore.load(EngineOptions(model=str(folder), **given))
+            return load_core(EngineOptions(model=str(folder), **given))
 
         x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
         y = {"x": (prompt, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=40, ignore_eos=True, logprobs=2, seed=3))}
@@ -434,10 +436,10 @@ def load_engines(model: str) -> dict[str, EngineCore]:
         )  # fmt: skip
         first = made.get("bfloat16")
         if first is None:
-            made[name] = EngineCore.load(options)
+            made[name] = load_core(options)
         else:  # the same weights
             shape = first.model_config
-            made[name] = EngineCore(first.runner.model, resolve(options, shape, machine.detect()))  # type: ignore[attr-defined]
+            made[name] = core_of(first.runner.model, resolve(options, shape, machine.detect()))  # type: ignore[attr-defined]
         num_tokens = made[name].config.num_pages * 64
         print(f"  {model} {name}: ready in {time.perf_counter() - begin:.1f} s; {num_tokens:,} tokens in 24 GiB", flush=True)
     return made

@@ -22,6 +22,7 @@ from bench.gpu_workloads import MODELS, workloads
 from bench.lora import make_adapter
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.elementwise import glu
 from tidemill.kernels.cuda.lora import CudaLora
 from tidemill.layers.cuda_lora import CudaLoras
@@ -153,7 +154,7 @@ def main() -> None:
         max_lora_rank=max(given.rank, 16),
     )  # fmt: skip
     begin = time.perf_counter()
-    core = EngineCore.load(options)
+    core = load_core(options)
     print(f"{given.model}: ready in {time.perf_counter() - begin:.1f} s", flush=True)
     for i in range(given.adapters):
         path = make_adapter(core, folder / f"lora{i}", given.rank, i)

@@ -25,9 +25,9 @@ from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
-from tidemill.runner.spec import Ask, Drafter
+from tidemill.engine.load import load_core
+from tidemill.runner.spec import SLOPES, Ask, Drafter
 from tidemill.runner.spec.ngram import NgramDrafter
-from tidemill.runner.spec.registry import SLOPES
 from tidemill.sampling import SamplingParams
 from tidemill.weights.checkpoint import RandomTensor
 from tidemill.wire import Submit
@@ -135,9 +135,7 @@ def check_draft_model() -> None:
     small = {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
     (folder / "config.json").write_text(json.dumps(MODELS["llama8b"] | small | {"num_key_value_heads": 2, "head_dim": 128}))
     options = {"load_format": "dummy", "max_context": 2048, "max_requests": 16, "kv_memory_bytes": 2**30}
-    core = EngineCore.load(
-        EngineOptions(model=str(folder), draft_model=str(folder), max_drafts=4, adaptive_drafts=False, **options)
-    )
+    core = load_core(EngineOptions(model=str(folder), draft_model=str(folder), max_drafts=4, adaptive_drafts=False, **options))
     drafting, draw = core.drafting, random.Random(2)
     prompts = [[draw.randrange(10, 1000) for _ in range(20 + 150 * i)] for i in range(6)]
     for params in (
@@ -180,7 +178,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODELS[given.model]))
     begin = time.perf_counter()
-    core = EngineCore.load(EngineOptions(model=str(folder), load_format="dummy", max_context=8192, max_waiting=10**6))
+    core = load_core(EngineOptions(model=str(folder), load_format="dummy", max_context=8192, max_waiting=10**6))
     print(f"{given.model}: ready in {time.perf_counter() - begin:.1f} s; {core.config.max_draws} draws a step", flush=True)
     draw, lines = random.Random(0), []
     if not given.only_ngram:

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_checks import ask, assert_near, nothing_compiles, with_weights, without_graphs
+from bench.gpu_engine_checks import ask, assert_near, nothing_compiles, with_weights, without_graphs
 from tidemill.cache_layout import StateLayout
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.kernels.cuda.records import HEADER
 from tidemill.kernels.cuda.scan import CudaStates, StateLists
 from tidemill.kernels.cuda.tuning import time_us
@@ -201,7 +201,7 @@ def check_family(name: str, made: Any) -> None:
     options = EngineOptions(model=str(folder), kv_memory_bytes=2**29, max_requests=64, max_context=2048)
 
     def core(**more: Any) -> Any:
-        return EngineCore.load(dataclasses.replace(options, **more))
+        return load_core(dataclasses.replace(options, **more))
 
     def ids(num: int) -> list[int]:
         return [draw.randrange(2000) for _ in range(num)]
@@ -270,7 +270,7 @@ def time_model(name: str, token_budget: int | None) -> list[dict[str, Any]]:
         kv_memory_bytes=256 * shape.state_bytes + 2**31,
     )  # fmt: skip
     begin = time.perf_counter()
-    core = EngineCore.load(options)
+    core = load_core(options)
     per_s = 4.25e12  # what an H200's memory gives
     floor_ms = 2e3 * (shape.num_active_parameters - (0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size)) / per_s
     state_ms = 2e3 * shape.state_bytes / per_s

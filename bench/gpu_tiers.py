@@ -10,9 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_checks import ask, random_llama
+from bench.gpu_engine_checks import ask, random_llama
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Abort, Submit
@@ -26,7 +27,7 @@ def loads_of(core: EngineCore, tier: Tier) -> bool:
 
 def check_answers(folder: Path, draw: random.Random) -> None:
     def core(**options: Any) -> EngineCore:
-        return EngineCore.load(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)))
+        return load_core(EngineOptions(model=str(folder), **({"kv_memory_bytes": 2**28, "max_requests": 64} | options)))
 
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2)
     asked = {f"x{i}": ([draw.randrange(2000) for _ in range(300 + 37 * i)], greedy) for i in range(16)}
@@ -52,7 +53,7 @@ def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
     """Arrivals and aborts while moves are under way. What was asked at the end is answered as by an engine without tiers."""
     common = [[draw.randrange(2000) for _ in range(400)] for _ in range(12)]
     options = EngineOptions(model=str(folder), kv_memory_bytes=2**23, max_requests=32, max_context=1024, token_budget=256)
-    core = EngineCore.load(EngineOptions(**(vars(options) | {"kv_host_memory_bytes": 2**26})))
+    core = load_core(EngineOptions(**(vars(options) | {"kv_host_memory_bytes": 2**26})))
     live: list[str] = []
     for step in range(num_steps):
         if len(live) < 48 and draw.random() < 0.4:
@@ -72,7 +73,7 @@ def stress(folder: Path, draw: random.Random, num_steps: int = 2000) -> None:
     asked = {
         f"y{i}": (prompt, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)) for i, prompt in enumerate(common)
     }
-    assert ask(core, asked) == ask(EngineCore.load(options), asked)
+    assert ask(core, asked) == ask(load_core(options), asked)
     assert loads_of(core, Tier.HOST)
     core.close()
 

@@ -27,6 +27,7 @@ import torch
 from bench.gpu_workloads import MODELS
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.events import Preempted
 from tidemill.kernels.cuda.contiguous import Sequences, flash, flash_reference
 from tidemill.kernels.cuda.virtual_memory import CudaMemory
@@ -182,7 +183,7 @@ def engine(shape: Line, **options: Any) -> EngineCore:
         "max_waiting": 10**6,
     } | options
     begin = time.perf_counter()
-    core = EngineCore.load(EngineOptions(model=str(folder), **given))
+    core = load_core(EngineOptions(model=str(folder), **given))
     print(
         f"{core.config.kv_layout}: ready in {time.perf_counter() - begin:.1f} s; {core.config.reasons['page_size']}", flush=True
     )

@@ -21,7 +21,7 @@ import torch
 from bench.perplexity import text_ids
 from tidemill.config import EngineOptions, resolve
 from tidemill.draft.states import hidden_states
-from tidemill.engine.core import inspect
+from tidemill.engine.load import inspect
 from tidemill.kernels import machine
 from tidemill.kernels.kv_cache import copy_pages
 from tidemill.kv_format import SHORT_NAMES

@@ -18,6 +18,7 @@ from typing import Any, cast
 from bench.perplexity import text_ids
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.runner.base import StepResult
 from tidemill.runner.cpu_runner import CpuRunner
 from tidemill.sampling import SamplingParams
@@ -28,7 +29,7 @@ BLOCK = 2048
 
 
 def load(model: str) -> EngineCore:
-    return EngineCore.load(EngineOptions(model=model, prefix_caching=False, kv_memory_bytes=2**30, speculate="off"))
+    return load_core(EngineOptions(model=model, prefix_caching=False, kv_memory_bytes=2**30, speculate="off"))
 
 
 def logprobs(core: EngineCore, texts: dict[str, tuple[list[int], Policy]]) -> tuple[dict[str, list[float]], dict[str, int]]:

@@ -18,7 +18,7 @@ import time
 
 from tidemill import events
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -36,7 +36,7 @@ class Engine:
             kv_disk=f"{folder}:{given.disk}",
             speculate="off",
         )
-        self.core = EngineCore.load(options)
+        self.core = load_core(options)
         self.vocab = self.core.model_config.vocab_size
         self.chance = random.Random(0)
         self.num = 0

@@ -14,6 +14,7 @@ import time
 
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.runner.virtual import VirtualCpuRunner
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     cores = {
-        layout: EngineCore.load(
+        layout: load_core(
             EngineOptions(model=given.model, kv_layout=layout, speculate="off", prefix_caching=False, max_context=2048)
         )
         for layout in ("paged", "virtual")

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -66,8 +67,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
     common = {"model": given.model, "device": "cpu", "threads": given.threads, "prefix_caching": False, "kv_memory_bytes": 2**28}
-    without = EngineCore.load(EngineOptions(**common))
-    core = EngineCore.load(EngineOptions(**common, max_loras=given.adapters, max_lora_rank=given.rank))
+    without = load_core(EngineOptions(**common))
+    core = load_core(EngineOptions(**common, max_loras=given.adapters, max_lora_rank=given.rank))
     with tempfile.TemporaryDirectory() as folder:
         for i in range(given.adapters):
             path = make_adapter(core, Path(folder) / str(i), given.rank, i)

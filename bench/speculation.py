@@ -16,7 +16,8 @@ from typing import Any
 
 from tidemill import events
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore, inspect
+from tidemill.engine.core import EngineCore
+from tidemill.engine.load import inspect, load_core
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     options = EngineOptions(model=given.model, speculate=given.speculate, draft_model=given.draft_model, kv_memory_bytes=2**29)
-    core = EngineCore.load(options)
+    core = load_core(options)
     drafting = core.drafting
     tokenizer = Tokenizer.load(inspect(given.model)[0].path)
     lines = []

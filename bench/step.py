@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     given = parser.parse_args()
-    core = EngineCore.load(EngineOptions(model=given.model, dtype=given.dtype, device="cpu", max_requests=given.requests))
+    core = load_core(EngineOptions(model=given.model, dtype=given.dtype, device="cpu", max_requests=given.requests))
     params = SamplingParams(temperature=given.temperature, max_tokens=10 * NUM_STEPS, ignore_eos=True, seed=0)
     for i in range(given.requests):
         core.submit(Submit(str(i), [100 + (7919 * i + 31 * k) % 40_000 for k in range(given.prompt_len)], params))

@@ -14,6 +14,7 @@ import torch
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.engine.core import EngineCore
 from tidemill.engine.drafting import Drafting
+from tidemill.engine.load import core_of
 from tidemill.kernels import machine as here
 from tidemill.kernels import native
 from tidemill.model_config import ModelConfig
@@ -107,11 +108,11 @@ def draft_core(model: CausalLM, draft: CausalLM, **options: Any) -> EngineCore:
     """All drafts of the draft model are verified."""
     given = {"adaptive_drafts": False, "max_drafts": 5, "draft_model": "draft"} | options
     config = engine_config(model, draft.config, **given)
-    return EngineCore(model, config, draft=draft)
+    return core_of(model, config, draft=draft)
 
 
 def make_core(model: CausalLM, **options: Any) -> EngineCore:
-    return EngineCore(model, engine_config(model, **options))
+    return core_of(model, engine_config(model, **options))
 
 
 def structured_core(model: CausalLM, folder: Path, backend: str, **options: Any) -> EngineCore:

@@ -5,7 +5,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers import Answer, greedy, load_model, make_core, make_llama, run, take
 from tidemill.config import EngineOptions
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError, ContextTooLong, InvalidRequest, QueueFull
 from tidemill.sampling import SamplingParams
 from tidemill.sched.request import BACKGROUND
@@ -325,13 +325,13 @@ def test_random_weights_from_a_configuration_alone(tmp_path):
     folder = tmp_path / "alone"
     folder.mkdir()
     (folder / "config.json").write_text((made / "config.json").read_text())
-    core = EngineCore.load(EngineOptions(model=str(folder), load_format="dummy", device="cpu", kv_memory_bytes=2**24))
+    core = load_core(EngineOptions(model=str(folder), load_format="dummy", device="cpu", kv_memory_bytes=2**24))
     answers = run(core, {"a": ([1, 2, 3], greedy(5)), "b": ([4, 5], greedy(3))})
     assert [len(answer.tokens) for answer in answers.values()] == [5, 3]
     with pytest.raises(CheckpointError, match="no safetensors file"):
-        EngineCore.load(EngineOptions(model=str(folder), device="cpu"))
+        load_core(EngineOptions(model=str(folder), device="cpu"))
     with pytest.raises(ConfigError, match="load_format"):
-        EngineCore.load(EngineOptions(model=str(folder), load_format="magic", device="cpu"))
+        load_core(EngineOptions(model=str(folder), load_format="magic", device="cpu"))
 
 
 @pytest.mark.parametrize("params", [greedy(6), greedy(6, logprobs=2), SamplingParams(max_tokens=6, seed=3, n=2)])

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import Answer, byte_tokenizer, draft_core, greedy, load_model, make_core, make_llama, run, take
 from tidemill import events
 from tidemill.config import EngineOptions, resolve
-from tidemill.engine.core import EngineCore
+from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels import machine
 from tidemill.runner.spec.draft_model import DraftModelDrafter
@@ -151,17 +151,17 @@ def test_the_option_and_the_drafter_belong_together(models, options, match):
 def test_another_tokenizer_is_refused_by_name(tiny_folder, thinking_folder, tmp_path):
     """Before weights are read: the folders of the mismatched models have none."""
     with pytest.raises(ConfigError, match=f"{thinking_folder.name}.* has another tokenizer than {tiny_folder.name}: 2 tokens"):
-        EngineCore.load(EngineOptions(model=str(tiny_folder), draft_model=str(thinking_folder)))
+        load_core(EngineOptions(model=str(tiny_folder), draft_model=str(thinking_folder)))
     make_llama(tmp_path, vocab_size=320)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        EngineCore.load(EngineOptions(model=str(tiny_folder), draft_model=str(tmp_path)))
+        load_core(EngineOptions(model=str(tiny_folder), draft_model=str(tmp_path)))
 
 
 def test_loaded_from_its_path(tiny_folder, tmp_path):
     make_llama(tmp_path, seed=4, vocab_size=320, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
     options = EngineOptions(model=str(tiny_folder), draft_model=str(tmp_path), kv_memory_bytes=2**24, adaptive_drafts=False)
-    core = EngineCore.load(options)
+    core = load_core(options)
     assert core.config.speculate == ("forced", "draft-model")
     _, _, num_all = verified(core, {"x": (PROMPT, greedy(12))})
     assert num_all > 0

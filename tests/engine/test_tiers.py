@@ -18,6 +18,7 @@ import transformers
 from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
 from tidemill.kv.tiers import Tier
 from tidemill.runner import page_file
@@ -62,7 +63,7 @@ def make_core(model, pages: int = PAGES, slots: int = 0, folder=None, quota: int
         options["kv_disk"] = f"{folder}:{quota}"
     layout = engine_config(model, max_context=256).layout
     num = (3 if layout.states else pages) * len(layout.groups)  # of states a sequence keeps few
-    return EngineCore(model, engine_config(model, kv_memory_bytes=num * page_bytes, max_context=256, **options), None, None, b"w")
+    return core_of(model, engine_config(model, kv_memory_bytes=num * page_bytes, max_context=256, **options), None, None, b"w")
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_a_corrupt_file_is_not_used(llama, llama_expected, tmp_path, damage):
 def test_pages_of_another_model_are_not_used(llama, llama_expected, tmp_path):
     filled(llama, tmp_path)
     config = make_core(llama, slots=40, folder=tmp_path / "elsewhere").config
-    core = EngineCore(llama, replace(config, kv_disk=str(tmp_path)), None, None, b"other weights")
+    core = core_of(llama, replace(config, kv_disk=str(tmp_path)), None, None, b"other weights")
     answers, started, _ = one_by_one(core)
     assert answers == llama_expected
     assert not any(one.num_disk for one in started.values())

@@ -8,6 +8,7 @@ from tests.helpers import engine_config, greedy, load_model, make_core, run
 from tests.models.test_families import LAYERS, SIZES
 from tidemill.cache_layout import lay_out, one_group
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import core_of
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
 
@@ -31,7 +32,7 @@ def without_groups(model, **options) -> EngineCore:
     """An engine that keeps every page."""
     config = engine_config(model, **options)
     layout = one_group(model.config.num_layers, config.page_size)
-    return EngineCore(model, dataclasses.replace(config, layout=layout, num_pages=64))
+    return core_of(model, dataclasses.replace(config, layout=layout, num_pages=64))
 
 
 PROMPTS = {f"p{n}": ([(7 * i + n) % 250 + 2 for i in range(n)], greedy(40)) for n in (1, 19, 70, 150)}

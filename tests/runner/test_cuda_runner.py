@@ -19,7 +19,7 @@ from tests.models.test_moe import make as make_experts
 from tests.models.test_state_models import make_reference as make_states
 from tidemill import config
 from tidemill.config import EngineOptions, resolve
-from tidemill.engine.core import EngineCore, make_runner
+from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError
 from tidemill.events import DraftsVerified, ExpertsUsed, KernelsFellBack, Preempted
 from tidemill.kernels import flex_attention, machine
@@ -30,6 +30,7 @@ from tidemill.models import olmo2
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
 from tidemill.runner import cuda_runner, cuda_work, flash_trial
+from tidemill.runner.make import make_runner
 from tidemill.sampling import Beams, SamplingParams
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.wire import Abort, Submit
@@ -134,7 +135,7 @@ def on_gpu(folder, monkeypatch):
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
             plan = WeightPlan("dense", "cuda", options.get("fast_math", False))
             model = cls.load(checkpoint, shape, plan)
-            return EngineCore(model, resolve(EngineOptions(**options), shape, here, shape), draft=model)  # drafts for itself
+            return core_of(model, resolve(EngineOptions(**options), shape, here, shape), draft=model)  # drafts for itself
 
         yield make
 

@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import greedy, load_model, make_core, make_llama, run
-from tidemill.runner.base import PromptReport, StepResult
+from tidemill.runner.base import StepResult
+from tidemill.runner.reports import PromptReport
 from tidemill.runner.sampler import Scores, score
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit

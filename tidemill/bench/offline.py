@@ -11,6 +11,7 @@ from tidemill.bench.record import Record
 from tidemill.bench.workload import Item
 from tidemill.config import EngineConfig
 from tidemill.engine.core import EngineCore
+from tidemill.engine.load import core_of
 from tidemill.models.base import CausalLM
 from tidemill.sampling import SamplingParams
 from tidemill.wire import Submit
@@ -59,4 +60,4 @@ def run_policies(
     on_done: Callable[[int], None] | None = None,
 ) -> dict[str, list[Record]]:
     """The same load under each policy, one after the other, with the same weights."""
-    return {policy: run_core(EngineCore(model, replace(config, policy=policy)), items, on_done) for policy in policies}
+    return {policy: run_core(core_of(model, replace(config, policy=policy)), items, on_done) for policy in policies}

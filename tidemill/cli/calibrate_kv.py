@@ -34,8 +34,8 @@ def calibrate_kv(
     ] = None,
 ) -> None:
     """Fit the levels of KVQuant, a 4- or 3-bit KV cache, to a model: serve it with --kv-dtype kvquant4 --kv-calibration FILE."""
-    from tidemill.engine.core import inspect  # brings torch
     from tidemill.engine.llm import LLM
+    from tidemill.engine.load import inspect  # brings torch
     from tidemill.kvquant.calibrate import CalibrateOptions, calibrate
 
     model = settings["model"]

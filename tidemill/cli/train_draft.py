@@ -44,8 +44,8 @@ def train_draft(
 ) -> None:
     """Train draft heads for speculative decoding, and measure them. Ctrl-C stops; the same command goes on from there."""
     from tidemill.draft.run import Stopped, TrainOptions, train_draft  # brings torch
-    from tidemill.engine.core import inspect
     from tidemill.engine.llm import LLM
+    from tidemill.engine.load import inspect
 
     model = settings["model"]
     options = TrainOptions(

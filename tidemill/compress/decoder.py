@@ -29,7 +29,7 @@ class Decoder:
 
     def __init__(self, source: Source, device: str = "cpu") -> None:
         self.source, self.device = source, torch.device(device)
-        self.model = _without_weights(source.config)
+        self.model = without_weights(source.config)
         self.layers = _decoder_layers(self.model)
         self._names = {module: name for name, module in self.model.named_modules()}
         self._calls: dict[int, list[Call]] = {}
@@ -180,7 +180,7 @@ def set_matrix(module: nn.Module, matrix_NK: torch.Tensor) -> None:
     weight.data.copy_(matrix_NK if isinstance(module, nn.Linear) else matrix_NK.t())
 
 
-def _without_weights(config: dict[str, Any]) -> Any:
+def without_weights(config: dict[str, Any]) -> Any:
     try:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM

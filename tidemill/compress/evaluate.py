@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tidemill.compress.evaluate_tasks import Score, Suite
+from tidemill.compress.walk import Reporter
 from tidemill.draft.text import read_text
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError, ModelFailed
@@ -27,13 +28,6 @@ _LEAST_TOKENS = 64
 _SPEED_TOKENS = 32  # generated to measure the speed
 _ROWS = 64  # logits whose distance is computed at a time
 Tick = Callable[[int], None]  # tokens done
-
-
-class Reporter(Protocol):
-    """What a run tells about its progress: a stage with its total, and how far it is."""
-
-    def stage(self, name: str, total: int) -> None: ...
-    def at(self, done: int, note: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

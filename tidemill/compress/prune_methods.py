@@ -1,6 +1,6 @@
 """Which weights of a matrix are set to 0, and how the others make up for it: magnitude, wanda and SparseGPT.
 
-Shapes: W [N, K]; H = X^T X of the inputs X [T, K].
+Shapes: W [N, K]; moments X^T X [K, K] of the inputs X [T, K].
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.errors import CalibrationError, ConfigError
+from tidemill.compress.grid import Grid, fit, round_to
+from tidemill.compress.methods.gptq import factor
+from tidemill.compress.stored import IntWeight
+from tidemill.errors import ConfigError
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 _SLAB = 128  # columns that SparseGPT decides on at once
@@ -73,86 +76,75 @@ def magnitude(weight_NK: torch.Tensor, pattern: Pattern, sparsity: float) -> tor
     return weight_NK * pattern.keep(weight_NK.abs(), sparsity)
 
 
-def wanda(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
-    """The smallest of a row times the length of their inputs become 0."""
-    scores = weight_NK.abs() * hessian_KK.diagonal().clamp(min=0).sqrt()
+def wanda(weight_NK: torch.Tensor, squares_K: torch.Tensor, pattern: Pattern, sparsity: float) -> torch.Tensor:
+    """The smallest of a row times the length of their inputs become 0. `squares_K`: of these lengths."""
+    scores = weight_NK.abs() * squares_K.sqrt()
     return weight_NK * pattern.keep(scores, sparsity, by_row=True)
 
 
-def inverse_factor(hessian_KK: torch.Tensor, damping: float, name: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+def inverse_factor(moments_KK: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The upper Cholesky factor of the damped inverse, and which inputs are always 0."""
-    hessian = hessian_KK.double()
-    if not bool(hessian.isfinite().all()):
-        raise CalibrationError(f"Inputs of {name or 'a matrix'} are not finite.", fix="Is the checkpoint whole?")
-    diagonal = hessian.diagonal()
-    is_dead = diagonal <= 0
-    hessian = hessian + torch.diag(is_dead.double() + damping * diagonal.mean().clamp(min=1e-12))
-    for _ in range(8):
-        factor, failed = torch.linalg.cholesky_ex(hessian)
-        if not failed.item():
-            return torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float(), is_dead
-        hessian = hessian + torch.diag(damping * diagonal.mean().clamp(min=1e-12).expand(diagonal.shape))
-    raise CalibrationError(
-        f"The inputs of {name or 'a matrix'} span too little to be inverted.", fix="Give more text, or a larger --damping."
-    )
+    return factor(moments_KK, False, damping)[1], moments_KK.diagonal() == 0
 
 
 def sparsegpt(
     weight_NK: torch.Tensor,
-    hessian_KK: torch.Tensor,
+    inverse: tuple[torch.Tensor, torch.Tensor],
     pattern: Pattern,
     sparsity: float,
-    *,
-    damping: float = 0.01,
     rounding: Rounding | None = None,
-    name: str = "",
 ) -> torch.Tensor:
     """Column by column: what becomes 0 (and what rounding takes off) is made up for by the columns after it, as far as the
-    inputs' second moments allow."""
-    factor, is_dead = inverse_factor(hessian_KK, damping, name)
+    inputs' second moments allow. `inverse`: of those, as `inverse_factor` gives it."""
+    upper_KK, is_dead = inverse
     weight = weight_NK.float().clone()
     weight[:, is_dead] = 0
     num_columns = weight.shape[1]
     slab = max(_SLAB // pattern.columns, 1) * pattern.columns
     for first in range(0, num_columns, slab):
         end = min(first + slab, num_columns)
-        part, own = weight[:, first:end].clone(), factor[first:end, first:end]
+        own = upper_KK[first:end, first:end]
         importance = own.diagonal() ** 2
-        errors = torch.zeros_like(part)
-        keep = torch.ones_like(part, dtype=torch.bool)
+        part_KN = weight[:, first:end].t().contiguous()  # so that a column of the matrix is one piece of memory
+        errors_KN, keep_KN = torch.zeros_like(part_KN), torch.ones_like(part_KN)
         if not pattern.kept:
-            keep = pattern.keep(part**2 / importance, sparsity)
+            keep_KN = pattern.keep((part_KN.t() ** 2 / importance).contiguous(), sparsity).t().to(part_KN.dtype)
         for i in range(end - first):
             if pattern.kept and i % pattern.columns == 0:
                 some = slice(i, i + pattern.columns)
-                keep[:, some] = pattern.keep((part[:, some] ** 2 / importance[some]).contiguous(), 0.0)
-            value = part[:, i] * keep[:, i]
+                scores = (part_KN[some].t() ** 2 / importance[some]).contiguous()
+                keep_KN[some] = pattern.keep(scores, 0.0).t().to(part_KN.dtype)
+            value = part_KN[i] * keep_KN[i]
             if rounding is not None:
                 value = rounding(value)
-            error = (part[:, i] - value) / own[i, i]
-            part[:, i:] -= error.unsqueeze(1) * own[i, i:]
-            part[:, i] = value
-            errors[:, i] = error
-        weight[:, first:end] = part
-        weight[:, end:] -= errors @ factor[first:end, end:]
+            torch.div(part_KN[i] - value, own[i, i], out=errors_KN[i])
+            part_KN[i] = value
+            part_KN[i + 1 :].addr_(own[i, i + 1 :], errors_KN[i], alpha=-1)
+        weight[:, first:end] = part_KN.t()
+        weight[:, end:] -= errors_KN.t() @ upper_KK[first:end, end:]
     return weight
 
 
-def int8_rounding(weight_NK: torch.Tensor) -> tuple[Rounding, torch.Tensor]:
-    """To 8 bits with a scale for each row, symmetric, so that 0 stays 0; and the scales [N, 1]."""
-    scales = (weight_NK.abs().amax(1) / 127).clamp(min=1e-12)
-    return lambda column: (column / scales).round().clamp(-127, 127) * scales, scales.unsqueeze(1)
+def sparse_integers(
+    weight_NK: torch.Tensor, inverse: tuple[torch.Tensor, torch.Tensor], pattern: Pattern, sparsity: float, bits: int
+) -> IntWeight:
+    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0."""
+    grid = Grid(bits, 0, symmetric=True)
+    scales, _ = fit(weight_NK, grid)
+    row = scales[:, 0]
+    made = sparsegpt(weight_NK, inverse, pattern, sparsity, lambda column: round_to(column, row, None, grid) * row)
+    return IntWeight(bits, round_to(made, scales, None, grid).short(), scales, weight_NK.shape[1])
 
 
 # ---- structured: whole inputs of a matrix go
 
 
-def fit_columns(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, kept: torch.Tensor, damping: float) -> torch.Tensor:
+def fit_columns(weight_NK: torch.Tensor, moments_KK: torch.Tensor, kept: torch.Tensor, damping: float) -> torch.Tensor:
     """[N, kept]: the matrix of the kept inputs whose outputs are nearest to those of all."""
-    hessian = hessian_KK.double()
-    own = hessian[kept][:, kept]
+    moments = moments_KK.double()
+    own = moments[kept][:, kept]
     own = own + torch.diag((damping * own.diagonal().mean().clamp(min=1e-12)).expand(len(kept)))
-    return torch.linalg.solve(own, hessian[kept] @ weight_NK.double().t()).t().float()
+    return torch.linalg.solve(own, moments[kept] @ weight_NK.double().t()).t().float()
 
 
 def best_groups(scores_K: torch.Tensor, size: int, num_kept: int) -> torch.Tensor:

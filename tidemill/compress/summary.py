@@ -6,8 +6,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tidemill.compress.evaluate import Evaluation, Reporter, evaluate, text_windows
+from tidemill.compress.evaluate import Evaluation, evaluate, text_windows
 from tidemill.compress.quantize import Result
+from tidemill.compress.walk import Reporter
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate

@@ -22,14 +22,14 @@ class Reporter(Protocol):
     """What a run tells about its progress: a stage with its total, and how far it is."""
 
     def stage(self, name: str, total: int) -> None: ...
-    def at(self, done: int) -> None: ...
+    def at(self, done: int, note: str = "") -> None: ...
 
 
 class Quiet:
     def stage(self, name: str, total: int) -> None:
         return
 
-    def at(self, done: int) -> None:
+    def at(self, done: int, note: str = "") -> None:
         return
 
 

@@ -13,14 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill import events
 from tidemill.config import EngineConfig
 from tidemill.errors import AdapterError, InvalidRequest, TidemillError
 from tidemill.events import EventSink
-from tidemill.layers.lora import Loras
-from tidemill.weights.lora import LoraWeights, read_lora
 from tidemill.wire import AdapterInfo, AdapterReply, LoadAdapter, Refused
+
+if TYPE_CHECKING:
+    from tidemill.layers.lora import Loras
+    from tidemill.weights.lora import LoraWeights
 
 _LOOK_EVERY_S = 0.002  # for an adapter to be read, when there is nothing else to do
 
@@ -198,5 +201,7 @@ class AdapterStore:
 
 
 def _read(path: str, shapes: dict[str, tuple[int, int]], max_rank: int) -> tuple[LoraWeights, float]:
+    from tidemill.weights.lora import read_lora  # brings torch
+
     began = time.monotonic()
     return read_lora(Path(path), shapes, max_rank), began

@@ -1,38 +1,32 @@
-"""EngineCore: plan, run, commit. One object, no threads, no sockets; the process and the offline API both drive it."""
+"""EngineCore: plan, run, commit. One object, no threads, no sockets, no torch."""
 
 from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions, resolve
-from tidemill.engine import kv_tiers
+from tidemill.config import EngineConfig
+from tidemill.engine import kv_saving
 from tidemill.engine.adapters import Adapter, AdapterStore
 from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
-from tidemill.engine.kv_tiers import open_tiers
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import ConfigError, InvalidRequest, ModelFailed, TidemillError
+from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WorkerLost
 from tidemill.events import Event, EventBuffer
-from tidemill.frontend.structured import Matcher, check_backend
-from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels import machine
+from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Tiers
 from tidemill.kv_policy import CachePolicy, settle
 from tidemill.model_config import ModelConfig
-from tidemill.models.base import Model, ProgressFn
-from tidemill.models.registry import model_class
-from tidemill.quant import SCHEMES, WeightPlan
-from tidemill.runner.base import StepResult
-from tidemill.runner.make import make_runner
-from tidemill.runner.spec.registry import SLOPES, Parts, make_drafters
+from tidemill.runner.base import Ranks, Runner, StepResult
+from tidemill.runner.spec import SLOPES, Drafter
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.plan import StepPlan
@@ -41,9 +35,6 @@ from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
 from tidemill.sched.request import BACKGROUND, Request, Status
 from tidemill.sched.scheduler import Scheduler
-from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
-from tidemill.weights.digest import digest_of
-from tidemill.weights.locate import locate
 from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
@@ -60,52 +51,36 @@ class InFlight(NamedTuple):
     is_ahead: bool  # it was launched before the one before it was collected
 
 
-def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
-    """A checkpoint, without its weights."""
-    checkpoint = open_checkpoint(locate(model))
-    architecture = model_class(checkpoint)
-    return checkpoint, architecture, architecture.read_config(checkpoint)
+@dataclass(slots=True)
+class Parts:
+    """What an engine is made of, besides the scheduler. `engine/load.py` makes them of a model, a simulation of a cost model."""
 
-
-def weight_plan(config: EngineConfig, dtype: str) -> WeightPlan:
-    return WeightPlan(SCHEMES[dtype], config.device, config.fast_math)
-
-
-def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model], ModelConfig]:
-    """A draft model, without its weights. Its tokens must be the target's."""
-    checkpoint, architecture, config = inspect(name)
-    if checkpoint.path != target.path:
-        theirs, ours = Tokenizer.load(checkpoint.path).vocabulary, Tokenizer.load(target.path).vocabulary
-        if theirs != ours:
-            num = len(theirs.items() ^ ours.items())
-            raise ConfigError(
-                f"The draft model {name} has another tokenizer than {target.path.name}: {num:,} tokens differ.",
-                fix="Use a draft model with the same vocabulary, such as a smaller one of the same family.",
-                param="draft_model",
-            )
-    return checkpoint, architecture, config
+    runner: Runner
+    model_config: ModelConfig
+    structured: StructuredOutput
+    drafters: Sequence[Drafter] = ()
+    tiers: Tiers | None = None
+    take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
+    ranks: Ranks | None = None  # if the runner is of several processes
 
 
 class EngineCore:
     def __init__(
         self,
-        model: Model,
+        parts: Parts,
         config: EngineConfig,
         clock: Clock | None = None,
-        draft: Model | None = None,
-        weights_digest: bytes = b"",
+        emit: EventBuffer | None = None,
     ) -> None:
-        """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk."""
+        """`emit`: has the events of its making."""
         self.config = config
-        self.model_config = model.config
+        self.model_config = parts.model_config
         self._clock = clock or MonotonicClock()
-        self._events = EventBuffer()
-        self.runner = make_runner(model, config)
+        self._events = emit or EventBuffer()
+        self.runner, self.ranks = parts.runner, parts.ranks
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
-        is_long = model.config.has_long_factors(config.max_context)
-        tiers = open_tiers(self.runner, config, weights_digest + bytes([is_long]), self._events, self._clock.now)
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
@@ -114,7 +89,7 @@ class EngineCore:
                 config.layout.groups,
                 config.token_budget,
                 config.prefix_index,
-                tiers,
+                parts.tiers,
                 config.max_pinned,
                 tells_empty=config.kv_layout == "virtual",
             ),
@@ -126,21 +101,20 @@ class EngineCore:
             emit=self._events,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
-            whole_prompts=model.config.pooler is not None,
+            whole_prompts=parts.model_config.pooler is not None,
             order=config.queue_order,
             evict=config.evict,
             max_draws=config.max_draws,
         )
-        self.structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
-        drafters = make_drafters(Parts(config, self.runner, model.config.vocab_size, self.structured.forced, draft))
+        self.structured = parts.structured
         self.drafting = None
-        if drafters:
+        if parts.drafters:
             how = (config.max_drafts, SLOPES[config.device], self._clock, self._events, config.adaptive_drafts)
-            self.drafting = Drafting(drafters, *how)
+            self.drafting = Drafting(parts.drafters, *how)
         self.adapters = AdapterStore(self.runner.loras, config, self._clock.now, self._events)
         self._adapter_of: dict[str, Adapter] = {}  # by request id
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
-        self._take_expert_counts = model.take_expert_counts
+        self._take_expert_counts = parts.take_expert_counts
         self._take_expert_counts()  # what starting computed
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
@@ -152,37 +126,14 @@ class EngineCore:
         self.beams = BeamSearches(self.scheduler, self._events, self._adopt, self._forget)
         self.before_admitted_run: Callable[[list[Event]], None] | None = None  # gets the events so far
 
-    @classmethod
-    def load(
-        cls,
-        options: EngineOptions,
-        progress: ProgressFn | None = None,
-    ) -> EngineCore:
-        """From a user's options to an engine that can run."""
-        make_policy(options.policy)  # a wrong name is an error before gigabytes are read
-        check_backend(options.structured_backend)
-        checkpoint, architecture, model_config = inspect(options.model)
-        draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
-        config = resolve(options, model_config, machine.detect(), None if draft is None else draft[2])
-        machine.set_threads(config.threads)
-        if options.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
-        random = options.load_format == "dummy"
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
-        draft_model = None
-        if draft is not None and config.draft is not None:
-            plan = weight_plan(config, config.draft.dtype)
-            draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-        weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
-        core = cls(model, config, draft=draft_model, weights_digest=weights)
-        core.structured.tokenizer_path = checkpoint.path
-        for number, (name, path) in enumerate(options.lora_paths.items(), 1):
-            core.adapters.load_now(number, name, path)
-        return core
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Steps were launched and are not collected."""
+        return bool(self._in_flight)
 
     @property
     def idle_s(self) -> float:
@@ -200,9 +151,11 @@ class EngineCore:
         if self.runner.mover is not None:
             if not self._in_flight:
                 self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
-                kv_tiers.save(self.scheduler, self.runner)
+                kv_saving.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
+        if self.ranks is not None:
+            self.ranks.close()
         self._is_closed = True
 
     def has_grammar(self, grammar: Grammar) -> bool:
@@ -368,6 +321,8 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
+        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+            raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
             self._num_failed_steps += 1

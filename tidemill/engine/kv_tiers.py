@@ -1,11 +1,9 @@
-"""The tiers of an engine: host memory and a file of pages, opened for its runner, and what of the cache goes there at the end."""
+"""The tiers of an engine: host memory and a file of pages, opened for its runner."""
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 from tidemill import events
@@ -18,10 +16,7 @@ from tidemill.kv.tiers import Tiers
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_mover
 from tidemill.runner.page_file import PageFile, PageFileError
-from tidemill.sched.scheduler import Scheduler
 from tidemill.version import __version__
-
-SAVE_S = 5.0  # at the end of an engine, at most
 
 
 def open_tiers(runner: Runner, config: EngineConfig, weights: bytes, emit: EventSink, now: Callable[[], float]) -> Tiers | None:
@@ -56,22 +51,3 @@ def _digest(config: EngineConfig, weights: bytes) -> bytes:
         hashlib.sha256(calibration).hexdigest(),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).digest()
-
-
-def save(scheduler: Scheduler, runner: Runner, seconds: float = SAVE_S) -> None:
-    """Before an engine ends: what is cached goes to disk, the latest first, as far as the time allows."""
-    mover, tiers = runner.mover, scheduler.kv.tiers
-    if mover is None or tiers is None:
-        return
-    until, pages = time.monotonic() + seconds, scheduler.kv.cached_pages() if tiers.disk.num else iter(())
-    while time.monotonic() < until:
-        scheduler.moved(mover.done())
-        some = list(islice(pages, max(0, tiers.host.num // 4 - tiers.num_moves)))
-        for page in some:
-            scheduler.kv.save(page)
-        plan = scheduler.plan_moves()
-        if plan is not None:
-            runner.change_pages(plan)
-        elif not tiers.is_busy and not some:
-            break
-        mover.wait(0.01)

@@ -19,7 +19,6 @@ import msgspec
 from tidemill.config import EngineOptions
 from tidemill.engine.bars import loading_bar, request_bar
 from tidemill.engine.beam_outputs import BeamSearchOutput
-from tidemill.engine.core import EngineCore
 from tidemill.engine.link import error_from
 from tidemill.engine.llm_inputs import (
     check_messages,
@@ -32,7 +31,8 @@ from tidemill.engine.llm_inputs import (
     wants_bar,
 )
 from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.engine.load import load_core
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
@@ -68,9 +68,12 @@ class LLM:
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
         given = EngineOptions(**defaults | settings)
+        if given.data_parallel > 1:
+            fix = "Serve the model with --data-parallel, or make an LLM in each of several processes."
+            raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template)
         with loading_bar(progress) as (bar, task):
-            self.core = EngineCore.load(
+            self.core = load_core(
                 given,
                 lambda _, done, total: bar.update(task, completed=done, total=total),
             )

@@ -16,7 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
-from tidemill.engine.core import EngineCore, inspect, inspect_draft, refusal
+from tidemill.engine.core import EngineCore, refusal
+from tidemill.engine.load import inspect, inspect_draft, load_core
 from tidemill.errors import TidemillError
 from tidemill.events import Event
 from tidemill.frontend.structured import Matcher
@@ -79,7 +80,7 @@ class EngineProcess:
         if start is None:
             return
         try:
-            core = EngineCore.load(start.options, self._report)
+            core = load_core(start.options, self._report)
             of_start = core.take_events()
             step_s = _measure_step(core)
         except TidemillError as error:
@@ -91,11 +92,15 @@ class EngineProcess:
         self.send(Ready(core.model_config, core.config, step_s, [adapter.info for adapter in core.adapters]))
         if of_start:
             self.send(StepOutput([], of_start))
+        if core.ranks is not None:
+            self._poller.register(core.ranks.alarm, zmq.POLLIN)
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
             self._take_messages(core, idle_s)
+            if core.ranks is not None:
+                core.ranks.check()
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)

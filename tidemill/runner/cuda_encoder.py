@@ -26,12 +26,13 @@ from tidemill.kernels.cuda.records import HEADER, PROMPT_WIDTH, PROMPTS
 from tidemill.kernels.flex_attention import FlexAttention, refused_if_not_compiled
 from tidemill.kernels.kv_cache import PagedKV
 from tidemill.models.base import Model
-from tidemill.runner.base import StepResult, to_host
+from tidemill.runner.base import StepResult
 from tidemill.runner.batch import Batch, gather_batch
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_runner import CudaStep
 from tidemill.runner.cuda_work import padded, prompts
 from tidemill.runner.page_moves import PageMover
+from tidemill.runner.reports import to_host
 from tidemill.runner.state import RowState, upload
 from tidemill.sched.plan import StepPlan
 

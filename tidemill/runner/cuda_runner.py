@@ -47,12 +47,13 @@ from tidemill.kv_format import FORMATS
 from tidemill.layers.cuda_lora import CudaLoras
 from tidemill.model_config import AttentionSpec, ModelConfig
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, accept, broken_rows, draws, look_at_prompt
+from tidemill.runner.base import StepResult, accept, broken_rows, draws
 from tidemill.runner.cuda_graphs import Graph, Step, capture, one_of_each_kind, sizes
 from tidemill.runner.cuda_sampler import CudaSampler, score
 from tidemill.runner.cuda_work import Work, chains, make_work, padded
 from tidemill.runner.flash_trial import FROM_TOKENS, Contest, FlashTrial, run_trial
 from tidemill.runner.page_moves import PageMover, changed_pages
+from tidemill.runner.reports import Report, look_at_prompt
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem, StepPlan

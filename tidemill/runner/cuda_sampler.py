@@ -16,7 +16,8 @@ import torch
 from tidemill.kernels.cuda import logprobs
 from tidemill.kernels.cuda.sampling import RECORD, Workspace, find_limits, redraw
 from tidemill.models.base import CausalLM
-from tidemill.runner.base import Report, StepResult, look_at_prompt, scores_to_host, to_host
+from tidemill.runner.base import StepResult
+from tidemill.runner.reports import Report, look_at_prompt, scores_to_host, to_host
 from tidemill.runner.sampler import ADJUSTMENTS, Asked, Scores, with_named
 from tidemill.runner.state import RowState, upload
 from tidemill.sampling import MAX_LOGPROBS, SamplingParams

@@ -17,13 +17,14 @@ class Inputs:
     num_tokens: int
     mean_K: torch.Tensor  # of absolute values
     largest_K: torch.Tensor
+    squares_K: torch.Tensor  # sums
     moments_KK: torch.Tensor | None  # sum of x xᵀ
     sample_TK: torch.Tensor  # some tokens
 
     def divide(self, scales_K: torch.Tensor) -> None:
         """The layer before now gives inputs divided by these."""
         self.mean_K, self.largest_K = self.mean_K / scales_K, self.largest_K / scales_K
-        self.sample_TK = self.sample_TK / scales_K
+        self.sample_TK, self.squares_K = self.sample_TK / scales_K, self.squares_K / scales_K**2
         if self.moments_KK is not None:
             self.moments_KK = self.moments_KK / scales_K / scales_K[:, None]
 
@@ -49,10 +50,11 @@ def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> di
         if name not in made:
             zeros = torch.zeros_like(mean)
             square = torch.zeros(mean.numel(), mean.numel(), device=mean.device) if moments else None
-            made[name] = Inputs(0, zeros, zeros, square, x_TK[:0])
+            made[name] = Inputs(0, zeros, zeros, zeros, square, x_TK[:0])
         own = made[name]
         own.num_tokens += x_TK.shape[0]
         own.largest_K, own.mean_K = torch.maximum(own.largest_K, largest), own.mean_K + mean
+        own.squares_K = own.squares_K + x_TK.square().sum(0)
         if own.moments_KK is not None:
             own.moments_KK.addmm_(x_TK.t(), x_TK)
         if own.sample_TK.shape[0] < num_samples:

@@ -18,7 +18,7 @@ from tidemill.runner.spec.suffix import SuffixDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DrafterParts:
     """What drafters are made of."""
 
     config: EngineConfig
@@ -28,26 +28,24 @@ class Parts:
     draft_model: Model | None = None
 
 
-def _draft_model(parts: Parts) -> Drafter:
+def _draft_model(parts: DrafterParts) -> Drafter:
     assert parts.draft_model is not None
     assert parts.config.draft is not None
     return DraftModelDrafter(parts.draft_model, parts.config.draft, parts.vocab_size)
 
 
-def _heads(name: str, parts: Parts) -> Drafter:
+def _heads(name: str, parts: DrafterParts) -> Drafter:
     return HeadsDrafter(name, parts.config, parts.runner)
 
 
-DRAFTERS: dict[str, Callable[[Parts], Drafter]] = {
+DRAFTERS: dict[str, Callable[[DrafterParts], Drafter]] = {
     "forced": lambda parts: ForcedDrafter(parts.forced),
     "ngram": lambda parts: NgramDrafter(),
     "suffix": lambda parts: SuffixDrafter(),
     "draft-model": _draft_model,
     **{name: partial(_heads, name) for name in ("medusa", "eagle", "exit", "exit-bandit")},
 }
-# What a further token adds to the time of a step of one, before it is measured.
-SLOPES = {"cpu": 0.35, "cuda": 0.005}
 
 
-def make_drafters(parts: Parts) -> list[Drafter]:
+def make_drafters(parts: DrafterParts) -> list[Drafter]:
     return [DRAFTERS[name](parts) for name in parts.config.speculate]

@@ -15,6 +15,7 @@ from tidemill.weights.packed.compressed import CompressedTensors
 from tidemill.weights.packed.fp8 import FP8
 from tidemill.weights.packed.gobo import GOBO
 from tidemill.weights.packed.gptq import AWQ, GPTQ
+from tidemill.weights.packed.lowrank import LowRank
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Scheme]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": Mxfp4,
     "bitnet": BitNet,
+    "low_rank": LowRank,
     "gobo": GOBO,
 }
 
@@ -49,7 +51,7 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
 
 
 def gathered(scheme: Scheme, files: Iterable[tuple[Path, Any]]) -> Iterator[WeightTensor | tuple[Any, str, Path]]:
-    """The matrices of open files; what is no part of one comes as file, name and path. Parts of one may lie in different files."""
+    """The matrices of open files, whose parts may lie in different ones; what is no part comes as file, name and path."""
     modules: dict[str, dict[str, Stored]] = {}
     order: list[tuple[Any, str, Path, tuple[str, str] | None]] = []
     for path, file in files:

@@ -90,7 +90,7 @@ def byte_integers(weight, per="channel", static=False):
     codes = (weight / scales.float()).round().clamp(-128, 127)
     tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
     if static:
-        tensors["input_scale"] = torch.tensor([0.05])
+        tensors["input_scale"] = torch.tensor([0.03])
     return tensors, codes * scales.float()
 
 
@@ -161,6 +161,21 @@ def sparse24(weight):
     return tensors, weight * kept
 
 
+def gobo(weight, bits=3):
+    """Centroids evenly spaced over what is no outlier."""
+    flat = weight.flatten()
+    is_outlier = flat.abs() > 2.5 * flat.std()
+    centroids = torch.linspace(-2.4, 2.4, 2**bits) * flat.std()
+    numbers = flat[:, None].sub(centroids).abs().argmin(1)
+    values = torch.where(is_outlier, flat, centroids[numbers])
+    places = is_outlier.nonzero()[:, 0]
+    tensors = {
+        "weight_packed": words(numbers.view(weight.shape), bits), "weight_shape": torch.tensor(list(weight.shape)),
+        "weight_centroids": centroids, "weight_outliers": flat[places], "weight_places": places.to(torch.int32),
+    }  # fmt: skip
+    return tensors, values.view(weight.shape)
+
+
 def compressed(layout="pack-quantized", bits=4, inputs=None, kind="int", **more):
     group = {"weights": {"num_bits": bits, "type": kind} | more, "input_activations": inputs, "targets": ["Linear"]}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -172,7 +187,7 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 # By name: a packer and the configuration.
 LAYOUTS = {
-    "gptq": (gptq, _GPTQ),
+    "gptq": (gptq, _GPTQ | {"sym": True}),
     "gptq act-order": (lambda w: gptq(w, act_order=True, symmetric=False), _GPTQ | {"desc_act": True}),
     "gptq v2 per channel": (
         lambda w: gptq(w, group=-1, symmetric=False, v2=True), _GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"},
@@ -203,6 +218,7 @@ LAYOUTS = {
     "bitnet offline": (
         lambda w: ternary(w, False), {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"},
     ),
+    "gobo": (gobo, {"quant_method": "gobo", "bits": 3}),
     "sparse 2:4": (
         sparse24, {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-24-bitmask"}},
     ),

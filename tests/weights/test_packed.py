@@ -6,13 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers import load_model, make_llama
+from tests.helpers import greedy, load_model, make_core, make_llama, run
 from tests.models.test_llama import prompt_logits
 from tests.weights.packers import LAYOUTS, quantize_folder
 from tidemill.errors import CheckpointError
+from tidemill.kernels import native
+from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
-SIZES = {"intermediate_size": 192, "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+SIZES = {"intermediate_size": 192, "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "initializer_range": 0.08}
 MODULE = "model.layers.0.mlp.down_proj"
 
 
@@ -59,8 +62,8 @@ def test_values_are_those_that_were_written(layout, tmp_path):
     tensor, values = read(tmp_path)
     assert tensor.name == f"{MODULE}.weight"
     assert tuple(tensor.shape) == (96, 128)
-    exact = layout not in ("bnb int8", "bitnet")  # which multiply by a rounded inverse
-    torch.testing.assert_close(values, expected, rtol=0 if exact else 1e-6, atol=0)
+    exact = layout not in ("bnb int8", "bitnet", "gobo")  # which multiply by a rounded inverse, or add a difference
+    torch.testing.assert_close(values, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
 
 
 def test_parts_of_a_matrix_may_lie_in_different_files(tmp_path):
@@ -98,6 +101,7 @@ BROKEN = {
     "no largest values": ("nf4", {"weight.nested_absmax": None}, "nested_absmax is missing"),
     "codes that are not ternary": ("bitnet", {"weight": lambda t: t | 3}, "not ternary"),
     "rows without scales": ("bnb int8", {"SCB": None}, "SCB is missing"),
+    "places outside the matrix": ("gobo", {"weight_places": lambda t: t + 96 * 128}, "outside the matrix"),
     "a mask of too many": ("sparse 2:4", {"bitmask": lambda t: t | 255}, "half of each row"),
 }  # fmt: skip
 
@@ -145,3 +149,69 @@ def test_a_folder_loads_in_float32(layout, tmp_path):
     with torch.no_grad():
         expected = reference(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(prompt_logits(model, ids), expected, atol=1e-3, rtol=1e-4)
+
+
+# ---- multiplied as they are stored
+
+# Error of all logits as a part of them, against the same weights dequantized, in float32. Activations are rounded to 8 bits: with
+# a scale for 32 of them, for all of a token (W8A8, ternary), or one for ever (static); 8-bit floats become bfloat16.
+BOUNDS = {
+    "gptq": 0.025, "gptq act-order": 0.025, "gptq v2 per channel": 0.025, "gptq 8 bits": 0.025, "gptq 3 bits": 0.025,
+    "awq": 0.025, "int4": 0.025, "int4 asymmetric": 0.025, "int4 act-order": 0.025, "int8 groups": 0.025, "w8a16": 0.025,
+    "bnb int8": 0.025, "nf4": 0.035, "nf4 plain": 0.035, "fp4": 0.03, "fp8 tensor": 0.01, "fp8 block": 0.01,
+    "fp8 deepseek": 0.01, "w8a8": 0.035, "w8a8 static": 0.1, "bitnet": 0.025, "bitnet offline": 0.025, "gobo": 0.03,
+}  # fmt: skip
+OFTEN = ("gptq act-order", "nf4", "w8a8", "bitnet")
+
+
+def often(layouts):
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in layouts]
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", often(BOUNDS))
+def test_packed_logits_are_near_those_of_dequantized_weights(layout, tmp_path):
+    reference = make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout, reference)
+    model = load_model(tmp_path, "quantized")
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (prompt_logits(model, ids) - expected).norm() / expected.norm()
+    assert error < BOUNDS[layout]
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", often([name for name in BOUNDS if "plain" not in name]))
+def test_bytes_are_as_declared(layout, tmp_path):
+    if layout.startswith(("fp8", "sparse")):
+        pytest.skip("held dense")
+    one_matrix(tmp_path, layout, (96, 256))
+    (tensor,) = open_checkpoint(tmp_path).tensors()
+    codes = fit(tensor.codes())
+    held = QuantizedPanels(codes, None)
+    declared = HELD["quantized", "cpu"].bytes_of(tensor.type_name, True) * 96 * 256
+    rows = 8 * 96 if tensor.type_name.endswith("-C") or tensor.type_name == "TERNARY" else 0  # scales of rows
+    head = 32 + (4 * 256 if "act-order" in layout else 0)  # table, scale of activations; order of columns
+    if layout == "gobo":  # places and values of outliers
+        rows, head = rows + 8 * 96, head + 4 * 13 + 8 * codes.outliers.places.numel()
+    assert declared <= held.num_bytes <= declared + rows + head
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize(
+    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet"])
+)
+def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout)
+    model = load_model(tmp_path, "quantized")
+    prompt = [5, 9, 30, 41, 7] * 4
+    params = greedy(8, logprobs=2)
+    alone = run(make_core(model), {"a": (prompt, params)})["a"]
+    others = {f"b{i}": ([i + 3] * (5 + 3 * i), greedy(12)) for i in range(6)}
+    assert run(make_core(model), {**others, "a": (prompt, params)})["a"] == alone
+    assert run(make_core(model, token_budget=7, max_requests=4), {"a": (prompt, params)})["a"] == alone
+    core = make_core(model)
+    run(core, {"first": (prompt, params)})
+    assert run(core, {"a": (prompt, params)})["a"] == alone

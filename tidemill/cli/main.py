@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
@@ -23,8 +24,10 @@ from tidemill.cli import (
     prompt_cache,
     prune,
     quantize,
+    route,
     serve,
     train_draft,
+    worker,
 )
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
@@ -49,9 +52,12 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 app.command(epilog=EPILOG, cls=Command)(serve.serve)
+app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
+app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)

@@ -80,8 +80,8 @@ def calibration_ids(model: Path, vocab_size: int, asked: Calibration, work: Path
 
 
 def _written(model: Path, asked: Calibration, work: Path, report: Reporter) -> Any:
-    from tidemill.engine.load import inspect
     from tidemill.engine.llm import LLM
+    from tidemill.engine.load import inspect
 
     context = min(1024, inspect(str(model))[2].max_context)
     llm = LLM(str(model), device="cpu", max_requests=32, max_context=context, progress=False)

@@ -44,6 +44,13 @@ class EngineOptions:
     max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
     session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
+    tensor_parallel: int = 1  # ranks that share each layer
+    pipeline_parallel: int = 1  # stages of layers
+    expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
+    remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
+    workers_address: str | None = None  # HOST:PORT
+    workers_key_file: str | None = None
+    data_parallel: int = 1  # engines that serve the model side by side
     fast_math: bool = False
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter

@@ -22,12 +22,14 @@ SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  #
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """`fast`: sums may run in an order that depends on the number of rows."""
+    """`fast`: sums may run in an order that depends on the number of rows. `expert_parallel`: a rank has some experts, not some
+    of each."""
 
     scheme: str = "dense"
     device: str = "cpu"
     fast: bool = False
     shard: Shard = WHOLE
+    expert_parallel: bool = False
 
     @property
     def method(self) -> LinearMethod[Any]:

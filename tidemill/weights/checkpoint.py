@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes, concat, quantize
-from tidemill.model_config import PLAIN_TYPES
+from tidemill.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
 from tidemill.weights.packed.base import Scheme
 from tidemill.weights.packed.scheme import gathered, read_scheme
+from tidemill.weights.slices import Inner
 
 _ROWS_AT_ONCE = 2048
 
@@ -47,26 +49,47 @@ class WeightTensor(Protocol):
         """One of a stack of matrices."""
         ...
 
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        """Neighbouring rows: `num_bytes` and what is read are theirs."""
+        ...
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        """Of a matrix, neighbouring columns; bytes as above, and those of blocks that the cut goes through."""
+        ...
+
 
 class RandomTensor:
-    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so."""
+    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so. By
+    the name alone, so that ranks agree about what all of them have."""
 
     type_name = "BF16"
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], num_in: int = 0, place: str = "") -> None:
+        """`num_in`, `place`: of a part of a matrix, the columns of the whole, and which part it is."""
         self.name, self.shape, self.num_bytes = name, shape, 0
+        self._num_in, self._place = num_in or shape[-1], place
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) == 1:
             out.fill_(0.0 if self.name.endswith(".bias") else 1.0)
         else:
-            out.normal_(0.0, self.shape[-1] ** -0.5)
+            source = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self.name}{self._place}".encode()))
+            out.normal_(0.0, self._num_in**-0.5, generator=source)
 
     def codes(self) -> None:
         return None
 
     def matrix(self, number: int) -> RandomTensor:
-        return RandomTensor(self.name, self.shape[1:])
+        return self._part(self.shape[1:], f"[{number}]")
+
+    def rows(self, begin: int, end: int) -> RandomTensor:
+        return self._part((end - begin, *self.shape[1:]), f"[{begin}:]")
+
+    def columns(self, begin: int, end: int) -> RandomTensor:
+        return self._part((self.shape[0], end - begin), f"[:, {begin}:]")
+
+    def _part(self, shape: tuple[int, ...], place: str) -> RandomTensor:
+        return RandomTensor(self.name, shape, self._num_in, self._place + place)
 
 
 class Checkpoint(Protocol):
@@ -108,7 +131,7 @@ class _FromGGUF:
     def codes(self) -> Codes | None:
         if self.type_name in PLAIN_TYPES:
             return None
-        rows = self._tensor.raw.reshape(self.shape[0], -1)
+        rows = np.ascontiguousarray(self._tensor.raw).reshape(self.shape[0], -1)
         if can_read(self.type_name):
             codes = read_codes(self.type_name, rows)
         else:  # a slice of rows at a time: the floats in between are several times the result
@@ -123,6 +146,19 @@ class _FromGGUF:
         num_rows = self._tensor.raw.shape[0] // self.shape[0]
         rows = self._tensor.raw[number * num_rows : (number + 1) * num_rows]
         return _FromGGUF(replace(self._tensor, raw=rows, shape=self.shape[1:]))
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        if len(self.shape) == 1:  # stored as one row
+            return _FromGGUF(self._tensor.columns(begin, end))
+        per_row = self._tensor.raw.shape[0] // self.shape[0]
+        raw = self._tensor.raw[begin * per_row : end * per_row]
+        return _FromGGUF(replace(self._tensor, raw=raw, shape=(end - begin, *self.shape[1:])))
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        block = self._tensor.block
+        first, last = begin // block * block, min(-(-end // block) * block, self.shape[1])
+        whole = _FromGGUF(self._tensor.columns(first, last))
+        return whole if (first, last) == (begin, end) else Inner(whole, 1, begin - first, end - first)
 
     def _quantized(self, raw: np.ndarray) -> Codes:
         part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
@@ -179,12 +215,14 @@ class GGUFCheckpoint:
 
 
 class _FromSafetensors:
-    """`number`: of one of a stack of matrices, if only that is meant."""
+    """`at`: of one of a stack of matrices, of rows or of columns, what the stored tensor is indexed by; empty: the whole."""
 
-    def __init__(self, file: Any, name: str, path: Path, number: int | None = None) -> None:
-        self._file, self.name, self._path, self._number = file, name, path, number
+    def __init__(self, file: Any, name: str, path: Path, at: tuple[int | slice, ...] = ()) -> None:
+        self._file, self.name, self._path, self._at = file, name, path, at
         self._view = file.get_slice(name)
-        self.shape = tuple(self._view.get_shape())[0 if number is None else 1 :]
+        stored = tuple(self._view.get_shape())
+        places = zip(at + (slice(None),) * (len(stored) - len(at)), stored, strict=True)
+        self.shape = tuple(len(range(num)[place]) for place, num in places if isinstance(place, slice))
         self.type_name = str(self._view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
@@ -194,14 +232,29 @@ class _FromSafetensors:
                 f"Tensor {self.name} in {self._path} has type {self.type_name}.",
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
-        values = self._file.get_tensor(self.name) if self._number is None else self._view[self._number]
+        values = self._view[self._at] if self._at else self._file.get_tensor(self.name)
         out.copy_(values.reshape(out.shape))
 
     def codes(self) -> Codes | None:
         return None
 
     def matrix(self, number: int) -> _FromSafetensors:
-        return _FromSafetensors(self._file, self.name, self._path, number)
+        return _FromSafetensors(self._file, self.name, self._path, (number,))
+
+    def rows(self, begin: int, end: int) -> _FromSafetensors:
+        return self._narrowed(0, begin, end)
+
+    def columns(self, begin: int, end: int) -> _FromSafetensors:
+        return self._narrowed(1, begin, end)
+
+    def _narrowed(self, dim: int, begin: int, end: int) -> _FromSafetensors:
+        at = list(self._at) + [slice(None)] * (dim + 1 - sum(isinstance(place, slice) for place in self._at))
+        number = [i for i, place in enumerate(at) if isinstance(place, slice)][dim]
+        before = at[number]
+        assert isinstance(before, slice)
+        first = before.start or 0
+        at[number] = slice(first + begin, first + end)
+        return _FromSafetensors(self._file, self.name, self._path, tuple(at))
 
 
 _SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

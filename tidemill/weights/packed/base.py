@@ -13,6 +13,7 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes
+from tidemill.weights.slices import Inner
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -80,6 +81,12 @@ class PackedTensor(ABC):
 
     def matrix(self, number: int) -> WeightTensor:
         raise CheckpointError(f"Tensor {self.name} is one matrix, not a stack of them.")
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        return Inner(self, 0, begin, end)
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        return Inner(self, 1, begin, end)
 
 
 class Scheme(ABC):

@@ -1,4 +1,4 @@
-"""bitsandbytes: rows of bytes (LLM.int8()), and 4-bit numbers of a table (NF4, FP4) whose largest values may be quantized, too."""
+"""bitsandbytes: rows of bytes (LLM.int8()), and 4-bit numbers of a table (NF4, FP4) whose scales may be quantized, too."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class FP8Tensor(PackedTensor):
 
 
 class FP8(Scheme):
-    """Of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: `weight_scale_inv`, or `weight_scale`, is what values are multiplied by."""
+    """Of Transformers (`fp8`, `fbgemm_fp8`) and DeepSeek: values are multiplied by `weight_scale_inv`, or `weight_scale`."""
 
     parts = ("weight", "weight_scale_inv", "weight_scale")
     dropped = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale")

@@ -21,14 +21,14 @@ class _Grouped(PackedTensor):
 
     bits: int
 
-    def __init__(self, module: str, parts: dict[str, Stored], width: int, bits: int, group: int) -> None:
+    def __init__(self, module: str, parts: dict[str, Stored], width: int, bits: int, group: int, symmetric: bool = False) -> None:
         self._parts, self.bits = parts, bits
         num_groups, num_out = parts["scales"].check(_HALVES, (None, None)).shape
         self._group = width if group == -1 else group
         if num_groups != -(-width // self._group):
             raise parts["scales"].broken(f"has {num_groups} groups of {self._group}, but the matrix has {width} columns")
         parts["qzeros"].check(_INTS, (num_groups, num_out * bits // 32))
-        kind = f"UINT{4 if bits <= 4 else 8}"
+        kind = f"{'INT' if symmetric and bits in (4, 8) else 'UINT'}{4 if bits <= 4 else 8}"
         super().__init__(module, parts, (num_out, width), group_name(kind, self._group, width))
 
     def _codes(self, values_NK: np.ndarray, zeros_NG: np.ndarray, order: torch.Tensor | None) -> Codes:
@@ -40,13 +40,14 @@ class _Grouped(PackedTensor):
 
 
 class GPTQTensor(_Grouped):
-    """Codes [in / codes a word, out], zero points [groups, out / codes a word]. `zero_shift`: what stored zero points lack."""
+    """Codes [in / codes a word, out], zero points [groups, out / codes a word]. `zero_shift`: what stored zero points lack.
+    `symmetric`: they are said to be in the middle."""
 
-    def __init__(self, module: str, parts: dict[str, Stored], bits: int, group: int, zero_shift: int) -> None:
+    def __init__(self, module: str, parts: dict[str, Stored], bits: int, group: int, zero_shift: int, symmetric: bool) -> None:
         num_words, num_out = parts["qweight"].check(_INTS, (None, None)).shape
         width = num_words * 32 // bits
         self._zero_shift = zero_shift
-        super().__init__(module, parts, width, bits, group)
+        super().__init__(module, parts, width, bits, group, symmetric)
         parts["scales"].check(_HALVES, (None, num_out))
         if "g_idx" in parts:
             parts["g_idx"].check(_INTS, (width,))
@@ -101,11 +102,11 @@ class GPTQ(Scheme):
             raise self.refuse("GPTQ with rules for single modules (dynamic) cannot be read", "Use the same bits everywhere.")
         if self._group == 0:
             raise self.refuse("group_size is 0", "It must be -1 (one group a row) or more.")
-        self._zero_shift = 1 if layout == "gptq" else 0
+        self._zero_shift, self._symmetric = 1 if layout == "gptq" else 0, settings.get("sym") is True
 
     def tensor(self, module: str, parts: dict[str, Stored]) -> PackedTensor:
         lacks(module, parts, ("qweight", "qzeros", "scales"))
-        return GPTQTensor(module, parts, self._bits, self._group, self._zero_shift)
+        return GPTQTensor(module, parts, self._bits, self._group, self._zero_shift, self._symmetric)
 
 
 class AWQ(Scheme):

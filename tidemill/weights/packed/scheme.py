@@ -51,7 +51,7 @@ def read_scheme(settings: object, path: Path) -> Scheme | None:
 
 
 def gathered(scheme: Scheme, files: Iterable[tuple[Path, Any]]) -> Iterator[WeightTensor | tuple[Any, str, Path]]:
-    """The matrices of open files; what is no part of one comes as file, name and path. Parts of one may lie in different files."""
+    """The matrices of open files, whose parts may lie in different ones; what is no part comes as file, name and path."""
     modules: dict[str, dict[str, Stored]] = {}
     order: list[tuple[Any, str, Path, tuple[str, str] | None]] = []
     for path, file in files:

@@ -50,7 +50,7 @@ def gptq(num_out: int, width: int, bits: int = 4, ordered: bool = False) -> Part
     zeros = np.full((width // 128, num_out // per_word), 0x77777777 if bits == 4 else 0x7F7F7F7F, np.int32)
     return {
         "qweight": _words(width // per_word, num_out), "qzeros": zeros,
-        "scales": _scales(width // 128, num_out) * (16 // 2**bits or 1), "g_idx": groups.astype(np.int32),
+        "scales": _scales(width // 128, num_out) * np.float16(2.0 ** (4 - bits)), "g_idx": groups.astype(np.int32),
     }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def nf4(num_out: int, width: int) -> Parts:
         "weight": RNG.integers(0, 256, (num_out * width // 2, 1), dtype=np.uint8),
         "weight.absmax": np.full(num_out * width // 64, SCALE * 8, np.float32),
         "weight.quant_map": np.linspace(-1, 1, 16, dtype=np.float32),
-        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
+        "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8).copy(),
     }
 
 

@@ -62,7 +62,7 @@ def test_a_student_that_does_not_learn_is_the_teachers_layers(folder, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2
 
 
-@pytest.mark.parametrize("loss", ["soft", "ted"])
+@pytest.mark.parametrize("loss", ["soft", pytest.param("ted", marks=pytest.mark.slow)])
 def test_a_student_comes_nearer_and_drafts(folder, tmp_path, loss):
     distances = []
     for steps in (0, 16):

@@ -86,10 +86,10 @@ def test_inputs_that_say_nothing():
 
 
 CASES = [
-    ("magnitude", "weights", "unstructured"),
-    ("wanda", "weights", "4x4"),
+    pytest.param("magnitude", "weights", "unstructured", marks=pytest.mark.slow),
+    pytest.param("wanda", "weights", "4x4", marks=pytest.mark.slow),
     ("sparsegpt", "weights", "2:4"),
-    ("magnitude", "neurons", "unstructured"),
+    pytest.param("magnitude", "neurons", "unstructured", marks=pytest.mark.slow),
     ("sparsegpt", "neurons", "unstructured"),
     ("sparsegpt", "heads", "unstructured"),
     ("wanda", "layers", "unstructured"),
@@ -125,6 +125,7 @@ def test_what_is_left_serves(folder, tmp_path, method, structure, pattern):
         )
 
 
+@pytest.mark.slow
 def test_neurons_that_are_fitted_lose_less(folder, tmp_path):
     ids = [LLM(str(folder), progress=False, threads=1, max_requests=2).tokenizer.encode(TEXT)[:200]]
     original = LLM(str(folder), progress=False, threads=1, max_requests=2, dtype="float32")
@@ -223,6 +224,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bytes(folder, tmp_path, m
         assert (tmp_path / "parts" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.slow
 def test_several_files(folder, tmp_path):
     from tidemill.compress.folder import FolderWriter, names_outside
 

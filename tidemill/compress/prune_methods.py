@@ -128,9 +128,10 @@ def sparsegpt(
 def sparse_integers(
     weight_NK: torch.Tensor, inverse: tuple[torch.Tensor, torch.Tensor], pattern: Pattern, sparsity: float, bits: int
 ) -> IntWeight:
-    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0."""
+    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0. Scales are those of
+    a sweep without rounding: what is left grows to make up for what goes."""
     grid = Grid(bits, 0, symmetric=True)
-    scales, _ = fit(weight_NK, grid)
+    scales, _ = fit(sparsegpt(weight_NK, inverse, pattern, sparsity), grid)
     row = scales[:, 0]
     made = sparsegpt(weight_NK, inverse, pattern, sparsity, lambda column: round_to(column, row, None, grid) * row)
     return IntWeight(bits, round_to(made, scales, None, grid).short(), scales, weight_NK.shape[1])

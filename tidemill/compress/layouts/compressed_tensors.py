@@ -33,6 +33,8 @@ class CompressedTensors(Layout):
     def _integers(self, name: str, stored: IntWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if stored.threshold is not None:
             raise self.refuse(name, "activations above a threshold stay floats", "Choose --format bitsandbytes.")
+        if stored.groups_K is not None:
+            raise self.refuse(name, "its groups are of columns in another order", "Choose --act-order static or --format gptq.")
         num_out, width = stored.codes_NK.shape
         if stored.group < width and width % stored.group:
             fix = f"Choose a --group that divides {width}, or --format gptq."
@@ -45,7 +47,6 @@ class CompressedTensors(Layout):
             "strategy": "group" if is_grouped else "channel",
             "group_size": stored.group if is_grouped else None,
             "dynamic": False,
-            "actorder": "group" if stored.groups_K is not None else None,
         }
         scales = {"weight_scale": stored.scales_NG.to(torch.float16)}
         is_bytes = stored.bits == 8 and stored.act_per is not None and stored.zeros_NG is None
@@ -56,8 +57,6 @@ class CompressedTensors(Layout):
         made = {"weight_packed": pack(codes, stored.bits), "weight_shape": torch.tensor([num_out, width]), **scales}
         if stored.zeros_NG is not None:
             made["weight_zero_point"] = pack(zeros.t().contiguous(), stored.bits).t().contiguous()
-        if stored.groups_K is not None:
-            made["weight_g_idx"] = stored.groups_K.to(torch.int32)
         return made, scheme | {"format": "pack-quantized"}
 
     def _floats(self, name: str, stored: Fp8Weight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

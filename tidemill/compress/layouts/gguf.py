@@ -92,7 +92,8 @@ def write_gguf(decoder: Decoder, work: Work, report: Reporter) -> tuple[int, int
         elif number >= 0 and name in changed:
             writer.add_tensor(tensor.name, source.as_gguf(tensor.name, changed[name]).numpy())
         else:
-            writer.add_tensor(tensor.name, np.ascontiguousarray(tensor.raw), raw_dtype=gguf.GGMLQuantizationType(tensor.qtype))
+            raw = np.ascontiguousarray(tensor.raw).reshape(*tensor.shape[:-1], -1)
+            writer.add_tensor(tensor.name, raw, raw_dtype=gguf.GGMLQuantizationType(tensor.qtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

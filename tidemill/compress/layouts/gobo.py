@@ -17,14 +17,13 @@ class GOBOLayout(Layout):
         if not isinstance(stored, CentroidWeight):
             raise self.refuse(name, "it has no centroids", "Choose --method gobo.")
         self._bits = stored.bits
-        made = {
+        return {
             f"{name}.weight_packed": pack(stored.codes_NK, stored.bits),
             f"{name}.weight_shape": torch.tensor(list(stored.codes_NK.shape)),
             f"{name}.weight_centroids": stored.centroids,
+            f"{name}.weight_outliers": stored.outliers,
+            f"{name}.weight_places": stored.places.to(torch.int32),
         }
-        if stored.places.numel():
-            made |= {f"{name}.weight_outliers": stored.outliers, f"{name}.weight_places": stored.places.to(torch.int32)}
-        return made
 
     def config(self) -> dict[str, Any]:
         return {"quant_method": "gobo", "bits": self._bits}

@@ -128,8 +128,8 @@ def sparsegpt(
 def sparse_integers(
     weight_NK: torch.Tensor, inverse: tuple[torch.Tensor, torch.Tensor], pattern: Pattern, sparsity: float, bits: int
 ) -> IntWeight:
-    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0. Scales are those of
-    a sweep without rounding: what is left grows to make up for what goes."""
+    """SparseGPT with what is left rounded in the same sweep, to integers with a scale for each row; 0 stays 0. Scales are
+    those of a sweep without rounding: what is left grows to make up for what goes."""
     grid = Grid(bits, 0, symmetric=True)
     scales, _ = fit(sparsegpt(weight_NK, inverse, pattern, sparsity), grid)
     row = scales[:, 0]

@@ -17,6 +17,7 @@ from tidemill.cli import (
     memory,
     models,
     ollama,
+    plan_layout,
     prompt_cache,
     serve,
     train_draft,
@@ -51,6 +52,7 @@ app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
+app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from bench import gpu_checks
+from bench import gpu_checks, gpu_engine_checks
 from bench.gpu_checks import TILES, Scene, has_flash
 from bench.gpu_workloads import MODELS, VLLM, workloads
 from tidemill.config import EngineOptions
@@ -352,7 +352,9 @@ def main() -> None:
     parser.add_argument("--skip-kernels", action="store_true", help="do not time them one by one")
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for check in [getattr(gpu_checks, name) for name in filter(None, arguments.checks.split(","))]:
+    for check in [
+        getattr(gpu_checks, name, None) or getattr(gpu_engine_checks, name) for name in filter(None, arguments.checks.split(","))
+    ]:
         begin = time.perf_counter()
         try:
             check()

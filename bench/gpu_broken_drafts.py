@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.gpu_checks import ask, random_llama
+from bench.gpu_engine_checks import ask, random_llama
 from tests.helpers import Guesser, guess_with
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore

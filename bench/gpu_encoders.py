@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_checks import nothing_compiles
+from bench.gpu_engine_checks import nothing_compiles
 from tests.encoders import make_encoder, reference_embedding
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore

@@ -33,7 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gpu_checks import Scene, ask, nothing_compiles, random_llama, without_graphs
+from bench.gpu_checks import Scene
+from bench.gpu_engine_checks import ask, nothing_compiles, random_llama, without_graphs
 from bench.gpu_workloads import MODELS, Request, workloads
 from tidemill.config import EngineOptions, resolve
 from tidemill.engine.core import EngineCore
@@ -362,7 +363,7 @@ def check_retrieval() -> None:
 
 
 def check_engine() -> None:
-    """As bench.gpu_checks.check_engine, in each format."""
+    """As bench.gpu_engine_checks.check_engine, in each format."""
     folder = Path(tempfile.mkdtemp())
     random_llama(folder)
     draw = random.Random(0)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu_checks import ask, assert_near, nothing_compiles, with_weights, without_graphs
+from bench.gpu_engine_checks import ask, assert_near, nothing_compiles, with_weights, without_graphs
 from tidemill.cache_layout import StateLayout
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core

@@ -137,6 +137,20 @@ class WorkerLost(EngineDead):
     """A process of a group that computes one model together has ended; the group ends with it."""
 
 
+class NoUpstream(TidemillError):
+    """No server behind the router can take the request."""
+
+    kind = "upstream_unavailable"
+    status = 503
+
+
+class UpstreamFailed(TidemillError):
+    """A server behind the router ended or broke its answer, and the request cannot be sent again."""
+
+    kind = "upstream_error"
+    status = 502
+
+
 ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
     cls.__name__: cls
     for cls in (

@@ -11,8 +11,12 @@ from typing import TypeAlias
 import msgspec
 
 
-class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+class _Timed(msgspec.Struct, frozen=True, omit_defaults=True):
     time_s: float
+
+
+class _Event(_Timed, frozen=True, tag=True, kw_only=True):
+    replica: int = 0  # the number of the engine, where several serve one model
 
 
 class Submitted(_Event, frozen=True):

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS
+from tidemill.weight_types import HELD, PLAIN_TYPES, is_packed
 
-PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
-# Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
-QUANTIZED_TYPES = {
-    "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
-    "MXFP4": 18 / 32,
-}  # fmt: skip
-_OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 _MAX_LAYERS = 2**14
 
 
@@ -350,17 +344,13 @@ class ModelConfig:
         """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
         if dtype == "bfloat16":
             return 2 * self.num_parameters
-        total = 0.0
-        for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
-            if kind in PLAIN_TYPES:
-                total += num_values * (PLAIN_TYPES[kind] if compiled else 4)
-            else:
-                total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
-        return int(total)
+        held = HELD["quantized" if dtype == "quantized" else "dense", "cpu"]
+        stored = self.stored or {"F32": self.num_parameters}
+        return int(sum(num_values * held.bytes_of(kind, compiled) for kind, num_values in stored.items()))
 
     def unpacked_types(self, dtype: str) -> list[str]:
         """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
-        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
+        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and not is_packed(kind)]
         return sorted(other) if dtype == "quantized" else []
 
     @property

@@ -16,6 +16,7 @@ from tidemill.engine import inbox as inbox_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import EngineLink
+from tidemill.engine.pending import Pending
 from tidemill.errors import Cancelled, ClientTooSlow, DeadlineExceeded, EngineDead
 from tidemill.events import Aborted, EngineRestarted, Finished, KernelsFellBack, Submitted
 from tidemill.sampling import SamplingParams
@@ -115,7 +116,7 @@ def test_a_stall_takes_longer_where_steps_take_longer(tiny_folder, fragile):
 
 def test_suspects_of_people_are_tried_before_those_of_batches():
     pending = [
-        client_module._Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
+        Pending(Submit(name, [1], SamplingParams(), priority=priority), Inbox(), [[]], num_deaths=num)
         for name, priority, num in (("batch", BACKGROUND, 1), ("late", 5, 2), ("person", 0, 2), ("first", 3, 1))
     ]
     assert [one.request.request_id for one in sorted(pending, key=lambda one: one.trial_rank)] == [

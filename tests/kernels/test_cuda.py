@@ -422,7 +422,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, logprobs, lora, pooling, sampling, scan
+from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -497,6 +497,11 @@ types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
 build(logprobs._summarize, types, 8, STRETCH=8192, BLOCK=128)
 build(logprobs._normalize, types, 1, STRETCHES=32)
 
+types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=I, live_ptr=I, starts_ptr=I)
+how = dict(RANK=1, SIZE=2, BLOCK=8192, PROGRAMS=128, PIECE=16384)
+build(collectives._all_reduce, types, 8, **how)
+build(collectives._all_gather, types, 8, **how)
+
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tidemill.kernels.cuda import hopper_attention, scaled_attention
@@ -536,6 +541,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_pool",
+        "_pool", "_all_reduce", "_all_gather",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

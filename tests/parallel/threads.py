@@ -62,6 +62,9 @@ class ThreadGroup:
         self._number += 1
         return self._meeting.exchange(self.rank, self._number - 1, value)
 
+    def begin(self) -> None:
+        return
+
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         assert x_TN.dtype == torch.float32
         first, *others = self._exchange(x_TN.clone())

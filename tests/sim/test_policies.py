@@ -1,5 +1,7 @@
 """The textbook pictures, from the real scheduler on the virtual clock."""
 
+import itertools
+
 import pytest
 
 from tidemill.events import Deferred
@@ -160,3 +162,13 @@ def test_a_flood_of_the_highest_priority_starves_no_other_tenant(policy):
     assert max(waits) < AGEING_S + 5
     assert min(waits) > AGEING_S - 1  # until then, priority is strict: the flood never let go
     assert result.token_times_s["flood1199"][0] > 120
+
+
+@pytest.mark.parametrize("policy", ["continuous", "splitfuse", "prefill-first"])
+def test_steps_ahead_change_when_tokens_are_known_and_nothing_else(policy):
+    """A token of a step is known a step later, and all requests get all theirs."""
+    arrivals = [Arrival(f"r{i}", i * 1.7, 30 + i, 8) for i in range(12)]
+    result = simulate(arrivals, SimConfig(policy=policy, num_rows=4, token_budget=64, steps_ahead=1))
+    assert all(len(times) == 8 and times == sorted(times) for times in result.token_times_s.values())
+    assert all(one.end_s <= two.start_s for one, two in itertools.pairwise(result.steps))
+    assert any(one.end_s == two.start_s for one, two in itertools.pairwise(result.steps)), "no gap while there is work"

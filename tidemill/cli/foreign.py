@@ -92,7 +92,7 @@ FOREIGN = (
     _same("-tp --tensor-parallel-size", VLLM, "--tensor-parallel"),
     _same("-pp --pipeline-parallel-size", VLLM, "--pipeline-parallel"),
     _switch("-ep --enable-expert-parallel", VLLM, "--expert-parallel"),
-    _no_effect("-dp --data-parallel-size", VLLM, _ONE_DEVICE, accepted=_ONE),
+    _same("-dp --data-parallel-size", VLLM, "--data-parallel"),
     _no_effect("-q --quantization", VLLM, "the checkpoint says how it is quantized", accepted=("gguf",)),
     _same("--kv-cache-dtype", VLLM, "--kv-dtype", automatic=("auto",)),
     _no_effect("-ctk --cache-type-k -ctv --cache-type-v", LLAMA, "keys and values have one format, set by --kv-dtype",

@@ -8,10 +8,14 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
     completion,
+    convert,
+    distill,
+    evaluate,
     explain,
     generate,
     memory,
@@ -19,6 +23,9 @@ from tidemill.cli import (
     ollama,
     plan_layout,
     prompt_cache,
+    prune,
+    quantize,
+    route,
     serve,
     train_draft,
     worker,
@@ -46,8 +53,10 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 app.command(epilog=EPILOG, cls=Command)(serve.serve)
+app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
@@ -55,7 +64,12 @@ app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
+app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
+app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(prune.prune)
+app.command(cls=Command)(distill.distill)
+app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

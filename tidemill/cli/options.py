@@ -21,6 +21,7 @@ from tidemill.sched.queue import ORDERS
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
 ENGINE, ADAPTERS, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Adapters", "Serving", "Access", "Storage", "Logging"
+RAY = "Ray"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _EXPECTED = {
     "text": "text that is not empty",
@@ -169,7 +170,7 @@ OPTIONS = (
            automatic="256; 2048 on a GPU, up to 8192 for a model with experts",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
-           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each process."),
+           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),
@@ -237,6 +238,9 @@ OPTIONS = (
            help="HOST:PORT where they come to, by which other hosts reach this one."),
     Option("workers-key-file", "text", ENGINE, field="workers_key_file", automatic="none",
            help="A file with a key of 16 or more characters, the same on all hosts."),
+    Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
+           help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
+           "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",
@@ -291,6 +295,14 @@ OPTIONS = (
            "How long the engine may have work and complete no step before it is restarted.", 60.0, low=1),
     Option("start-seconds", "number", SERVING,
            "How long the engine may show no progress while it loads the model before that is an error.", 300.0, low=1),
+
+    Option("ray", "switch", RAY, "Run on a Ray cluster: each replica is an actor of it. Needs tidemill[ray].", False),
+    Option("replicas", "integer", RAY, "Engines, or workers of a batch, on the cluster.", 1, low=1, high=1024),
+    Option("autoscale", "text", RAY, automatic="off",
+           help="Fewest and most replicas, as MIN:MAX, by how many requests wait and for how long."),
+    Option("ray-address", "text", RAY, automatic="RAY_ADDRESS, or a cluster is started on this machine",
+           help="Address of the Ray cluster, as HOST:PORT; auto: the one that this machine is a node of."),
+    Option("ray-wait", "number", RAY, "Seconds to wait until nodes have room for the replicas.", 15.0, low=1, high=86_400),
 
     Option("api-key", "text", ACCESS, is_list=True, is_secret=True,
            help="A key that clients must send: 16 or more characters, or sha256:HEX of one. A file or the variable keeps it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,6 +23,8 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
 if TYPE_CHECKING:
+    from tidemill.ray.cluster import Cluster
+    from tidemill.ray.serving import RayFleet
     from tidemill.server.listen import Listen
     from tidemill.server.models import Models, Served
 
@@ -54,7 +57,7 @@ def serve(
         list(settings["allowed-origin"]),
         settings["trust-request-chat-template"],
     )
-    listen = _listen(settings)
+    listen = listen_of(settings, settings["root-path"] or "")
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     data = Storage(_path(settings["data-dir"]) or data_folder(), settings["data-quota"])
@@ -76,6 +79,9 @@ def serve(
         print_ready(models, listen, port, bool(access.keys or access.admin_keys))
 
     raise_on_interrupt()
+    cluster, fleet = _on_ray(settings, served)
+    if fleet is not None:
+        served = [dataclasses.replace(served[0], engine=fleet.engine)]
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
@@ -96,10 +102,36 @@ def serve(
                     log=log,
                     tracing=tracing,
                     sharing=sharing,
+                    fleet=fleet,
                 )
             )
     finally:
         bar.stop()
+        if cluster is not None:
+            cluster.close()
+
+
+def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, RayFleet | None]:
+    """The cluster that the engines run on, and what makes them there; nothing without --ray."""
+    if not settings["ray"]:
+        for name in ("replicas", "autoscale", "ray-address", "ray-wait"):
+            if settings.source(name) == f"--{name}":
+                raise ConfigError(f"--{name} is of a Ray cluster.", fix="Add --ray.", param=name.replace("-", "_"))
+        return None, None
+    from tidemill.ray.cluster import Cluster
+    from tidemill.ray.scale import ScalePolicy
+    from tidemill.ray.serving import RayFleet, RayOptions
+
+    if len(served) > 1 or served[0].engine.data_parallel > 1:
+        fix = "Serve one model, with --replicas instead of --data-parallel."
+        raise ConfigError("--ray is for a single model.", fix=fix, param="ray")
+    policy = ScalePolicy.parse(settings["autoscale"]) if settings["autoscale"] else None
+    cluster = Cluster(settings["ray-address"], settings["ray-wait"])
+    try:
+        return cluster, RayFleet(cluster, RayOptions(settings["replicas"], policy), served[0].engine)
+    except BaseException:
+        cluster.close()
+        raise
 
 
 def _path(text: str | None) -> Path | None:
@@ -115,7 +147,7 @@ def print_settings(settings: Settings) -> None:
     Console(highlight=False).print(table, markup=False)
 
 
-def _listen(settings: Settings) -> Listen:
+def listen_of(settings: Settings, root_path: str = "") -> Listen:
     from tidemill.server.listen import Listen
 
     mode = settings["unix-socket-mode"]
@@ -129,7 +161,7 @@ def _listen(settings: Settings) -> Listen:
         tls_cert=_path(settings["tls-cert"]),
         tls_key=_path(settings["tls-key"]),
         tls_client_ca=_path(settings["tls-client-ca"]),
-        root_path=(settings["root-path"] or "").rstrip("/"),
+        root_path=root_path.rstrip("/"),
     )
 
 

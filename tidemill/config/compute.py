@@ -57,11 +57,11 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
-    num_here = max(1, options.tensor_parallel * options.pipeline_parallel - options.remote_workers)
+    num_here = max(1, options.tensor_parallel * options.pipeline_parallel - options.remote_workers) * options.data_parallel
     threads = options.threads or max(1, machine.num_cores // num_here)
     if not 1 <= threads <= 256:
         raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
-    cores = "physical cores this process may use" + (f", shared by {num_here} ranks" if num_here > 1 else "")
+    cores = "physical cores this process may use" + (f", shared by {num_here} processes" if num_here > 1 else "")
     return threads, "given" if options.threads else cores
 
 

@@ -74,7 +74,7 @@ def measure(
         kind, num_rows = FORMATS[kv_dtype], 2 * layout.layers_per_page * model.num_kv_heads * page_size
         num_rows += -(-num_rows * kind.scale_bytes // kind.row_bytes(model.head_dim))
         max_pages = (_MAX_COPY_ROWS - 1) // num_rows - 1
-    free = machine.gpu_free_bytes if on_gpu else machine.available_bytes
+    free = (machine.gpu_free_bytes if on_gpu else machine.available_bytes) // options.data_parallel
     limit = free if options.memory_bytes is None else options.memory_bytes
     return Memory(
         available_bytes=min(free, limit),

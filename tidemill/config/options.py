@@ -50,6 +50,7 @@ class EngineOptions:
     remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
     workers_address: str | None = None  # HOST:PORT
     workers_key_file: str | None = None
+    data_parallel: int = 1  # engines that serve the model side by side
     fast_math: bool = False
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.errors import ConfigError
+from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 MAX_RANKS = 64
 _DRAFT_HEADS = ("medusa", "eagle", "exit", "exit-bandit")
 
 
-def decide_ranks(options: EngineOptions, device: str, model: ModelConfig) -> Decision[tuple[int, int]]:
+def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:
     """Ranks that share a layer, and stages of layers. Refuses what several ranks cannot do."""
     tensor, stages = options.tensor_parallel, options.pipeline_parallel
     for name, value in (("tensor_parallel", tensor), ("pipeline_parallel", stages)):
@@ -38,12 +39,16 @@ def decide_ranks(options: EngineOptions, device: str, model: ModelConfig) -> Dec
         raise ConfigError("expert_parallel: the model has no experts.", fix="Leave it out.", param="expert_parallel")
     _check_combinations(options, device, model, num)
     _check_remote(options)
+    if device == "cuda" and num > machine.num_gpus:
+        return (tensor, stages), f"given; they share {machine.num_gpus} GPU, which is slower than one rank: a trial, not a layout"
     return (tensor, stages), "given"
 
 
 def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
     is_there = {
-        "device cuda": device == "cuda",
+        "device cuda and --pipeline-parallel": device == "cuda" and options.pipeline_parallel > 1,
+        "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
+        "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
         "--kv-host-memory": options.kv_host_memory_bytes is not None,
@@ -57,8 +62,6 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
     for what, is_asked in is_there.items():
         if is_asked:
             fix = "Leave one of them out."
-            if what == "device cuda":
-                fix = "Use --device cpu, or one rank for each GPU with --replicas."
             raise ConfigError(f"{num} ranks cannot be combined with {what} yet.", fix=fix, param="tensor_parallel")
 
 

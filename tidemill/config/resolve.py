@@ -156,7 +156,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
-    tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model))
+    tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))

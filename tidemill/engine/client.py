@@ -18,7 +18,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,7 +26,8 @@ from tidemill.config import EngineConfig, EngineOptions
 from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
-from tidemill.engine.link import START_S, EngineLink, error_from
+from tidemill.engine.link import START_S, EngineLink, Link, error_from
+from tidemill.engine.pending import EngineLost, Pending
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.sched.queue import check_room
@@ -63,49 +63,10 @@ _FORGET_LONGEST = 0.99  # per step
 _log = logging.getLogger("tidemill.engine")
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A request under way: what it takes to submit the rest of it again."""
-
-    request: Submit
-    inbox: Inbox
-    outputs: list[list[int]]  # delivered, by sample
-    over: set[int] = field(default_factory=set)  # samples that have ended, here or in the engine
-    num_finished: int = 0  # samples of which the engine sends nothing more
-    is_submitted: bool = False  # to the current engine
-    is_admitted: bool = False  # by it
-    has_token: bool = False  # from it
-    num_deaths: int = 0  # of engines that may have died of it
-    is_known: bool = False  # an engine has reported it as submitted
-    tells_accepted: bool = False  # its reader wants to know
-    num_prefilled: int = 0  # tokens of its prompt
-    progress: PromptProgress | None = None  # told last
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more is computed of it; its reader may still be behind."""
-        return len(self.over) == len(self.outputs)
-
-    @property
-    def trial_rank(self) -> tuple[bool, int, int]:
-        """Suspects are tried in this order: the background last, and those that have seen fewer deaths first."""
-        priority = self.request.priority
-        return priority >= BACKGROUND, self.num_deaths, priority
-
-    @property
-    def may_have_killed(self) -> bool:
-        """It was computed, or its grammar compiled, without a token so far."""
-        return self.is_submitted and not self.has_token and (self.is_admitted or self.request.params.grammar is not None)
-
-    def again(self) -> Submit:
-        if not self.is_known:
-            return self.request
-        left = [Resumed(i, tokens) for i, tokens in enumerate(self.outputs) if i not in self.over]
-        return msgspec.structs.replace(self.request, resumed=left)
-
-
 class EngineClient:
     """`submit` returns a stream of deltas; leaving the stream early aborts the request."""
+
+    num_replicas = 1
 
     def __init__(
         self,
@@ -113,20 +74,24 @@ class EngineClient:
         stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
+        new_link: Callable[[], Link] = EngineLink,
+        hands_over: bool = False,
     ) -> None:
         """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
-        `start_s`: without progress, after which a start has failed."""
+        `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
+        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once."""
         self._on_events = on_events
         self._on_pages = on_pages
         self._stall_s, self._start_s = stall_s, start_s
-        self._pending: dict[str, _Pending] = {}
+        self._new_link, self._hands_over = new_link, hands_over
+        self._pending: dict[str, Pending] = {}
         self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
-        self._link: EngineLink | None = None  # None: there is no engine at the moment
+        self._link: Link | None = None  # None: there is no engine at the moment
         self._supervisor: asyncio.Task[None] | None = None
         self._last_step_s = 0.0  # when it was reported
         self._longest_step_s = 0.0  # of late
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
-        self._telling: dict[str, _Pending] = {}  # whose progress is told, until they have a token
+        self._telling: dict[str, Pending] = {}  # whose progress is told, until they have a token
         self._planned: dict[int, tuple[tuple[str, int], ...]] = {}  # by step, while there are such
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
@@ -155,11 +120,11 @@ class EngineClient:
         return time.monotonic() - self._last_step_s
 
     async def start(
-        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: EngineLink | None = None
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: Link | None = None
     ) -> Ready:
         """Raises what went wrong, if anything does. After `stop`, or after an engine was given up, another may be started: it
         gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
-        link = link or EngineLink()
+        link = link or self._new_link()
         try:
             self.ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
         except BaseException as error:
@@ -249,14 +214,16 @@ class EngineClient:
         if self.death or self.ready is None:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
-        pending = _Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
+        pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
             self._telling[request.request_id] = pending
+        if request.resumed is not None:
+            self._take_up(pending, request.resumed)
         if self._is_held:
             self._queue(pending)
         self._pending[request.request_id] = pending
         self._note_use(request)
-        num_left = request.params.n
+        num_left = len(pending.outputs) - len(pending.over)
         alarm = None
         if timeout_s is not None:
             too_late = DeadlineExceeded(f"The request's {timeout_s:g} s are over.")
@@ -274,6 +241,19 @@ class EngineClient:
             if alarm is not None:
                 alarm.cancel()
             self._end(pending)
+
+    def _take_up(self, pending: Pending, resumed: list[Resumed]) -> None:
+        """A request that another engine had begun."""
+        request = pending.request
+        pending.is_known = True
+        pending.over.update(set(range(request.params.n)) - {one.index for one in resumed})
+        pending.num_finished = len(pending.over)
+        for one in resumed:
+            pending.outputs[one.index] = list(one.output_ids)
+        for index, name in enumerate(self._names(request)):
+            if index not in pending.over and not self._is_held:  # or else it is reported where it is queued
+                given = len(request.prompt_ids), request.priority, request.tenant
+                self._report([events.Submitted(time.monotonic(), name, *given)])
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         """Abort a request; its stream raises `why`. False: there is none of that id."""
@@ -296,7 +276,7 @@ class EngineClient:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
         self._send(ShowPages())
 
-    def _queue(self, pending: _Pending) -> None:
+    def _queue(self, pending: Pending) -> None:
         """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
         request, background = pending.request, pending.request.priority >= BACKGROUND
@@ -313,18 +293,17 @@ class EngineClient:
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
         now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
-        for index in range(1 if request.params.beams else request.params.n):
-            name = request.request_id if index == 0 else f"{request.request_id}:{index}"
+        for name in self._names(request):
             submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
             self._report([submitted, events.Deferred(now, name, why)])
 
-    def _submit(self, pending: _Pending) -> None:
+    def _submit(self, pending: Pending) -> None:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
         if self._link is not None and not self._is_held:
             pending.is_submitted = True
             self._send(pending.again())
 
-    def _end(self, pending: _Pending, why: TidemillError | None = None) -> None:
+    def _end(self, pending: Pending, why: TidemillError | None = None) -> None:
         """Take a request off the list, abort what the engine still computes of it, at once, and have its stream raise `why`. No
         effect on one that has ended."""
         request_id = pending.request.request_id
@@ -356,6 +335,12 @@ class EngineClient:
     def _note_use(self, request: Submit) -> None:
         if request.priority != PROBE:
             self.used_s = time.monotonic()
+
+    def _names(self, request: Submit) -> list[str]:
+        """Of its samples, as events have them."""
+        if request.params.n == 1 or request.params.beams:
+            return [request.request_id]
+        return [f"{request.request_id}:{index}" for index in range(request.params.n)]
 
     def _names_of(self, request_id: str) -> list[str]:
         """Its samples that were reported as submitted, and not as ended."""
@@ -389,6 +374,8 @@ class EngineClient:
                 why = await self._until_it_ends(self._link)
                 _log.error("the engine is gone: %s", why)
                 link, self._link = self._link, None
+                if self._hands_over:
+                    self._hand_over(link.is_blameless)
                 await link.close()
                 self._resume(await self._start_again(options), why)
         except TidemillError as error:
@@ -397,12 +384,12 @@ class EngineClient:
             _log.exception("the supervisor failed")
             self._give_up(f"The engine cannot be supervised any more: {type(error).__name__}.")
 
-    async def _start_again(self, options: EngineOptions) -> EngineLink:
+    async def _start_again(self, options: EngineOptions) -> Link:
         """Raises if the engine fails to start several times in a row. What this process lacks may come back, so an OSError is
         retried for as long as it takes."""
         num_failed, delay_s = 0, _FIRST_DELAY_S
         while True:
-            link = EngineLink()
+            link = self._new_link()
             try:
                 self.ready = await link.start(self.adapters.options(options), within_s=self._start_s)
                 return link
@@ -418,7 +405,7 @@ class EngineClient:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
-    async def _until_it_ends(self, link: EngineLink) -> str:
+    async def _until_it_ends(self, link: Link) -> str:
         """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
         been the one that stood still."""
         reading = asyncio.create_task(link.read(self._take))
@@ -445,7 +432,7 @@ class EngineClient:
         longest_s = max(_STALL_STEPS * self._longest_step_s, self.ready.config.token_budget * self.ready.step_s)
         return max(self._stall_s, longest_s)
 
-    def _resume(self, link: EngineLink, why: str) -> None:
+    def _resume(self, link: Link, why: str) -> None:
         """What was under way goes on in the new engine."""
         self._link, self._last_step_s = link, time.monotonic()
         self.adapters.engine_started([])
@@ -453,11 +440,8 @@ class EngineClient:
         self._leaving.clear()
         self._suspects.clear()
         self._on_trial = None
-        under_way = [pending for pending in self._pending.values() if not pending.is_over]
-        if not any(pending.is_admitted or pending.has_token for pending in under_way):
-            for pending in under_way:  # it died before it could say which it had begun with
-                pending.is_admitted = pending.is_submitted
-        for pending in under_way:
+        self._find_suspects()
+        for pending in [one for one in self._pending.values() if not one.is_over]:
             if pending.may_have_killed:
                 pending.num_deaths += 1
             elif pending.has_token:
@@ -471,14 +455,31 @@ class EngineClient:
         if not self._is_held:
             self.release()
 
-    def _report_lost(self, names: Iterable[str]) -> None:
+    def _hand_over(self, is_blameless: bool) -> None:
+        """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
+        self._find_suspects()
+        for pending in [one for one in self._pending.values() if not one.is_over]:
+            if pending.request.priority != PROBE and not pending.num_deaths and (is_blameless or not pending.may_have_killed):
+                lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
+                lost.is_known = pending.is_known
+                self._end(pending, lost)
+                self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
+
+    def _find_suspects(self) -> None:
+        """If the engine died before it could say which requests it had begun with, those may be any that it had."""
+        under_way = [pending for pending in self._pending.values() if not pending.is_over]
+        if not any(pending.is_admitted or pending.has_token for pending in under_way):
+            for pending in under_way:
+                pending.is_admitted = pending.is_submitted
+
+    def _report_lost(self, names: Iterable[str], why: str = "it ended without an engine") -> None:
         """Report samples as aborted that have ended, but not in an engine that lived to report it."""
         for name in names:
             request_id, _, index = name.partition(":")
             pending = self._pending.get(request_id)
             if pending is None or int(index or 0) in pending.over:
                 num_output = 0 if pending is None else len(pending.outputs[int(index or 0)])
-                self._report([events.Aborted(time.monotonic(), name, "it ended without an engine", num_output)])
+                self._report([events.Aborted(time.monotonic(), name, why, num_output)])
 
     def _try_next(self) -> None:
         self._on_trial = None
@@ -557,7 +558,7 @@ class EngineClient:
         if not self._telling:
             self._planned.clear()
 
-    def _tell(self, pending: _Pending, num_cached: int, num_done: int) -> None:
+    def _tell(self, pending: Pending, num_cached: int, num_done: int) -> None:
         num_prompt = len(pending.request.prompt_ids)
         pending.num_prefilled = min(num_done, num_prompt)
         if pending.progress is None or pending.num_prefilled > pending.progress.num_done:

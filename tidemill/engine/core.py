@@ -131,6 +131,11 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
 
     @property
+    def is_in_flight(self) -> bool:
+        """Steps were launched and are not collected."""
+        return bool(self._in_flight)
+
+    @property
     def idle_s(self) -> float:
         """Though there is work, no step can be made for so long, unless something comes."""
         return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s

@@ -9,7 +9,7 @@ from tidemill.errors import TidemillError, WorkerLost
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, peers_of
+from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
 from tidemill.runner.rank import load_rank, make_rank_runner, world_of
 from tidemill.runner.team import Team
 from tidemill.runner.worker_group import WorkerGroup
@@ -32,13 +32,15 @@ def start_group(
     team = Team(world, options.remote_workers, workers_address(options), key)
     tell = progress or (lambda name, done, total: None)
     try:
-        team.start(lambda text: tell(text, 0, checkpoint.num_bytes))
+        total = checkpoint.num_bytes if checkpoint.has_weights else 0
+        team.start(lambda text: tell(text, 0, total))
         shared = {rank: team.shared_memory(rank) for rank in range(world.size)}
         model_digest = fingerprint_of(checkpoint.path)
         team.join(lambda rank: Join(rank, world, options, config, model_digest, team.addresses, shared[rank]))
         peers = peers_of(0, world, by_sockets=world.tensor > 1 and not shared[0])
         channels = meet_peers(0, peers, team.addresses, team.door, team.key, team.check)
-        group = group_for(0, world, shared[0], channels)
+        take_device(0, config.device)
+        group = group_for(0, world, config.device, shared[0], channels)
         team.on_lost += [group.fail, *(channel.abort for channel in channels.values())]
         use(world.shard(0), group)
         random = options.load_format == "dummy"
@@ -48,6 +50,7 @@ def start_group(
         own = make_rank_runner(model, config, world, 0, channels)
         for prepared in team.wait(Prepared).values():
             own.fallback = own.fallback or prepared.fallback
+        group.begin()
         return model, WorkerGroup(own, team)
     except WorkerLost as error:
         team.fail(error)

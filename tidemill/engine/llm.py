@@ -32,7 +32,7 @@ from tidemill.engine.llm_inputs import (
 )
 from tidemill.engine.llm_outputs import Completion, EmbeddingOutput, RequestOutput, ScoreOutput
 from tidemill.engine.load import load_core
-from tidemill.errors import InvalidRequest, TidemillError
+from tidemill.errors import ConfigError, InvalidRequest, TidemillError
 from tidemill.events import Event
 from tidemill.frontend.output import TextStream
 from tidemill.frontend.sampling_defaults import sampling_defaults
@@ -68,6 +68,9 @@ class LLM:
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
         given = EngineOptions(**defaults | settings)
+        if given.data_parallel > 1:
+            fix = "Serve the model with --data-parallel, or make an LLM in each of several processes."
+            raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template)
         with loading_bar(progress) as (bar, task):
             self.core = load_core(

@@ -15,6 +15,7 @@ from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
+from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
@@ -57,6 +58,17 @@ def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model
     return checkpoint, architecture, config
 
 
+def share_of(machine: Machine, num_ranks: int) -> Machine:
+    """What one of so many ranks on this host may use."""
+    per_gpu = -(-num_ranks // max(machine.num_gpus, 1))
+    return replace(
+        machine,
+        available_bytes=machine.available_bytes // num_ranks,
+        gpu_free_bytes=machine.gpu_free_bytes // per_gpu,
+        gpu_bytes=machine.gpu_bytes // per_gpu,
+    )
+
+
 def core_of(
     model: Model,
     config: EngineConfig,
@@ -85,7 +97,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
     shape, here = model_config, machine.detect()
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
-        shape, here = largest_part(options, shape), replace(here, available_bytes=here.available_bytes // options.tensor_parallel)
+        shape, here = largest_part(options, shape), share_of(here, options.tensor_parallel)
     config = resolve(options, shape, here, None if draft is None else draft[2])
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):

@@ -13,6 +13,7 @@ import sys
 import threading
 
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.kernels.cuda import compile_server
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +38,7 @@ def main() -> None:
     start = json.loads(sys.stdin.readline())
     die_with_parent(start.get("parent", 0))
     threading.Thread(target=_watch_input, daemon=True).start()
+    compile_server.start()
     from tidemill.engine.worker_rank import Worker  # loads torch
 
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import deque
 from typing import Any
 
 from tidemill.engine.load import inspect
@@ -11,11 +12,11 @@ from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
 from tidemill.parallel.channel import Address, Door, connect
 from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, peers_of
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
+from tidemill.runner.base import StepResult
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
-from tidemill.runner.worker_group import append, drawn_in
+from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
 from tidemill.runner.worker_messages import (
     Change,
     Drawn,
@@ -85,7 +86,7 @@ class Worker:
         if runner is not None:
             self._compute(runner, join)
 
-    def _prepare(self, join: Join) -> CpuRunner | None:
+    def _prepare(self, join: Join) -> RankRunner | None:
         """The runner, or None if the group ends before."""
         rank, world, config = join.rank, join.world, join.config
         machine.set_threads(self._threads or config.threads)
@@ -98,7 +99,9 @@ class Worker:
             addresses[0] = (self._host, addresses[0][1])  # as this host reaches it
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
-        use(world.shard(rank), group_for(rank, world, join.shared, channels))
+        take_device(rank, config.device)
+        group = group_for(rank, world, config.device, join.shared, channels)
+        use(world.shard(rank), group)
         random = join.options.load_format == "dummy"
         model = load_rank(
             architecture,
@@ -115,24 +118,34 @@ class Worker:
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
         self._send(Prepared(runner.fallback))
+        group.begin()
         return runner
 
-    def _compute(self, runner: CpuRunner, join: Join) -> None:
+    def _compute(self, runner: RankRunner, join: Join) -> None:
         samples, is_heard = join.rank >= join.world.sampler, join.rank == join.world.sampler
-        drawn: list[Drawn] = []
+        flying, drawn = deque[Launched](), dict[int, list[Drawn]]()
         while True:
             message = self._receive()
             if isinstance(message, Step):
                 if not samples:
                     append(runner.state, message.drawn)
-                elif message.drawn != drawn:
+                while samples and flying and flying[0].plan.step <= message.drawn_in:
+                    self._collect(runner, flying, drawn)
+                drawn = {step: tokens for step, tokens in drawn.items() if step >= message.drawn_in}
+                if samples and drawn.get(message.drawn_in, []) != message.drawn:
                     raise WorkerLost(f"Worker {join.rank} drew other tokens than the rank whose tokens count.")
-                result = runner.launch(message.plan)
-                if samples:
-                    drawn = drawn_in(message.plan, result, runner.state)
-                if is_heard:
-                    self._send(Result.of(message.plan.step, result))
+                flying.append(launch(runner, message.plan))
+                while len(flying) > runner.steps_ahead:
+                    result = self._collect(runner, flying, drawn)
+                    if is_heard:
+                        self._send(Result.of(message.plan.step, result))
             elif isinstance(message, Change):
                 runner.change_pages(message.plan)
             else:
                 return
+
+    def _collect(self, runner: RankRunner, flying: deque[Launched], drawn: dict[int, list[Drawn]]) -> StepResult:
+        launched = flying.popleft()
+        result = runner.collect(launched.own)
+        drawn[launched.plan.step] = drawn_in(launched, result)
+        return result

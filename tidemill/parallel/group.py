@@ -17,6 +17,10 @@ class Group(Protocol):
     rank: int
     size: int
 
+    def begin(self) -> None:
+        """All ranks are ready to compute. Before that, what they exchange may be anything."""
+        ...
+
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, float32. In place; x is returned."""
         ...
@@ -48,6 +52,9 @@ class Alone:
     """A group of one."""
 
     rank, size = 0, 1
+
+    def begin(self) -> None:
+        return
 
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         return x_TN

@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from tidemill.errors import WorkerLost
 from tidemill.parallel.channel import Address, Channel, Door, connect
+from tidemill.parallel.cuda import CudaGroup
 from tidemill.parallel.group import Alone, Group
 from tidemill.parallel.shared import SharedGroup
 from tidemill.parallel.sockets import SocketGroup
@@ -52,8 +55,19 @@ def meet_peers(
     return channels
 
 
-def group_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
+def group_for(rank: int, world: World, device: str, shared: str, channels: dict[int, Channel]) -> Group:
     """Of the ranks that share the layers of this one. `shared`: a file of shared memory, or empty."""
+    host = _host_group(rank, world, shared, channels)
+    return CudaGroup(host) if device == "cuda" and host.size > 1 else host
+
+
+def take_device(rank: int, device: str) -> None:
+    """This process computes on the GPU of its rank. If there are fewer GPUs, ranks share them."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _host_group(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
     shard = world.shard(rank)
     if shard.size == 1:
         return Alone()

@@ -44,6 +44,9 @@ class SharedGroup:
         self._spec = native.GroupSpec(rank, size, slot_bytes, int(deadline_s * 1e9), shared, native.COLLECTIVE())
         self._address = ctypes.addressof(self._spec)
 
+    def begin(self) -> None:
+        return
+
     def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
         self._lib.all_reduce(self._address, x_TN)
         return x_TN

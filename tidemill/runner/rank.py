@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from tidemill.config import EngineConfig, EngineOptions, decide_layout
 from tidemill.errors import ConfigError
@@ -13,8 +14,9 @@ from tidemill.parallel.cuts import rank_config
 from tidemill.parallel.shard import Shard
 from tidemill.parallel.world import World, split_layers
 from tidemill.quant import SCHEMES, WeightPlan
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.make import make_runner
 from tidemill.runner.stage_runner import StageRunner
+from tidemill.runner.worker_group import RankRunner
 from tidemill.weights.checkpoint import Checkpoint
 
 
@@ -61,14 +63,14 @@ def load_rank(
     return architecture.load(checkpoint, model, plan, progress, random, world.stage(rank))
 
 
-def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int, channels: dict[int, Channel]) -> CpuRunner:
+def make_rank_runner(model: Model, config: EngineConfig, world: World, rank: int, channels: dict[int, Channel]) -> RankRunner:
     layout = decide_layout(model.config, config.kv_dtype, config.page_size, config.max_context)[0]
     if layout.groups != config.layout.groups:
         raise ConfigError(f"Rank {rank} would have other KV groups than rank 0.", fix="Use fewer ranks for --tensor-parallel.")
     config = replace(config, layout=layout)
     stage = world.stage(rank)
     if stage is None:
-        return CpuRunner(model, config)
+        return cast(RankRunner, make_runner(model, config))
     before, after = world.before(rank), world.after(rank)
     return StageRunner(
         model,

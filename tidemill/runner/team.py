@@ -5,6 +5,7 @@ All of them start, or none: whoever fails, ends or does not come, ends the rest,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -110,11 +111,9 @@ class Team:
         if isinstance(address, str):
             start["listen"] = str(self._folder / f"{rank}.sock")
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is noticed
             process.stdin.write(json.dumps(start).encode() + b"\n")
             process.stdin.flush()  # it stays open: at its end the worker ends
-        except BrokenPipeError:
-            pass  # it has ended, which is noticed
 
     def _greet(self, channel: Channel, missing: set[int]) -> tuple[int, Hello]:
         message = decode_from_worker(channel.receive())
@@ -262,7 +261,8 @@ class Team:
                 process.kill()
                 process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         for channel in self._channels.values():
             channel.close()
         if hasattr(self, "door"):

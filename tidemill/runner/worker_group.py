@@ -5,24 +5,40 @@ A rank that fails or ends takes the group down: its engine ends and is replaced,
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.layers.lora import Loras
-from tidemill.runner.base import StepResult
-from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.base import Runner, StepResult
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState
 from tidemill.runner.team import Team
 from tidemill.runner.worker_messages import Change, Drawn, Step
-from tidemill.sched.plan import StepPlan
+from tidemill.sched.plan import StepItem, StepPlan
 
 
-def drawn_in(plan: StepPlan, result: StepResult, state: RowState) -> list[Drawn]:
+class RankRunner(Runner, Protocol):
+    """A rank's own runner."""
+
+    state: RowState
+
+
+class Launched(NamedTuple):
+    plan: StepPlan
+    drawing: list[StepItem]
+    own: Any  # what the rank's own runner gave
+
+
+def launch(runner: RankRunner, plan: StepPlan) -> Launched:
+    launched = runner.launch(plan)
+    return Launched(plan, [item for item in plan.items if item.samples and not runner.state.is_pooled(item.row)], launched)
+
+
+def drawn_in(launched: Launched, result: StepResult) -> list[Drawn]:
     """What the rows of a step got."""
-    items = [item for item in plan.items if item.samples and not state.is_pooled(item.row) and item.row in result.tokens]
+    items = [item for item in launched.drawing if item.row in result.tokens]
     return [Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row]) for item in items]
 
 
@@ -36,30 +52,34 @@ def append(state: RowState, drawn: list[Drawn]) -> None:
 
 
 class WorkerGroup:
-    steps_ahead = 0
-
-    def __init__(self, own: CpuRunner, team: Team) -> None:
+    def __init__(self, own: RankRunner, team: Team) -> None:
         """`own`: of rank 0."""
-        self.own, self.team, self.alarm = own, team, team.alarm
+        self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
         self.fallback, self.cache = own.fallback, own.cache
         self.mover: PageMover | None = None
         self._samples = team.world.sampler == 0
-        self._drawn: list[Drawn] = []
+        self._drawn_in, self._drawn = -1, list[Drawn]()
 
     @property
     def loras(self) -> Loras | None:
         return None
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         self.team.check()
-        self.team.send_all(Step(plan, self._drawn))
+        self.team.send_all(Step(plan, self._drawn_in, self._drawn))
         try:
-            result = self.own.launch(plan)
-            if not self._samples:
-                result = self.team.result(plan.step).read()
+            return launch(self.own, plan)
         except BaseException as error:
             self._give_up(error)
-        self._drawn = drawn_in(plan, result, self.own.state)
+
+    def collect(self, launched: Launched) -> StepResult:
+        try:
+            own = self.own.collect(launched.own)
+            self.team.check()  # what was computed without a rank that is gone is of no use
+            result = own if self._samples else self.team.result(launched.plan.step).read()
+        except BaseException as error:
+            self._give_up(error)
+        self._drawn_in, self._drawn = launched.plan.step, drawn_in(launched, result)
         if not self._samples:
             append(self.own.state, self._drawn)
         return result
@@ -71,9 +91,6 @@ class WorkerGroup:
             self.own.change_pages(plan)
         except BaseException as error:
             self._give_up(error)
-
-    def collect(self, launched: StepResult) -> StepResult:
-        return launched
 
     def check(self) -> None:
         """Raises if a worker is lost."""

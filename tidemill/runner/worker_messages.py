@@ -56,7 +56,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that a row got in the last step, and the position of the first."""
+    """Tokens that a row got in a step, and the position of the first."""
 
     row: int
     position: int
@@ -65,7 +65,8 @@ class Drawn(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     plan: StepPlan
-    drawn: list[Drawn]  # in the step before
+    drawn_in: int  # the step that was collected last
+    drawn: list[Drawn]  # in that one
 
 
 class Change(msgspec.Struct, frozen=True, tag=True):

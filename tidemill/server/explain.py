@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from tidemill import events
 from tidemill.events import Event
@@ -65,6 +65,7 @@ class Story:
     held: list[str] = field(default_factory=list)  # what of it is kept in the KV cache, and why
     num_drafts: int = 0
     num_right: int = 0
+    replica: int | None = None
 
     def change(self, now: float, state: str) -> _Span:
         """Time since the last change goes to the state it was in; returns that span."""
@@ -108,6 +109,7 @@ class Story:
             }
             | ({"beams": beams} if self.num_beams > 1 else {})
             | ({"held": self.held} if self.held else {})
+            | ({"replica": self.replica} if self.replica is not None else {})
         )
 
     def _because(self, name: str, span: _Span) -> str:
@@ -173,7 +175,9 @@ class _DecodeGroup:
 
 
 class Explainer:
-    def __init__(self) -> None:
+    def __init__(self, replica: int | None = None) -> None:
+        """`replica`: the number of the engine, where there are several."""
+        self._replica = replica
         self._live: dict[str, Story] = {}
         self._ended: OrderedDict[str, Story] = OrderedDict()
         self._steps: dict[int, tuple[tuple[str, int], ...]] = {}  # planned, not done
@@ -199,7 +203,9 @@ class Explainer:
         now = event.time_s
         match event:
             case events.Submitted():
-                made = Story(event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams)
+                made = Story(
+                    event.request_id, event.tenant, event.num_prompt, now, now, num_beams=event.num_beams, replica=self._replica
+                )
                 self._live[event.request_id] = made
             case events.StepPlanned():
                 self._begin(event, now)
@@ -342,3 +348,24 @@ def _count(span: _Span, mine: int, num_requests: int, num_tokens: int) -> None:
     span.num_tokens += mine
     span.num_sharing += num_requests
     span.num_beside += num_tokens - mine
+
+
+class ExplainerOfReplicas:
+    """The same of several engines that serve one model: steps of one say nothing of requests in another. A request that went on
+    in another replica has a part in each."""
+
+    def __init__(self, num: int) -> None:
+        self._each = [Explainer(number) for number in range(num)]
+
+    def find(self, request_id: str, tenant: str | None) -> list[Story]:
+        return [story for one in self._each for story in one.find(request_id, tenant)]
+
+    def under_way(self) -> Iterable[Story]:
+        return sorted((story for one in self._each for story in one.under_way()), key=lambda story: story.begun_s)
+
+    def take(self, batch: list[Event]) -> None:
+        for event in batch:
+            self._each[event.replica].take([event])
+
+
+AnyExplainer: TypeAlias = Explainer | ExplainerOfReplicas

@@ -94,6 +94,43 @@ class Access:
             request_templates=request_templates,
         )
 
+    def check_host(self, given: str) -> None:
+        try:
+            host = (urlsplit(f"//{given}").hostname or "").lower()
+        except ValueError:
+            host = ""
+        if host == "localhost" or host in self.hosts:
+            return
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise Forbidden(
+                f"The host {given[:100]!r} is not served here.", fix="Serve with --allowed-host if this name is yours."
+            ) from None
+
+    def check_origin(self, origin: str, host: str) -> None:
+        """`origin`: of the web page that sends the request; empty: none."""
+        if origin and origin not in self.origins and origin.partition("://")[2] != host.lower():
+            raise Forbidden(
+                f"Pages of {origin[:100]!r} may not use this server.", fix="Serve with --allowed-origin if that page is yours."
+            )
+
+    def caller(self, path: str, headers: Mapping[bytes, str]) -> Caller:
+        """Who sends a request, by the key in its headers."""
+        if path in OPEN_PATHS or not (self.keys or self.admin_keys):
+            return Caller(is_admin=not self.admin_keys)
+        scheme, _, token = headers.get(b"authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
+        caller = self.caller_with(key) if key else None
+        if caller is None:
+            raise Unauthorized(
+                "The API key is missing." if not key else "The API key is not valid.",
+                fix="Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+            )
+        if path in ADMIN_PATHS:
+            self.check_may_see_all(caller)
+        return caller
+
     def caller_of(self, tenant: str) -> Caller | None:
         """The caller behind a stored tenant name; None if its key is no longer accepted."""
         if not self.keys and not self.admin_keys:
@@ -222,16 +259,16 @@ class Guard:
         if origin in self._access.origins:
             send = _with_origin(send, origin)
         try:
-            self._check_path(scope)
+            check_path(scope.get("raw_path", b""))
             if sum(name == b"host" for name, _ in scope["headers"]) > 1:
                 raise InvalidRequest("There is more than one Host header.")
-            self._check_host(headers.get(b"host", ""))
-            self._check_origin(origin, headers.get(b"host", ""))
+            self._access.check_host(headers.get(b"host", ""))
+            self._access.check_origin(origin, headers.get(b"host", ""))
             self._check_length(scope["path"], headers.get(b"content-length", "0"))
             if scope["method"] == "OPTIONS":
                 await _preflight(origin, headers.get(b"access-control-request-headers", ""), send)
                 return
-            caller = self._caller(scope["path"], headers)
+            caller = self._access.caller(scope["path"], headers)
         except TidemillError as error:
             call.error = error.kind
             await _refuse(error, scope["path"], send)
@@ -240,53 +277,19 @@ class Guard:
         scope["state"]["caller"] = replace(caller, call=call)
         await self._app(scope, receive, send)
 
-    def _check_path(self, scope: Scope) -> None:
-        raw = scope.get("raw_path", b"").lower()
-        if raw.startswith(b"/v1/models/"):
-            raw = raw.replace(b"%2f", b"/")  # a model's name may have one
-        if b"//" in raw or b"%2f" in raw or b"%5c" in raw or b"%00" in raw or b"/.." in raw or b"\\" in raw:
-            raise NotFound("There is nothing under this path.")
-
-    def _check_host(self, given: str) -> None:
-        try:
-            host = (urlsplit(f"//{given}").hostname or "").lower()
-        except ValueError:
-            host = ""
-        if host == "localhost" or host in self._access.hosts:
-            return
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            raise Forbidden(
-                f"The host {given[:100]!r} is not served here.", fix="Serve with --allowed-host if this name is yours."
-            ) from None
-
-    def _check_origin(self, origin: str, host: str) -> None:
-        if origin and origin not in self._access.origins and origin.partition("://")[2] != host.lower():
-            raise Forbidden(
-                f"Pages of {origin[:100]!r} may not use this server.", fix="Serve with --allowed-origin if that page is yours."
-            )
-
     def _check_length(self, path: str, length: str) -> None:
         most = MAX_UPLOAD_BYTES if path == "/v1/files" else MAX_BODY_BYTES
         if not length.isascii() or not length.isdigit() or int(length[:20]) > most:
             raise TooLarge(f"The body may have {most} bytes.")
 
-    def _caller(self, path: str, headers: dict[bytes, str]) -> Caller:
-        access = self._access
-        if path in OPEN_PATHS or not (access.keys or access.admin_keys):
-            return Caller(is_admin=not access.admin_keys)
-        scheme, _, token = headers.get(b"authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
-        caller = access.caller_with(key) if key else None
-        if caller is None:
-            raise Unauthorized(
-                "The API key is missing." if not key else "The API key is not valid.",
-                fix="Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
-            )
-        if path in ADMIN_PATHS:
-            access.check_may_see_all(caller)
-        return caller
+
+def check_path(target: bytes) -> None:
+    """`target`: as it was sent, with or without a query."""
+    raw = target.partition(b"?")[0].lower()
+    if raw.startswith(b"/v1/models/"):
+        raw = raw.replace(b"%2f", b"/")  # a model's name may have one
+    if b"//" in raw or b"%2f" in raw or b"%5c" in raw or b"%00" in raw or b"/.." in raw or b"\\" in raw:
+        raise NotFound("There is nothing under this path.")
 
 
 async def _refuse(error: TidemillError, path: str, send: Send) -> None:

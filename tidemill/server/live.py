@@ -19,11 +19,11 @@ from itertools import islice
 from typing import Any
 
 from tidemill import events
-from tidemill.engine.client import EngineClient
+from tidemill.engine.replicas import Client, Replicas
 from tidemill.errors import QueueFull
 from tidemill.events import Event
-from tidemill.server.explain import Explainer, Story, engine_id
-from tidemill.server.metrics import Metrics
+from tidemill.server.explain import AnyExplainer, Story, engine_id
+from tidemill.server.metrics import AnyMetrics
 from tidemill.server.sse import named_event
 from tidemill.wire import Pages
 
@@ -74,7 +74,7 @@ class _Frame:
 
 
 class Live:
-    def __init__(self, client: EngineClient, metrics: Metrics, explainer: Explainer) -> None:
+    def __init__(self, client: Client, metrics: AnyMetrics, explainer: AnyExplainer) -> None:
         self._client, self._metrics, self._explainer = client, metrics, explainer
         self._watchers: set[Watcher] = set()
         self._secret = secrets.token_bytes(16)  # of the aliases
@@ -84,7 +84,7 @@ class Live:
         self._forget()
 
     def _forget(self) -> None:
-        self._planned: dict[int, events.StepPlanned] = {}
+        self._planned: dict[tuple[int, int], events.StepPlanned] = {}  # by replica and step
         self._steps: deque[tuple[int, float, float, int, int, int]] = deque(maxlen=_NUM_STEPS)
         self._decisions: deque[tuple[int, str, str, str]] = deque(maxlen=_NUM_DECISIONS)
         self._num_decisions = 0
@@ -121,8 +121,8 @@ class Live:
         for event in batch:
             match event:
                 case events.StepPlanned():
-                    self._planned[event.step] = event
-                    self._planned.pop(event.step - _NUM_STEPS, None)  # a failed step has no StepDone
+                    self._planned[event.replica, event.step] = event
+                    self._planned.pop((event.replica, event.step - _NUM_STEPS), None)  # a failed step has no StepDone
                 case events.StepDone():
                     self._end_step(event)
                 case events.ExpertsUsed():
@@ -132,12 +132,14 @@ class Live:
                     self._planned.clear()
                     self._ask_again_s = 0.0
             words = _words(event)
+            if words is not None and self._client.num_replicas > 1:
+                words = f"replica {event.replica}: {words}"
             if words is not None:
                 self._num_decisions += 1
                 self._decisions.append((self._num_decisions, type(event).__name__, getattr(event, "request_id", ""), words))
 
     def _end_step(self, event: events.StepDone) -> None:
-        plan = self._planned.pop(event.step, None)
+        plan = self._planned.pop((event.replica, event.step), None)
         if plan is not None:
             num_decode = plan.num_decoding + plan.num_drafts
             size, num_prefill = len(plan.tokens_of), plan.num_tokens - num_decode
@@ -171,6 +173,8 @@ class Live:
         """The first frame: settings, which do not change."""
         ready = self._client.ready
         settings = {} if ready is None else {name: getattr(ready.config, name) for name in _SETTINGS}
+        for name in ("num_pages", "max_requests") if settings else ():
+            settings[name] *= self._client.num_replicas
         return named_event({"type": "engine", "model": self.model, **settings})
 
     def state(self) -> _Frame:
@@ -202,7 +206,7 @@ class Live:
             "num_unlisted": len(running) + len(queued) - len(listed),
             "steps": list(self._steps),
             "decisions": list(self._decisions),
-        }
+        } | ({"replicas": self._client.described()} if isinstance(self._client, Replicas) else {})
 
 
 class Watcher:
@@ -248,7 +252,7 @@ def _request(story: Story, now: float) -> dict[str, Any]:
         "cached": story.num_cached,
         "prefilled": story.num_prompt if has_begun else story.num_cached + (prefill.num_tokens if prefill else 0),
         "output": has_begun + (decode.num_tokens if decode else 0),
-    }
+    } | ({} if story.replica is None else {"replica": story.replica})
 
 
 def _words(event: Event) -> str | None:

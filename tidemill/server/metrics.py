@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -173,21 +174,51 @@ def _kind(is_pinned: bool) -> str:
     return "pinned" if is_pinned else "retained"
 
 
-def render_by_model(metrics: Mapping[str, Metrics]) -> bytes:
+class MetricsOfReplicas:
+    """The same of several engines that serve one model, each by itself: gauges of one must not overwrite those of another."""
+
+    def __init__(self, num: int) -> None:
+        self.each = [Metrics() for _ in range(num)]
+
+    def take(self, batch: list[Event]) -> None:
+        for event in batch:
+            self.each[event.replica].take([event])
+
+    def totals(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for one in self.each:
+            for name, value in one.totals().items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def render(self) -> bytes:
+        return _render([({"replica": str(number)}, one) for number, one in enumerate(self.each)])
+
+
+AnyMetrics: TypeAlias = Metrics | MetricsOfReplicas
+
+
+def render_by_model(metrics: Mapping[str, AnyMetrics]) -> bytes:
     """The metrics of several models, with the label `model`."""
+    return _render([({"model": model}, one) for model, one in metrics.items() if isinstance(one, Metrics)])
+
+
+def _render(labelled: Sequence[tuple[dict[str, str], Metrics]]) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_ByModel(metrics))
+    registry.register(_Labelled(labelled))
     return generate_latest(registry)
 
 
-class _ByModel(Collector):
-    def __init__(self, metrics: Mapping[str, Metrics]) -> None:
-        self._metrics = metrics
+class _Labelled(Collector):
+    """Several metrics as one, told apart by labels."""
+
+    def __init__(self, labelled: Sequence[tuple[dict[str, str], Metrics]]) -> None:
+        self._labelled = labelled
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for model, metrics in self._metrics.items():
+        for labels, metrics in self._labelled:
             for family in metrics.registry.collect():
                 made = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                made.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples]
+                made.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in family.samples]
         return families.values()

@@ -4,6 +4,8 @@ many bytes they may have, and how long a response may wait for a client that doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 from collections import Counter
 from typing import Any
 
@@ -19,6 +21,8 @@ KEEP_ALIVE_S = 75.0  # an idle connection, as clients see it in the Keep-Alive h
 KEEP_ALIVE_SPARE_S = 5.0  # longer than that: a request sent in the last moment still arrives
 MAX_CONNECTIONS = 8192
 MAX_IDLE_PER_ADDRESS = 1024  # connections without a request under way
+_MAX_FILES = 2**16  # that this process asks for
+_RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_MANY_OF_YOURS = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -153,3 +157,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._alarm = None
         if not self.transport.is_closing():
             self.transport.close()
+
+
+def max_connections() -> int:
+    """Raises the limit of open files as far as this process may, and leaves some of them in reserve."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems have another limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(min(MAX_CONNECTIONS, num_files - min(_RESERVED_FILES, num_files // 2)), 1)

@@ -142,27 +142,27 @@ class Pins:
     """What the engine holds of prompt caches, as its events say."""
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[tuple[str, int], int] = {}  # by name and replica
         self._refused: OrderedDict[str, str] = OrderedDict()
 
     def take(self, batch: list[Event]) -> None:
         for event in batch:
             match event:
                 case events.PrefixHeld(is_pinned=True):
-                    self._tokens[event.name] = event.num_tokens
+                    self._tokens[event.name, event.replica] = event.num_tokens
                 case events.HoldEnded(is_pinned=True):
-                    self._tokens.pop(event.name, None)
+                    self._tokens.pop((event.name, event.replica), None)
                 case events.PrefixNotHeld(is_pinned=True):
-                    self._tokens.pop(event.name, None)
+                    self._tokens.pop((event.name, event.replica), None)
                     self._refused[event.name] = event.reason
                     while len(self._refused) > _NUM_REFUSALS:
                         self._refused.popitem(last=False)
                 case events.EngineRestarted() | events.ModelUnloaded():
-                    self._tokens.clear()
+                    self._tokens = {at: num for at, num in self._tokens.items() if at[1] != event.replica}
 
     def num_tokens(self, name: str) -> int:
         """0: it is not in the KV cache."""
-        return self._tokens.get(name, 0)
+        return max((num for (held, _), num in self._tokens.items() if held == name), default=0)
 
     def why_not(self, name: str) -> str:
         return self._refused.pop(name, "it was not computed")

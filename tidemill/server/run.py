@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import uvicorn
@@ -24,31 +23,30 @@ from tidemill.engine.budget import share
 from tidemill.engine.client import STALL_S, EngineClient, settled
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pool import EnginePool, Pooled
-from tidemill.errors import EngineDead
+from tidemill.engine.replicas import Client, Replicas
+from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.server.app import create_app
 from tidemill.server.batches import Batches
 from tidemill.server.call import RequestLog
-from tidemill.server.explain import Explainer
+from tidemill.server.explain import AnyExplainer, Explainer, ExplainerOfReplicas
 from tidemill.server.guard import Access
 from tidemill.server.listen import Listen
 from tidemill.server.live import Live
-from tidemill.server.metrics import Metrics
+from tidemill.server.metrics import AnyMetrics, Metrics, MetricsOfReplicas
 from tidemill.server.models import Models, Served
-from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, MAX_CONNECTIONS, BoundedProtocol, Connections
+from tidemill.server.protocol import KEEP_ALIVE_S, KEEP_ALIVE_SPARE_S, BoundedProtocol, Connections, max_connections
 from tidemill.server.retention import Pins
 from tidemill.server.service import Manner, Service
 from tidemill.server.storage import Storage
 from tidemill.server.tracing import Tracing
 from tidemill.weights.locate import locate
-from tidemill.wire import Loading, Ready
+from tidemill.wire import Loading, Pages, Ready
 
 DATA_QUOTA_BYTES = 10 * 2**30
 _GRACE_S = 5  # for connections to close when nothing is under way any more
-_MAX_FILES = 2**16  # that this process asks for
-_RESERVED_FILES = 256  # which connections leave to engine restarts, workers and storage
 
 
 class _Server(uvicorn.Server):
@@ -72,18 +70,49 @@ class Sharing:
         return self != Sharing()
 
 
-class _Engine:
+class Fleet(Protocol):
+    """Engines that are not processes of this machine."""
+
+    num_at_most: int
+
+    def client(
+        self,
+        on_events: Callable[[list[Event]], None],
+        stall_s: float,
+        on_pages: Callable[[Pages], None],
+        start_s: float,
+    ) -> Client: ...
+
+
+class ModelEngine:
     """A model's engine, and the readers of its events."""
 
-    def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None, parsers: tuple[str, str]) -> None:
-        """`parsers`: of tool calls and of reasoning."""
+    def __init__(
+        self,
+        served: Served,
+        stall_s: float,
+        start_s: float,
+        tracing: Tracing | None,
+        parsers: tuple[str, str],
+        fleet: Fleet | None = None,
+    ) -> None:
+        """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        self.metrics, self.explainer, self.pins = Metrics(), Explainer(), Pins()
-        self.client = EngineClient(self.take, stall_s, lambda pages: self.live.take_pages(pages), start_s)
+        num = served.engine.data_parallel if fleet is None else fleet.num_at_most
+        self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num)
+        self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
+        self.pins = Pins()
+        given = self.take, stall_s, self._take_pages, start_s
+        self.client: Client = (
+            fleet.client(*given) if fleet is not None else EngineClient(*given) if num == 1 else Replicas(num, *given)
+        )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
+
+    def _take_pages(self, pages: Pages) -> None:
+        self.live.take_pages(pages)
 
     def take(self, batch: list[Event]) -> None:
         self.metrics.take(batch)
@@ -104,7 +133,8 @@ class _Engine:
         began = time.monotonic()
         ready = await self.client.start(self.served.engine, partial(on_loading, self.served.name) if on_loading else None)
         now = time.monotonic()
-        self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began)])
+        for number in range(self.client.num_replicas):
+            self.take([events.ModelLoaded(now, self.served.name, ready.config.memory_bytes, now - began, replica=number)])
 
     async def service(self) -> Service:
         tokenizer = await asyncio.to_thread(Tokenizer.load, self.path, self.served.engine.chat_template)
@@ -135,17 +165,25 @@ async def serve(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     manner: Manner = Manner(),
+    fleet: Fleet | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
-    any free one. `stall_seconds`, `start_seconds`: see EngineClient."""
+    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`: see ModelEngine."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
+    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.data_parallel > 1 for one in served)):
+        fix = "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model."
+        raise ConfigError(
+            f"{'--data-parallel' if fleet is None else '--ray'} is for a single model that stays loaded.",
+            fix=fix,
+            param="data_parallel",
+        )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    engines = [_Engine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
+    engines = [ModelEngine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -210,7 +248,9 @@ async def serve(
             loop.remove_signal_handler(number)
 
 
-async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None) -> EnginePool:
+async def _pool(
+    engines: list[ModelEngine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None
+) -> EnginePool:
     """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
     try:
         found = {
@@ -222,6 +262,7 @@ async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, star
     options = {engine.served.name: engine.served.engine for engine in engines}
     budget, configs = share(options, found, sharing.budget_bytes, sharing.max_loaded)
     for engine in engines:
+        assert isinstance(engine.client, EngineClient)
         name, config = engine.served.name, configs[engine.served.name]
         engine.client.ready = Ready(found[name].model, config)
         engine.pooled = Pooled(name, settled(options[name], config), engine.client, config, partial(engine.take_logged, log))
@@ -232,7 +273,7 @@ def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=type("Protocol", (BoundedProtocol,), {"limits": Connections(_max_connections())}),
+            http=type("Protocol", (BoundedProtocol,), {"limits": Connections(max_connections())}),
             ws="none",
             log_level="error",
             access_log=False,
@@ -246,7 +287,7 @@ def _http_server(app: ASGIApp, tls: dict[str, Any]) -> _Server:
     )
 
 
-async def _until_served(server: _Server, serving: asyncio.Task[None], client: EngineClient | None) -> None:
+async def _until_served(server: _Server, serving: asyncio.Task[None], client: Client | None) -> None:
     """Until the server has stopped. Without an engine it stops with an error: whatever started this process starts it again.
     `client`: of a sole model; in a pool, one that fails does not end the others."""
     if client is None:
@@ -269,18 +310,6 @@ async def _drain(models: Models, batches: Batches, server: _Server, seconds: flo
     while models.num_pending and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.05)
     server.should_exit = True
-
-
-def _max_connections() -> int:
-    """Raises the limit of open files as far as this process may, and leaves some of them in reserve."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # some systems have another limit below the hard one
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(min(MAX_CONNECTIONS, num_files - min(_RESERVED_FILES, num_files // 2)), 1)
 
 
 def data_folder() -> Path:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from tidemill.engine.client import PROBE, EngineClient
+from tidemill.engine.client import PROBE
 from tidemill.engine.pool import Pooled
+from tidemill.engine.replicas import Client
 from tidemill.errors import Cancelled, ContextTooLong, Draining, EngineDead, InvalidRequest, TidemillError
 from tidemill.frontend.apart import GrammarChecker, Renderer
 from tidemill.frontend.output import CELLS_PER_TURN, TextDelta, TextStream, in_pieces, num_cells
@@ -22,10 +23,10 @@ from tidemill.frontend.sampling_defaults import SamplingDefaults
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.server.call import Call, new_id
-from tidemill.server.explain import Explainer, engine_id
+from tidemill.server.explain import AnyExplainer, engine_id
 from tidemill.server.guard import Caller
 from tidemill.server.live import Live
-from tidemill.server.metrics import Metrics
+from tidemill.server.metrics import AnyMetrics
 from tidemill.server.retention import UNDECIDED_S, Pins, PromptCaches, session_name
 from tidemill.server.tracing import Tracing
 from tidemill.wire import Delta, Hold, Ready, Submit
@@ -52,11 +53,11 @@ class Service:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Client,
         tokenizer: Tokenizer,
         model_name: str,
-        metrics: Metrics,
-        explainer: Explainer,
+        metrics: AnyMetrics,
+        explainer: AnyExplainer,
         live: Live,
         aliases: tuple[str, ...] = (),
         pooled: Pooled | None = None,

@@ -1,20 +1,27 @@
-"""Runs arrivals through the real scheduler without a model: hours of traffic in milliseconds, the same decisions."""
+"""Runs arrivals through the engine's own step loop without a model: hours of traffic in milliseconds, the same decisions."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill.events import Event, EventBuffer
-from tidemill.kv.manager import KVManager
+import msgspec
+
+from tidemill.cache_layout import one_group
+from tidemill.config import EngineConfig
+from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.structured import StructuredOutput
+from tidemill.errors import TidemillError
+from tidemill.events import Event, EventBuffer, StepPlanned
+from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
-from tidemill.sched.policies import make_policy
-from tidemill.sched.scheduler import Scheduler
 from tidemill.sim.cost import CostModel, LinearCost
-from tidemill.wire import Hold
+from tidemill.sim.runner import SimRunner
+from tidemill.wire import Hold, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class SimResult:
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
+    """An engine, as far as it matters here. `steps_ahead`: launched before the results of the first are known, as on a GPU."""
+
     policy: str = "continuous"
     num_rows: int = 64
     token_budget: int = 512
@@ -81,61 +90,84 @@ class SimConfig:
     batch_window_s: float = 0.0
     evict: bool = True
     max_pinned: float = 0.5
+    steps_ahead: int = 0
+
+    def engine(self) -> EngineConfig:
+        return EngineConfig(
+            device="cpu",
+            dtype="float32",
+            kv_dtype="float32",
+            page_size=self.page_size,
+            layout=one_group(1, self.page_size),
+            num_pages=self.num_pages,
+            max_context=self.max_context,
+            max_requests=self.num_rows,
+            max_waiting=_ANY_NUMBER,
+            token_budget=self.token_budget,
+            background_tokens=1.0,
+            background_budget=self.token_budget,
+            policy=self.policy,
+            prefix_caching=self.prefix_caching,
+            prefix_index=self.prefix_index,
+            queue_order=self.queue_order,
+            threads=1,
+            fast_math=False,
+            structured_backend="auto",
+            weight_bytes=0,
+            kv_bytes=0,
+            activation_bytes=0,
+            batch_window_s=self.batch_window_s,
+            evict=self.evict,
+            max_pinned=self.max_pinned,
+            max_draws=self.token_budget,
+        )
 
 
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
-    """Every arrival to its end. Token values are arbitrary; only their number matters."""
-    cost = cost or LinearCost(fixed_s=1.0)
-    clock = VirtualClock()
-    buffer = EventBuffer(limit=10_000_000)
-    scheduler = Scheduler(
-        KVManager(
-            config.num_pages + 1,
-            config.page_size,
-            config.prefix_caching,
-            index=config.prefix_index,
-            max_held=config.max_pinned,
-        ),
-        num_rows=config.num_rows,
-        token_budget=config.token_budget,
-        max_context=config.max_context,
-        policy=make_policy(config.policy, config.batch_window_s),
-        clock=clock,
-        emit=buffer,
-        order=config.queue_order,
-        evict=config.evict,
-    )
-    pending = sorted(arrivals, key=lambda a: a.arrival_s)
+    """Every arrival to its end, in the engine's own step loop. Token values are arbitrary; only their number matters."""
+    clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
+    runner = SimRunner(cost or LinearCost(fixed_s=1.0), clock, config.steps_ahead)
+    core = EngineCore(Parts(runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER)), config.engine(), clock, buffer)
+    pending = deque(sorted(arrivals, key=lambda a: a.arrival_s))
     result = SimResult(token_times_s={arrival.request_id: [] for arrival in arrivals})
-    names: dict[int, str] = {}
     next_token = 0
-    while pending or scheduler.has_work:
+    while pending or core.has_work:
         while pending and pending[0].arrival_s <= clock.now():
-            arrival = pending.pop(0)
-            prompt = arrival.prompt_ids or range(next_token, next_token + arrival.num_prompt)
-            next_token += arrival.num_prompt
-            params = SamplingParams(max_tokens=arrival.num_output, seed=0)
-            (request,) = scheduler.add(
-                arrival.request_id,
-                list(prompt),
-                params,
-                priority=arrival.priority,
-                arrival_s=arrival.arrival_s,
-                tenant=arrival.tenant,
-                holds=arrival.holds,
-            )
-            names[request.seq] = arrival.request_id
-        plan = scheduler.plan()
-        if plan is None:
-            forms_s = clock.now() + (scheduler.idle_s or math.inf)  # a batch, at the latest
+            next_token = _submit(core, pending.popleft(), next_token)
+        num_steps = len(runner.times)
+        output, failed = core.step()
+        if failed:
+            raise TidemillError(failed[0].message, fix=failed[0].fix)
+        result.events += output.events
+        for delta in output.deltas:
+            result.token_times_s[delta.request_id] += [clock.now()] * len(delta.token_ids)
+        if len(runner.times) == num_steps and not output.deltas and not core.is_in_flight:
+            forms_s = clock.now() + (core.idle_s or math.inf)  # a batch, at the latest
             clock.advance_to(min(forms_s, pending[0].arrival_s) if pending else forms_s)
-            continue
-        start_s = clock.now()
-        clock.advance(cost.step_s(plan))
-        tokens_of = {names[item.seq]: item.count for item in plan.items}
-        result.steps.append(SimStep(plan.step, start_s, clock.now(), tokens_of))
-        for progress in scheduler.commit(plan, {item.row: [0] for item in plan.items if item.samples}):
-            result.token_times_s[progress.request.request_id].append(clock.now())
-    scheduler.check_integrity()
-    result.events = buffer.take()
+    core.scheduler.check_integrity()
+    planned = [event for event in result.events if isinstance(event, StepPlanned)]
+    for event, (begin_s, end_s) in zip(planned, runner.times, strict=True):
+        result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
     return result
+
+
+def _submit(core: EngineCore, arrival: Arrival, next_token: int) -> int:
+    """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
+    prompt = arrival.prompt_ids or range(next_token, next_token + arrival.num_prompt)
+    params = SamplingParams(max_tokens=arrival.num_output, seed=0)
+    request = Submit(arrival.request_id, list(prompt), params, priority=arrival.priority, tenant=arrival.tenant)
+    core.submit(msgspec.structs.replace(request, holds=list(arrival.holds)))
+    return next_token + arrival.num_prompt
+
+
+_ANY_NUMBER = 2**31 - 1
+_SPEC = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, rotation=None)
+_MODEL = ModelConfig(
+    architecture="simulated",
+    vocab_size=_ANY_NUMBER,
+    hidden_size=2,
+    intermediate_size=2,
+    layers=alike(1, _SPEC),
+    max_context=_ANY_NUMBER,
+    norm_eps=1e-5,
+)

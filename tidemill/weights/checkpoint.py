@@ -14,12 +14,13 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes, concat, quantize
-from tidemill.model_config import PLAIN_TYPES
+from tidemill.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
-from tidemill.weights.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
+from tidemill.weights.packed.base import Scheme
+from tidemill.weights.packed.scheme import gathered, read_scheme
 from tidemill.weights.slices import Inner
 
 _ROWS_AT_ONCE = 2048
@@ -271,14 +272,7 @@ class SafetensorsCheckpoint:
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
         self.architecture = architectures[0]
-        settings = self.metadata.get("quantization_config")
-        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-        self._is_mxfp4 = method == "mxfp4"
-        if method and not self._is_mxfp4:
-            raise CheckpointError(
-                f"{path} is quantized ({method}), which is not supported yet.",
-                fix="Use the unquantized checkpoint or a GGUF of it.",
-            )
+        self._scheme = read_scheme(self.metadata.get("quantization_config"), path)
 
     @property
     def has_weights(self) -> bool:
@@ -305,25 +299,30 @@ class SafetensorsCheckpoint:
         return sum(file.stat().st_size for file in self._files())
 
     def tensors(self) -> Iterator[WeightTensor]:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        waiting: dict[
-            str, tuple[Any, Any]
-        ] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
-        for path in self._files():
-            try:
-                with safe_open(path, framework="pt") as file:
+        path = self.path
+        try:
+            if self._scheme is not None:
+                yield from self._gathered(self._scheme)
+                return
+            for path in self._files():
+                with _open(path) as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
-                        stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
-                        if stem == name or not self._is_mxfp4:
-                            yield _FromSafetensors(file, name, path)
-                        elif stem not in waiting:
-                            waiting[stem] = file, file.get_slice(name)
-                        else:
-                            other = waiting.pop(stem)[1]
-                            halves = (file.get_slice(name), other) if name.endswith(BLOCKS) else (other, file.get_slice(name))
-                            yield Mxfp4Tensor(stem + BLOCKS, *halves)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
-        if waiting:
-            raise CheckpointError(f"{self.path}: of tensor {min(waiting)} in mxfp4, blocks or scales are missing.")
+                        yield _FromSafetensors(file, name, path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+
+    def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
+        """Of quantized matrices, several stored tensors are one; they may lie in different files, so all are open."""
+        for found in gathered(scheme, [(path, _open(path)) for path in self._files()]):
+            yield _FromSafetensors(*found) if isinstance(found, tuple) else found
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error

@@ -13,6 +13,7 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Codes
+from tidemill.weights.packed.base import Scheme, Stored
 from tidemill.weights.slices import Inner
 
 if TYPE_CHECKING:
@@ -22,6 +23,21 @@ _BIAS = 127  # of a scale's exponent
 _HIGHEST = 15  # power of two in 16 bits
 _POWERS = np.ldexp(np.float32(1), np.arange(256) - _BIAS - 1)  # half of what a scale means
 BLOCKS, SCALES = "_blocks", "_scales"
+
+
+class Mxfp4(Scheme):
+    """gpt-oss's folders."""
+
+    parts = (BLOCKS, SCALES)
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        return None if stem == name else (stem, name[len(stem) :])
+
+    def tensor(self, module: str, parts: dict[str, Stored]) -> Mxfp4Tensor:
+        if len(parts) < 2:
+            raise CheckpointError(f"{self.path.parent}: of tensor {module} in mxfp4, blocks or scales are missing.")
+        return Mxfp4Tensor(module + BLOCKS, parts[BLOCKS].view(), parts[SCALES].view())
 
 
 class Mxfp4Tensor:

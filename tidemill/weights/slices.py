@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tidemill.kernels.quantized_linear import GROUP, Codes, concat
+from tidemill.kernels.quantized_linear import Codes, concat
 
 if TYPE_CHECKING:
     from tidemill.weights.checkpoint import WeightTensor
@@ -28,8 +28,6 @@ class Inner:
 
     def codes(self) -> Codes | None:
         """None where columns go through a group of codes: those are read as plain numbers."""
-        if self._dim == 1 and (self._begin % GROUP or self._end % GROUP):
-            return None
         codes = self._tensor.codes()
         if codes is None:
             return None

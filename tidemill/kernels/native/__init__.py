@@ -35,7 +35,10 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6, "S4": 7}
+_KIND_NAMES = ("F32", "F16", "BF16", "Q8", "Q8M", "Q4", "MX4", "S4", "G8", "G8M", "G4", "GS4", "GT4", "W8", "T2")
+KINDS: Final = {name: number for number, name in enumerate(_KIND_NAMES)}  # of linear.h
+ORDERED: Final = 1 << 28  # of a kind: the input's columns have an order of their own
+SPARSE: Final = 1 << 29  # of a kind: single values are added to the matrix
 
 
 class LayerSpec(ctypes.Structure):

@@ -1,0 +1,125 @@
+"""Several engines that serve one model: the same tokens as one, wherever a request runs and whichever engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from array import array
+
+import pytest
+
+from tests.engine.test_client import LONG_S, collect, until
+from tidemill.config import EngineOptions
+from tidemill.engine.client import EngineClient
+from tidemill.engine.replicas import Replicas, _gpus, joined
+from tidemill.errors import AdapterError, InvalidRequest, TidemillError
+from tidemill.events import Admitted, EngineRestarted, Finished, StepPlanned, Submitted
+from tidemill.kv.manager import CACHED, FIRST_OWNER, SHARED
+from tidemill.server.explain import ExplainerOfReplicas
+from tidemill.server.metrics import MetricsOfReplicas
+from tidemill.wire import Pages
+
+
+def test_page_maps_are_joined():
+    kinds = [array("H", [CACHED, FIRST_OWNER, SHARED]), array("H", [FIRST_OWNER + 1, 0, FIRST_OWNER])]
+    parts = [
+        Pages([("a", 1)], kinds[0].tobytes(), 0.1, [("host", 1, 10)]),
+        Pages([("b", 1), ("c", 1)], kinds[1].tobytes(), 0.2, [("host", 2, 10)]),
+    ]
+    whole = joined(parts)
+    assert whole.owners == [("a", 1), ("b", 1), ("c", 1)]
+    assert list(array("H", whole.kinds)) == [CACHED, FIRST_OWNER, SHARED, FIRST_OWNER + 2, 0, FIRST_OWNER + 1]
+    assert (whole.tiers, whole.took_s) == ([("host", 3, 20)], 0.2)
+
+
+def test_metrics_and_explanations_tell_replicas_apart():
+    metrics, explainer = MetricsOfReplicas(2), ExplainerOfReplicas(2)
+    batch = [
+        Submitted(1.0, "/a/0", 3),
+        Submitted(1.0, "/b/0", 3, replica=1),
+        StepPlanned(2.0, 7, 3, 8, 0, 1, 1, 0, 10, (("/a/0", 3),)),
+        StepPlanned(2.5, 7, 3, 8, 0, 1, 1, 5, 20, (("/b/0", 3),), replica=1),
+    ]
+    metrics.take(batch)
+    explainer.take(batch)
+    text = metrics.render().decode()
+    assert 'tidemill_requests_submitted_total{replica="0"} 1.0' in text
+    assert 'tidemill_requests_submitted_total{replica="1"} 1.0' in text
+    assert 'tidemill_kv_pages_free{replica="1"} 20.0' in text
+    assert metrics.totals()["requests_submitted"] == 2
+    assert metrics.totals()["kv_pages_free"] == 30
+    assert [(story.request_id, story.body()["replica"]) for story in explainer.under_way()] == [("/a/0", 0), ("/b/0", 1)]
+
+
+def test_gpus_are_those_that_the_process_may_use():
+    assert _gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ["2", "3"]
+    assert _gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+@pytest.mark.slow
+def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folder):
+    prompts = [tuple(range(2 + number, 80 + number)) for number in range(12)]
+
+    async def outputs(client, length):
+        going = [collect(client, f"{length}-{i}", length, n=2, prompt=prompt, seed=i) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*going)
+
+    async def whole():
+        seen = []
+        alone, replicas = EngineClient(), Replicas(2, seen.extend)
+        try:
+            options = EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2)
+            await alone.start(options)
+            await replicas.start(options)
+            same = [dataclasses.replace(client.ready.config, reasons={}) for client in replicas._clients]
+            assert same[0] == same[1]
+            expected = [await outputs(alone, length) for length in (20, 150)]
+            assert await outputs(replicas, 20) == expected[0]
+            assert {event.replica for event in seen if isinstance(event, Admitted)} == {0, 1}
+            went = {event.request_id: event.replica for event in seen if isinstance(event, Admitted)}
+            for number, prompt in enumerate(prompts):  # what continues a prompt finds its prefix
+                await collect(replicas, f"next-{number}", 2, prompt=(*prompt, 5, 6, 7))
+                hit = next(one for one in seen if isinstance(one, Admitted) and one.request_id == f"next-{number}")
+                assert (hit.replica, hit.num_cached) == (went[f"20-{number}:0"], 64)
+            going = asyncio.create_task(outputs(replicas, 150))
+            await until(lambda: all(client.num_pending for client in replicas._clients))
+            await until(
+                lambda: any(route.outputs[0] for route in replicas._routes.values() if route.client is replicas._clients[1])
+            )
+            moved = {name for name, route in replicas._routes.items() if route.client is replicas._clients[1]}
+            os.kill(replicas._clients[1]._link._process.pid, signal.SIGKILL)
+            assert await asyncio.wait_for(going, LONG_S) == expected[1]
+            assert any(
+                isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen
+            )
+            await until(lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen))
+            assert await outputs(replicas, 20) == expected[0]
+            assert not replicas.num_pending
+            assert replicas.num_restarts == 1
+            with pytest.raises((AdapterError, InvalidRequest, TidemillError)):
+                await replicas.adapters.load("no", "/nowhere")
+            assert not list(replicas.adapters)
+        finally:
+            await asyncio.gather(alone.close(), replicas.close())
+        assert replicas.gave_up.is_set()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_start_ends_the_others(tiny_folder, monkeypatch):
+    """All or nothing: the second one gets an option that its engine refuses."""
+
+    async def whole():
+        replicas = Replicas(2)
+        options_of = replicas._options
+        broken = lambda options, number: options_of(options, number) if not number else EngineOptions(model="/nowhere.gguf")  # noqa: E731
+        monkeypatch.setattr(replicas, "_options", broken)
+        with pytest.raises(TidemillError):
+            await replicas.start(EngineOptions(model=str(tiny_folder), threads=1, data_parallel=2))
+        assert all(client._link is None for client in replicas._clients)
+        assert not replicas.alive
+
+    asyncio.run(whole())

@@ -1,0 +1,263 @@
+"""Clients that are hostile or broken: what they send is bounded in size and time, and never read in two ways."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
+from tests.router.test_forward import ask, until
+from tidemill.router import front, upstream
+from tidemill.router.limits import Limits
+from tidemill.router.upstream import Upstream
+from tidemill.server.guard import Access
+
+SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+BROKEN = {
+    "both lengths": HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "both, the other way": HEAD + b"transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": HEAD + b"content-length: 0\r\ncontent-length: 40\r\n\r\n" + SMUGGLED,
+    "length with a sign": HEAD + b"content-length: +5\r\n\r\nabcde" + SMUGGLED,
+    "another encoding": HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "chunked twice": HEAD + b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "space before the colon": HEAD + b"content-length : 0\r\n\r\n" + SMUGGLED,
+    "folded header": HEAD + b"x: 1\r\n content-length: 10\r\n\r\n" + SMUGGLED,
+    "bare line feeds": HEAD.replace(b"\r\n", b"\n") + b"content-length: 0\n\n" + SMUGGLED,
+    "chunk size with junk": HEAD + b"transfer-encoding: chunked\r\n\r\n0x5\r\nabcde\r\n0\r\n\r\n" + SMUGGLED,
+    "absolute target": b"GET http://169.254.169.254/ HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
+    "tunnel": b"CONNECT 169.254.169.254:80 HTTP/1.1\r\nhost: localhost\r\n\r\n" + SMUGGLED,
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "many headers": HEAD + b"".join(b"x-%d: 1\r\n" % i for i in range(300)) + b"content-length: 0\r\n\r\n" + SMUGGLED,
+    "long header": HEAD + b"x: " + b"a" * 70_000 + b"\r\n\r\n" + SMUGGLED,
+    "header without end": HEAD + b"x: " + b"a" * 140_000,
+    "empty lines": b"\r\n" * 50_000,
+    "long trailers": HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: aaaaaaaaaaaaaaaaaaaaaaaaaaa\r\n" * 5_000,
+    "announced too large": HEAD + b"content-length: 99999999999\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+async def test_what_is_not_clearly_one_request_is_refused_whole(data):
+    stub = Stub("a")
+    async with routed(stub) as (router, port):
+        client = await Client.open(port)
+        client.send(data)
+        answer = await client.rest()  # and the connection ends
+        assert answer.startswith((b"HTTP/1.1 4", b"")), answer
+        assert answer.count(b"HTTP/1.1 ") <= 1
+        if answer:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        assert not stub.sent
+        assert router.fronts.num_buffered == 0
+        assert (await ask(port, post()))[0] == 200
+
+
+async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
+    stub = Stub("a")
+
+    async def echo(sent: Sent, writer) -> None:
+        await asyncio.sleep(0.02 if b"first" in sent.body else 0)
+        writer.write(response(sent.body))
+
+    stub.answer = echo
+    async with routed(stub) as (router, port):
+        client = await Client.open(port)
+        chunked = b"transfer-encoding: chunked\r\n\r\n5;ext=1\r\nfirst\r\n3\r\n...\r\n0\r\nx-trailer: 1\r\n\r\n"
+        client.send(HEAD + chunked + post(b"second") + get("/load") + post(b"third"))
+        assert [(await client.answer())[2] for _ in range(2)] == [b"first...", b"second"]
+        assert json.loads((await client.answer())[2]) == {"server_load": 0}
+        assert (await client.answer())[2] == b"third"
+        assert [sent.header("content-length") for sent in stub.sent] == ["8", "6", "5"]
+        client.send(post() * 40)  # without waiting for any answer
+        answers = await client.rest()
+        assert 1 <= answers.count(b"HTTP/1.1 200") <= front.MAX_PIPELINED + 2
+        client.close()
+        await until(lambda: not router.fronts.all)
+        assert router.fronts.num_buffered == 0
+
+
+async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
+    stub = Stub("a")
+    async with routed(stub) as (_, port):
+        client = await Client.open(port)
+        client.send(post(chat("hi"), "/v1/chat/completions", "upgrade: h2c", "connection: upgrade, http2-settings") + SMUGGLED)
+        assert (await client.rest()).count(b"HTTP/1.1 200") == 1
+        assert len(stub.sent) == 1
+        assert stub.sent[0].header("upgrade") is None
+
+
+async def test_a_body_that_grows_beyond_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr(front, "MAX_BODY_BYTES", 10_000)
+    stub = Stub("a")
+    async with routed(stub) as (router, port):
+        client = await Client.open(port)
+        client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"a" * 1024 + b"\r\n")
+        for _ in range(12):
+            client.send(b"400\r\n" + b"a" * 1024 + b"\r\n")
+        assert (await client.answer())[0] == 413
+        monkeypatch.setattr(front, "MAX_BUFFERED_BYTES", 5_000)
+        assert (await ask(port, post(b"a" * 9_000)))[0] == 429  # of all requests together
+        assert router.fronts.num_buffered == 0
+        assert not stub.sent
+
+
+async def test_slow_clients_are_closed(monkeypatch):
+    monkeypatch.setattr(front, "_SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(front, "HEADERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(front, "PART_WITHIN_S", 0.2)
+    async with routed(Stub("a")) as (router, port):
+        silent, in_head, in_body = [await Client.open(port) for _ in range(3)]
+        in_head.send(b"POST / HTTP/1.1\r\nhost: ")
+        in_body.send(post()[:-5])
+        assert await silent.rest() == b""
+        assert (await in_head.answer())[0] == 408
+        assert (await in_body.answer())[0] == 408
+        in_head.close()
+        in_body.close()
+        await until(lambda: not router.fronts.all)
+
+
+async def test_a_client_that_does_not_read_holds_back_its_server_and_is_closed(monkeypatch):
+    monkeypatch.setattr(front, "_SWEEP_EVERY_S", 0.02)
+    monkeypatch.setattr(front, "READ_WITHIN_S", 0.3)
+    written = 0
+
+    async def endless(sent: Sent, writer) -> None:
+        nonlocal written
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"10000\r\n" + b"a" * 65536 + b"\r\n")
+            written += 65536
+            await writer.drain()
+
+    stub = Stub("a", answer=endless)
+    async with routed(stub) as (router, port):
+        client = await Client.open(port)
+        client.writer.transport.pause_reading()
+        client.send(post())
+        await until(lambda: stub.num_left == 1)
+        assert written < 64 * 2**20  # buffers of the sockets, and no more
+        assert router.num_under_way == 0
+
+
+async def test_connections_are_limited(monkeypatch):
+    async with routed(Stub("a"), max_connections=4) as (_, port):
+        idle = [await Client.open(port) for _ in range(2)]
+        refused = await Client.open(port)
+        assert (await refused.answer())[0] == 429  # half of them may be idle and of one address
+        for one in idle:
+            one.send(post())
+            assert (await one.answer())[0] == 200
+
+
+async def test_limits_of_a_key():
+    going_on = asyncio.Event()
+
+    async def slow(sent: Sent, writer) -> None:
+        await going_on.wait()
+        writer.write(response(b"{}"))
+
+    keys = ["key-of-the-first-user", "key-of-the-other-user"]
+    stub = Stub("a", answer=slow)
+    access = Access.of(keys, None, [], [], [])
+    now = 1000.0
+    async with routed(stub, access=access, limits=Limits(2, 5, lambda: now)) as (router, port):
+        first, other = (f"authorization: Bearer {key}" for key in keys)
+        waiting = [asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", first))) for _ in range(2)]
+        await until(lambda: len(stub.sent) == 2)
+        status, headers, body = await ask(port, post(chat("hi"), "/v1/chat/completions", first))
+        assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (429, "1", "rate_limit_error")
+        waiting.append(asyncio.create_task(ask(port, post(chat("hi"), "/v1/chat/completions", other))))
+        await until(lambda: len(stub.sent) == 3)  # nobody else is touched
+        going_on.set()
+        assert [(await one)[0] for one in waiting] == [200] * 3
+        statuses = [(await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(4)]
+        assert statuses == [200, 200, 200, 429]  # five in a minute
+        now += 13  # the time of one
+        statuses = [(await ask(port, post(chat("hi"), "/v1/chat/completions", first)))[0] for _ in range(2)]
+        assert statuses == [200, 429]
+        assert router.limits.num_refused == 3
+
+
+async def test_keys_hosts_origins_and_paths_are_checked_as_by_a_server():
+    access = Access.of(["key-of-the-first-user"], None, ["key-of-the-only-admin"], [], [])
+    stub = Stub("a")
+    async with routed(stub, access=access) as (_, port):
+        user, admin = ("authorization: Bearer key-of-the-first-user", "x-api-key: key-of-the-only-admin")
+        assert (await ask(port, post()))[0] == 401
+        assert (await ask(port, get("/health")))[0] == 200
+        assert (await ask(port, get("/router/upstreams", user)))[0] == 403
+        assert (await ask(port, get("/router/upstreams", admin)))[0] == 200
+        assert (await ask(port, get("/metri%63s", user)))[0] == 403
+        assert b'tidemill_router_upstream_healthy{upstream="' in (await ask(port, get("/metrics", admin)))[2]
+        assert (await ask(port, get("/v1/../metrics", user)))[0] == 404
+        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://evil.example")))[0] == 403
+        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user).replace(b"localhost", b"evil.example")))[0] == 403
+        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "host: localhost")))[0] == 400
+        assert not stub.sent
+        assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://localhost")))[0] == 200
+        assert stub.sent[0].header("origin") is None  # the server knows another host
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 300_000 + b"\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+    ],
+)
+async def test_an_upstream_that_does_not_speak_http_is_an_error(answer):
+    async def broken(sent: Sent, writer) -> None:
+        writer.write(answer)
+
+    async with routed(Stub("a", answer=broken)) as (router, port):
+        client = await Client.open(port)
+        client.send(post(chat("hi"), "/v1/chat/completions", "connection: close"))
+        got = await client.rest()
+        assert got.startswith(b"HTTP/1.1 502") or got == b""
+        assert router.num_under_way == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://a", "http://", "http://a/path", "http://a:99999", "unix:", "http://a b"]
+)
+def test_addresses_that_are_none_are_refused(url):
+    with pytest.raises(Exception, match="The upstream is"):
+        upstream.Upstream(url)
+
+
+async def test_old_clients_and_head_requests():
+    async def stream(sent: Sent, writer) -> None:
+        if sent.line.startswith("HEAD"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+
+    async with routed(Stub("a", answer=stream)) as (_, port):
+        client = await Client.open(port)
+        client.send(b"GET /x HTTP/1.0\r\nhost: localhost\r\n\r\n")
+        answer = await client.rest()  # HTTP/1.0 has no chunks: the end of the connection is that of the body
+        assert answer.endswith(b"\r\n\r\nabcde")
+        assert b"chunked" not in answer
+        client = await Client.open(port)
+        client.send(b"HEAD /x HTTP/1.1\r\nhost: localhost\r\n\r\n" + get("/x"))
+        assert b"content-length: 5" in await client.reader.readuntil(b"\r\n\r\n")
+        assert (await client.answer())[2] == b"abcde"
+
+
+async def test_an_upstream_behind_a_unix_socket(tmp_path):
+    stub = Stub("a")
+    path = tmp_path / "s"
+    server = await asyncio.start_unix_server(stub._serve, path)
+    made = Upstream(f"unix:{path}")
+    async with routed(stub) as (router, port):
+        router.upstreams = {made.url: made}
+        made.is_healthy = True
+        assert json.loads((await ask(port, post()))[2])["from"] == "a"
+        assert stub.sent[0].header("host") == "localhost"
+    server.close()

@@ -1,0 +1,343 @@
+"""Replicas: several engines that serve one model, behind the interface of EngineClient. Loads no torch.
+
+Each replica is an engine process of its own, with a client that supervises it. A request goes where `sched.placement` says, and
+stays there. If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have been
+the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tidemill import events
+from tidemill.config import EngineOptions
+from tidemill.engine.client import STALL_S, EngineClient, settled
+from tidemill.engine.link import START_S, EngineLink
+from tidemill.engine.pending import EngineLost
+from tidemill.errors import EngineDead, TidemillError
+from tidemill.events import Event
+from tidemill.kv.manager import FIRST_OWNER
+from tidemill.sched.placement import Placement, prefix_keys
+from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Resumed, Submit
+
+BLOCK_LEN = 64  # tokens of a prompt that are remembered together
+_TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Route:
+    """A request under way: where it is, and what was delivered."""
+
+    client: EngineClient
+    outputs: list[list[int]]
+    over: set[int] = field(default_factory=set)  # samples
+
+
+class Replicas:
+    def __init__(
+        self,
+        num: int,
+        on_events: Callable[[list[Event]], None] | None = None,
+        stall_s: float = STALL_S,
+        on_pages: Callable[[Pages], None] | None = None,
+        start_s: float = START_S,
+        placement: Placement | None = None,
+    ) -> None:
+        self._on_events, self._on_pages = on_events, on_pages
+        self._placement = placement or Placement()
+        self._gpus = _gpus()
+        self._clients = [self._client(number, num, stall_s, start_s) for number in range(num)]
+        self._names = {str(number): client for number, client in enumerate(self._clients)}
+        self._routes: dict[str, _Route] = {}
+        self._pages: dict[int, Pages] = {}  # those that have come since they were asked for
+        self.adapters = ReplicaAdapters(self._clients)
+        self.on_change: Callable[[], None] | None = None
+        self.gave_up = asyncio.Event()
+
+    def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
+        environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
+        take, pages = partial(self._take_events, number), partial(self._take_pages, number)
+        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), hands_over=True)
+        client.on_change = self._changed
+        return client
+
+    # ---- start and end
+
+    async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
+        """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
+        given = [self._options(options, number) for number in range(len(self._clients))]
+        try:
+            ready = await self._clients[0].start(given[0], on_loading)
+            same = [settled(one, ready.config) for one in given[1:]]
+            await all_started(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
+        except BaseException:
+            await self.close()
+            raise
+        self.gave_up.clear()
+        return ready
+
+    def _options(self, options: EngineOptions, number: int) -> EngineOptions:
+        """What replicas cannot share is divided."""
+        on_device = len(self._clients) if not self._gpus or options.device == "cpu" else -(-len(self._clients) // len(self._gpus))
+        disk = options.kv_disk
+        if disk is not None:
+            folder, _, size = disk.rpartition(":")
+            disk = f"{folder}/replica-{number}:{size}"
+        return dataclasses.replace(options, data_parallel=on_device, kv_disk=disk)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(client.stop() for client in self._clients))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def hold(self) -> None:
+        for client in self._clients:
+            client.hold()
+
+    def release(self) -> None:
+        for client in self._clients:
+            client.release()
+
+    def _changed(self) -> None:
+        if self.death:
+            self.gave_up.set()
+        if self.on_change:
+            self.on_change()
+
+    # ---- state
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._clients)
+
+    @property
+    def ready(self) -> Ready | None:
+        return self._clients[0].ready
+
+    @property
+    def alive(self) -> bool:
+        return any(client.alive for client in self._clients)
+
+    @property
+    def working(self) -> bool:
+        return any(client.working for client in self._clients)
+
+    @property
+    def death(self) -> str:
+        """Why there will be no engine any more."""
+        return self._clients[0].death if all(client.death for client in self._clients) else ""
+
+    @property
+    def last_step_s(self) -> float:
+        return min(client.last_step_s for client in self._clients)
+
+    @property
+    def used_s(self) -> float:
+        return max(client.used_s for client in self._clients)
+
+    @property
+    def num_pending(self) -> int:
+        return sum(client.num_pending for client in self._clients)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(client.num_waiting for client in self._clients)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(client.num_restarts for client in self._clients)
+
+    @property
+    def is_idle(self) -> bool:
+        return all(client.is_idle for client in self._clients)
+
+    def described(self) -> list[dict[str, object]]:
+        """Of each replica: its state and its load."""
+        states = ["running" if one.working else "restarting" if one.alive else "down" for one in self._clients]
+        return [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+
+    # ---- requests
+
+    async def submit(
+        self, request: Submit, timeout_s: float | None = None, tells_accepted: bool = False, tells_progress: bool = False
+    ) -> AsyncGenerator[Delta, None]:
+        """As of EngineClient."""
+        if request.request_id in self._routes:
+            raise TidemillError(f"Request id {request.request_id} is in use.")
+        request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        route = _Route(self._choose(request), [[] for _ in range(request.params.n)])
+        self._routes[request.request_id] = route
+        try:
+            while len(route.over) < len(route.outputs):
+                left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
+                try:
+                    async with aclosing(route.client.submit(request, left_s, tells_accepted, tells_progress)) as deltas:
+                        async for delta in deltas:
+                            route.outputs[delta.index] += delta.token_ids
+                            if delta.finish_reason is not None:
+                                route.over.add(delta.index)
+                            yield delta
+                    return
+                except EngineLost as lost:
+                    route.client = self._choose(request)
+                    if lost.is_known:
+                        left = [Resumed(i, tokens) for i, tokens in enumerate(route.outputs) if i not in route.over]
+                        request, tells_accepted = msgspec.structs.replace(request, resumed=left), False
+        finally:
+            del self._routes[request.request_id]
+
+    def _choose(self, request: Submit) -> EngineClient:
+        """One that works, if any does; one that is restarted, or else raises what the engine died of."""
+        usable = {name: one for name, one in self._names.items() if one.working} or {
+            name: one for name, one in self._names.items() if one.alive
+        }
+        if not usable:
+            raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
+        ids = array("I", [token & 0xFFFFFFFF for token in request.prompt_ids]).tobytes()  # they are checked by the engine
+        keys = prefix_keys(f"{request.adapter}\0{request.salt}".encode(), ids, _TOKEN_BYTES * BLOCK_LEN)
+        chosen = self._placement.choose(keys, {name: one.num_pending for name, one in usable.items()})
+        self._placement.note(chosen.name, keys)
+        return usable[chosen.name]
+
+    def cancel(self, request_id: str, why: TidemillError) -> bool:
+        return any(client.cancel(request_id, why) for client in self._clients)
+
+    def finish(self, request_id: str, index: int) -> None:
+        route = self._routes.get(request_id)
+        if route is not None:
+            route.over.add(index)
+            route.client.finish(request_id, index)
+
+    def fail_all(self, why: TidemillError) -> None:
+        for client in self._clients:
+            client.fail_all(why)
+
+    def renew(self, name: str, ttl_s: float, reason: str) -> None:
+        """Of all: several may hold the prefix."""
+        for client in self._clients:
+            client.renew(name, ttl_s, reason)
+
+    # ---- from the engines
+
+    def _take_events(self, number: int, batch: list[Event]) -> None:
+        if any(isinstance(event, events.EngineRestarted) for event in batch):
+            self._placement.forget(str(number))  # its cache is empty
+        if self._on_events:
+            self._on_events([msgspec.structs.replace(event, replica=number) for event in batch] if number else batch)
+
+    def ask_pages(self) -> None:
+        self._pages.clear()
+        for client in self._clients:
+            client.ask_pages()
+
+    def _take_pages(self, number: int, pages: Pages) -> None:
+        """The map is of all replicas, one after the other; it is told when all that work have told theirs."""
+        self._pages[number] = pages
+        if self._on_pages and all(at in self._pages for at, client in enumerate(self._clients) if client.working):
+            self._on_pages(joined([self._pages[at] for at in sorted(self._pages)]))
+
+
+async def all_started(starts: Iterable[Coroutine[Any, Any, Ready]]) -> None:
+    """The first that fails ends the others."""
+    tasks = [asyncio.create_task(one) for one in starts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+
+
+def joined(parts: Sequence[Pages]) -> Pages:
+    """The pages of several engines, as if one had them."""
+    owners: list[tuple[str, int]] = []
+    kinds = array("H")
+    tiers: dict[str, tuple[int, int]] = {}
+    for part in parts:
+        shift = len(owners)
+        own = array("H", part.kinds)
+        kinds.extend(own if not shift else array("H", [one + shift if one >= FIRST_OWNER else one for one in own]))
+        owners += part.owners
+        for name, num, most in part.tiers:
+            has, may_have = tiers.get(name, (0, 0))
+            tiers[name] = has + num, may_have + most
+    each = [(name, num, most) for name, (num, most) in tiers.items()]
+    return Pages(owners, kinds.tobytes(), max(part.took_s for part in parts), each)
+
+
+class ReplicaAdapters:
+    """The LoRA adapters of all replicas. Each load has the same number everywhere: all get the same loads in the same order."""
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self._clients = clients
+
+    @property
+    def _first(self) -> EngineClient:
+        return self._clients[0]
+
+    def __iter__(self) -> Iterator[AdapterInfo]:
+        return iter(self._first.adapters)
+
+    def get(self, name: str) -> AdapterInfo | None:
+        return self._first.adapters.get(name)
+
+    def expect(self, options: EngineOptions) -> None:
+        for client in self._clients:
+            client.adapters.expect(options)
+
+    def enter(self, info: AdapterInfo) -> None:
+        for client in self._clients:
+            client.adapters.enter(info)
+
+    def leave(self, info: AdapterInfo) -> None:
+        for client in self._clients:
+            client.adapters.leave(info)
+
+    async def load(self, name: str, path: str, in_place: bool = False) -> AdapterInfo:
+        """Into all, or none."""
+        if not all(client.working for client in self._clients):
+            raise EngineDead("A replica is restarting.", fix="Load the adapter again in a moment.")
+        loads = [client.adapters.load(name, path, in_place) for client in self._clients]
+        done = await asyncio.gather(*loads, return_exceptions=True)
+        failed = next((one for one in done if isinstance(one, BaseException)), None)
+        infos = [one for one in done if not isinstance(one, BaseException)]
+        if failed is not None:
+            for client, one in zip(self._clients, done, strict=True):
+                if not isinstance(one, BaseException):
+                    client.adapters.unload(name)
+            raise failed
+        assert len({info.adapter_id for info in infos}) == 1
+        return infos[0]
+
+    def unload(self, name: str) -> None:
+        """Raises KeyError if there is none."""
+        for client in self._clients:
+            client.adapters.unload(name)
+
+
+def _gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. CUDA itself is not asked: that takes seconds."""
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [one.strip() for one in given.split(",") if one.strip()]
+    found = sorted(int(name[1]) for path in Path("/dev").glob("nvidia*") if (name := re.fullmatch(r"nvidia(\d+)", path.name)))
+    return list(map(str, found))
+
+
+Client: TypeAlias = EngineClient | Replicas

@@ -1,0 +1,110 @@
+"""What of a request decides where it goes: the model, the keys of its prefix, and what it refers to that one server has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from tidemill.sched.placement import MAX_BLOCKS, hash_of, prefix_keys
+
+BLOCK_BYTES = 512  # of a prompt as JSON text
+_MAX_BYTES = MAX_BLOCKS * BLOCK_BYTES
+_MAX_FIRST = 64  # messages among which the first of the user is looked for
+_NOTHING = Raw()
+
+
+class _Body(msgspec.Struct):
+    """Parts of the request bodies of all APIs. The others, and their types, are for the server."""
+
+    model: str | None = None
+    messages: list[Raw] | None = None
+    tools: Raw = _NOTHING
+    system: Raw = _NOTHING  # Anthropic, Ollama
+    instructions: Raw = _NOTHING  # Responses
+    input: Raw = _NOTHING
+    prompt: Raw = _NOTHING
+    text: Raw = _NOTHING  # SGLang
+    input_ids: Raw = _NOTHING
+    prompt_cache_key: str | None = None
+    prompt_cache: str | None = None
+    previous_response_id: str | None = None
+    conversation: str | dict | None = None
+    input_file_id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What is known of a request's body; nothing, if it is not JSON of the kind."""
+
+    model: str | None = None
+    keys: list[int] | tuple[()] = ()
+    anchor: int | None = None  # the same for all requests of a conversation
+    refers_to: tuple[str, str] | None = None  # the kind and the id of what a server keeps
+
+
+def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
+    """`tenant`: whoever shares no cache with others. `session`: as a header names it."""
+    if not body.startswith(b"{"):
+        return Prompt()
+    try:
+        given = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Prompt()
+    root = b"\0".join((tenant, (given.model or "").encode()))
+    before = b"\0".join(map(bytes, (given.tools, given.system, given.instructions)))
+    messages = given.messages
+    if messages is not None:
+        text = before + b"," + b",".join(_leading(messages, _MAX_BYTES - len(before)))
+        opening = before + b",".join(map(bytes, messages[: _num_opening(messages)]))
+    else:
+        rest = next((bytes(one) for one in (given.input, given.prompt, given.text, given.input_ids) if len(bytes(one))), b"")
+        text, opening = before + rest, b""
+    keys = prefix_keys(root, text, BLOCK_BYTES)
+    named = session or (given.prompt_cache_key or "").encode()
+    anchor = hash_of(root, named or opening or text) if named or opening or not keys else None
+    return Prompt(given.model, keys, anchor if text or named else None, _reference(given))
+
+
+def _leading(messages: list[Raw], num_bytes: int) -> list[bytes]:
+    """As many as have any effect."""
+    taken = []
+    for message in messages:
+        if num_bytes <= 0:
+            break
+        taken.append(bytes(message))
+        num_bytes -= len(taken[-1])
+    return taken
+
+
+def _num_opening(messages: list[Raw]) -> int:
+    """Messages up to the user's first: they stay the same while the conversation goes on, and tell it from others."""
+    for number, message in enumerate(messages[:_MAX_FIRST], 1):
+        try:
+            if _decode_message(message).role == "user":
+                return number
+        except msgspec.DecodeError:
+            break
+    return 1
+
+
+def _reference(given: _Body) -> tuple[str, str] | None:
+    conversation = given.conversation.get("id") if isinstance(given.conversation, dict) else given.conversation
+    if given.previous_response_id:
+        return "responses", given.previous_response_id
+    if isinstance(conversation, str) and conversation:
+        return "conversations", conversation
+    if given.input_file_id:
+        return "files", given.input_file_id
+    if given.prompt_cache:
+        return "prompt_caches", given.prompt_cache
+    return None

@@ -1,0 +1,363 @@
+"""Router: takes each client's request to an upstream, or answers it itself."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from tidemill.errors import ConfigError, Draining, InvalidRequest, NoUpstream, TidemillError
+from tidemill.router.exchange import Exchange
+from tidemill.router.fetch import Fetched, fetch
+from tidemill.router.front import Front, Fronts, Job, Request
+from tidemill.router.health import Checks, models_of
+from tidemill.router.keys import Prompt, read_prompt
+from tidemill.router.limits import Limits
+from tidemill.router.owners import EVERYWHERE, HOMES, Owners, referred
+from tidemill.router.upstream import Headers, Upstream
+from tidemill.sched.placement import Placement, hash_of
+from tidemill.server.guard import Access, Caller, NotFound, check_path
+
+UPSTREAMS_PATH = "/router/upstreams"
+MAX_UPSTREAMS = 256
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_log = logging.getLogger("tidemill.router")
+
+
+class _Added(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+
+
+class Router:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        access: Access | None = None,
+        limits: Limits | None = None,
+        check_every_s: float = 2.0,
+        upstream_key: str = "",
+        max_connections: int = 8192,
+        placement: Placement | None = None,
+        check_within_s: float = 5.0,
+    ) -> None:
+        """`upstream_key`: sent to upstreams instead of the clients' keys."""
+        self.access, self.limits = access or Access(), limits or Limits()
+        self.placement = placement or Placement()
+        self.upstream_key = upstream_key.encode()
+        own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
+        self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
+        self.fronts = Fronts(self.handle, max_connections)
+        self.upstreams: dict[str, Upstream] = {}
+        self._owners = Owners()
+        self._exchanges: set[Exchange] = set()
+        self._check_host = functools.lru_cache(1024)(self.access.check_host)
+        self.num_retries = self.num_failed = 0
+        self._num_by_status: Counter[int] = Counter()
+        self._num_by_second, self._sum_s = [0] * (len(_SECONDS) + 1), 0.0  # to the head of a response
+        for url in urls:
+            self._make(url)
+
+    def _make(self, url: str) -> Upstream:
+        upstream = Upstream(url)
+        if upstream.url in self.upstreams:
+            raise ConfigError(f"The upstream {url!r} is given twice.", fix="Give each once.", param="url")
+        if len(self.upstreams) >= MAX_UPSTREAMS:
+            raise ConfigError(f"There are {MAX_UPSTREAMS} upstreams already.", fix="Remove some.", param="url")
+        self.upstreams[upstream.url] = upstream
+        return upstream
+
+    async def start(self) -> None:
+        """Returns when every upstream has been checked once."""
+        self.fronts.sweep()
+        await asyncio.gather(*map(self.checks.begin, self.upstreams.values()))
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._exchanges)
+
+    async def drain(self, seconds: float) -> None:
+        """New requests are refused, and those under way may end."""
+        self.fronts.drain()
+        end_s = asyncio.get_running_loop().time() + seconds
+        while self._exchanges and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        self.checks.close()
+        self.fronts.close()
+        for upstream in self.upstreams.values():
+            upstream.close()
+
+    # ---- where a request goes
+
+    def choose(self, prompt: Prompt, tried: Sequence[Upstream] = ()) -> Upstream | None:
+        usable = {url: one for url, one in self.upstreams.items() if one.is_usable and one not in tried}
+        if prompt.model is not None and len(usable) > 1:
+            serving = {url: one for url, one in usable.items() if one.models is None or prompt.model in one.models}
+            usable = serving or usable  # of a name that no list has, servers may know more
+        if not usable:
+            return None
+        loads = {url: one.load for url, one in usable.items()}
+        return usable[self.placement.choose(prompt.keys, loads, prompt.anchor).name]
+
+    def _home(self, tenant: bytes) -> Upstream | None:
+        usable = [url for url, one in self.upstreams.items() if one.is_usable]
+        return self.upstreams[self.placement.ranked(hash_of(tenant), usable)[0]] if usable else None
+
+    def _lost(self, upstream: Upstream) -> None:
+        """What waits for an upstream that does not answer goes to another."""
+        self.placement.forget(upstream.url)
+        for exchange in [one for one in self._exchanges if one.upstream is upstream]:
+            exchange.give_up_waiting()
+
+    def _recovered(self, upstream: Upstream) -> None:
+        self.placement.forget(upstream.url)  # it may have been started anew
+
+    # ---- requests
+
+    def handle(self, front: Front, request: Request) -> Job | None:
+        if self.fronts.is_draining:
+            request.keeps_alive = False
+            raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
+        check_path(request.target)
+        headers = {name: value.decode("latin-1") for name, value in request.headers}
+        if sum(name == b"host" for name, _ in request.headers) > 1:
+            raise InvalidRequest("There is more than one Host header.")
+        host, origin = headers.get(b"host", ""), headers.get(b"origin", "").rstrip("/").lower()
+        self._check_host(host)
+        if origin:
+            self.access.check_origin(origin, host)
+        if request.method == b"OPTIONS":
+            caller = Caller()  # a preflight has no key
+        else:
+            caller = self.access.caller(request.path, headers)
+        own = self._own.get(request.path)
+        if own is not None:
+            return own(self, front, request, caller)
+        tenant = caller.tenant or request.address
+        self.limits.enter(tenant)
+        try:
+            return self._forward(front, request, tenant)
+        except TidemillError:
+            self.limits.leave(tenant)
+            raise
+
+    def _forward(self, front: Front, request: Request, tenant: str) -> Job:
+        key = b"" if self.upstream_key else request.get(b"authorization") or request.get(b"x-api-key")
+        is_json = request.method == b"POST" and request.path != "/v1/files"
+        prompt = read_prompt(request.body, key, request.get(b"x-session-id")) if is_json else Prompt()
+        repeats, owner = True, None
+        if request.path in EVERYWHERE:
+            return self._later(front, self._send_everywhere(front, request), tenant)
+        reference = referred(request.path) or prompt.refers_to
+        if reference is not None and len(self.upstreams) > 1:
+            return self._later(front, self._send_to_owner(front, request, prompt, key, reference, tenant), "")
+        if request.path in HOMES:
+            repeats, owner = request.method == b"GET", self._home(key or tenant.encode())
+            if owner is None:
+                raise NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
+        return self._exchange(front, request, prompt, tenant, repeats, owner)
+
+    def _exchange(
+        self, front: Front, request: Request, prompt: Prompt, tenant: str, repeats: bool, owner: Upstream | None
+    ) -> Exchange:
+        exchange = Exchange(self, front, request, prompt, tenant, repeats, owner)
+        exchange.start()
+        self._exchanges.add(exchange)
+        return exchange
+
+    def ended(self, exchange: Exchange, tenant: str) -> None:
+        self._exchanges.discard(exchange)
+        self.limits.leave(tenant)
+
+    def answered(self, status: int, seconds: float) -> None:
+        self._num_by_status[status] += 1
+        self._num_by_second[bisect_left(_SECONDS, seconds)] += 1
+        self._sum_s += seconds
+
+    # ---- requests to one owner, and to all
+
+    def _later(self, front: Front, work: Coroutine[Any, Any, None], tenant: str) -> Job:
+        """`tenant`: whose limit counts it until it is done; empty: nobody's."""
+        job = _Task(asyncio.get_running_loop().create_task(self._answer_errors(front, work)))
+        if tenant:
+            job.task.add_done_callback(lambda _: self.limits.leave(tenant))
+        return job
+
+    async def _answer_errors(self, front: Front, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except TidemillError as error:
+            front.answer_error(error)
+        except Exception:
+            _log.exception("a request could not be answered")
+            front.break_off()
+
+    def _own_headers(self, request: Request) -> Headers:
+        """Of requests that the router makes for a client."""
+        if self.upstream_key:
+            return [(b"authorization", b"Bearer " + self.upstream_key)]
+        return [(name, value) for name, value in request.headers if name in (b"authorization", b"x-api-key")]
+
+    async def _send_to_owner(
+        self, front: Front, request: Request, prompt: Prompt, key: bytes, reference: tuple[str, str], tenant: str
+    ) -> None:
+        is_begun = False
+        try:
+            upstreams = self.upstreams.values()
+            owner = await self._owners.find(key, *reference, upstreams, self._own_headers(request))
+            # If none has it, any of them says so.
+            repeats = request.method in (b"GET", b"HEAD") or owner is None or request.path not in HOMES
+            front.take_over(self._exchange(front, request, prompt, tenant, repeats, owner))
+            is_begun = True
+        finally:
+            if not is_begun:
+                self.limits.leave(tenant)
+
+    async def _send_everywhere(self, front: Front, request: Request) -> None:
+        """The first refusal is the answer, or else what the first of them said."""
+        headers = [*self._own_headers(request), (b"content-type", request.get(b"content-type") or b"application/json")]
+        usable = [one for one in self.upstreams.values() if one.is_healthy]
+        if not usable:
+            raise NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
+        answers = await asyncio.gather(*(_ask(one, request, headers) for one in usable))
+        chosen = next((one for one in answers if one.status >= 400), answers[0])
+        kept = [(name, value) for name, value in chosen.headers if name == b"content-type"]
+        front.answer(chosen.status, chosen.body, kept[0][1] if kept else b"text/plain")
+
+    # ---- what the router answers itself
+
+    def _health(self, front: Front, request: Request, caller: Caller) -> None:
+        num = sum(one.is_healthy for one in self.upstreams.values())
+        body = {"status": "ok" if num else "no upstream is healthy", "healthy": num, "upstreams": len(self.upstreams)}
+        front.answer_json(body, 200 if num else 503)
+
+    def _load(self, front: Front, request: Request, caller: Caller) -> None:
+        front.answer_json({"server_load": len(self._exchanges)})
+
+    def _models(self, front: Front, request: Request, caller: Caller) -> Job:
+        return self._later(front, self._merge_models(front, request), "")
+
+    async def _merge_models(self, front: Front, request: Request) -> None:
+        """What each upstream lists for this client; the first that lists a name describes it."""
+        usable = [one for one in self.upstreams.values() if one.is_healthy]
+        if not usable:
+            raise NoUpstream("No server can be asked at the moment.", fix="Try again in a moment.")
+        answers = await asyncio.gather(*(_ask(one, request, self._own_headers(request)) for one in usable))
+        good = [models_of(one.body) for one in answers if one.status == 200]
+        if not good:
+            front.answer(answers[0].status, answers[0].body)
+            return
+        merged: dict[str, msgspec.Raw] = {}
+        for listed in reversed(good):
+            merged = listed | {name: one for name, one in merged.items() if name not in listed}
+        front.answer_json({"object": "list", "data": list(merged.values())})
+
+    def _manage(self, front: Front, request: Request, caller: Caller) -> Job | None:
+        """Upstreams are listed, added and removed."""
+        self.access.check_may_see_all(caller)
+        if request.method == b"GET":
+            front.answer_json({"upstreams": [_described(one) for one in self.upstreams.values()]})
+            return None
+        try:
+            url = msgspec.json.decode(request.body, type=_Added).url
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"The body is not what it must be: {error}.", fix='Send {"url": "http://HOST:PORT"}.') from None
+        if request.method == b"POST":
+            upstream = self._make(url)
+            self.checks.watch(upstream)
+        elif request.method == b"DELETE":
+            if (url := url.rstrip("/")) not in self.upstreams:
+                raise NotFound(f"There is no upstream {url[:200]!r}.", fix=f"GET {UPSTREAMS_PATH} lists them.", param="url")
+            upstream = self.upstreams.pop(url)
+            upstream.is_leaving = True  # what is under way ends
+            self.checks.stop(upstream)
+            self.placement.forget(upstream.url)
+        else:
+            raise InvalidRequest("Upstreams are listed by GET, added by POST and removed by DELETE.")
+        front.answer_json(_described(upstream))
+        return None
+
+    def _metrics(self, front: Front, request: Request, caller: Caller) -> None:
+        front.answer(200, "\n".join(self._metric_lines()).encode() + b"\n", b"text/plain; version=0.0.4; charset=utf-8")
+
+    def _metric_lines(self) -> list[str]:
+        name, lines = "tidemill_router", []
+
+        def put(metric: str, kind: str, words: str, values: list[tuple[str, float]]) -> None:
+            lines.extend([f"# HELP {name}_{metric} {words}", f"# TYPE {name}_{metric} {kind}"])
+            lines.extend(f"{name}_{metric}{labels} {value:g}" for labels, value in values)
+
+        by_url = [(f'{{upstream="{url}"}}', one) for url, one in self.upstreams.items()]
+        put("responses_total", "counter", "Responses of upstreams, by status", [
+            (f'{{status="{status}"}}', num) for status, num in sorted(self._num_by_status.items())
+        ])  # fmt: skip
+        put("retries_total", "counter", "Requests that were sent to another upstream", [("", self.num_retries)])
+        put("failed_total", "counter", "Requests that no upstream answered in full", [("", self.num_failed)])
+        put("limited_total", "counter", "Requests refused by the limits of their key", [("", self.limits.num_refused)])
+        put("connections", "gauge", "Connections of clients", [("", len(self.fronts.all))])
+        put("prefix_keys", "gauge", "Blocks of prompts whose upstream is remembered", [("", len(self.placement))])
+        put("upstream_healthy", "gauge", "1 if an upstream is sent requests", [(at, one.is_usable) for at, one in by_url])
+        put("upstream_load", "gauge", "Requests under way", [(at, one.load) for at, one in by_url])
+        put("upstream_requests_total", "counter", "Requests sent", [(at, one.num_requests) for at, one in by_url])
+        put("upstream_failures_total", "counter", "Requests that failed", [(at, one.num_failures) for at, one in by_url])
+        counts = [sum(self._num_by_second[: i + 1]) for i in range(len(_SECONDS) + 1)]
+        buckets = [(f'_bucket{{le="{at:g}"}}', num) for at, num in zip(_SECONDS, counts, strict=False)]
+        total = counts[-1]
+        put("response_seconds", "histogram", "From a request to the head of its response", [
+            *buckets, ('_bucket{le="+Inf"}', total), ("_sum", self._sum_s), ("_count", total),
+        ])  # fmt: skip
+        return lines
+
+    _own: dict[str, Callable[[Router, Front, Request, Caller], Job | None]] = {
+        "/health": _health,
+        "/ready": _health,
+        "/ping": _health,
+        "/load": _load,
+        "/metrics": _metrics,
+        "/v1/models": _models,
+        "/models": _models,
+        UPSTREAMS_PATH: _manage,
+    }
+
+
+class _Task:
+    """A `Job` that is a task."""
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+
+    def client_left(self) -> None:
+        self.task.cancel()
+
+    def pause(self) -> None:
+        """Its responses are small."""
+
+    resume = pause
+
+
+async def _ask(upstream: Upstream, request: Request, headers: Headers) -> Fetched:
+    try:
+        return await fetch(upstream, request.method, request.target, headers, request.body)
+    except OSError as error:
+        upstream.failed(f"it cannot be reached: {error}")
+        return Fetched(502, [], msgspec.json.encode({"error": {"message": "A server could not be reached."}}))
+
+
+def _described(upstream: Upstream) -> dict[str, Any]:
+    return {
+        "url": upstream.url,
+        "healthy": upstream.is_healthy,
+        "usable": upstream.is_usable,
+        "why": upstream.why,
+        "load": upstream.load,
+        "requests": upstream.num_requests,
+        "failures": upstream.num_failures,
+        "models": None if upstream.models is None else list(upstream.models),
+    }

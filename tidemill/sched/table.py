@@ -1,0 +1,311 @@
+"""RequestTable: every live request, its row and its pages; how requests come, fork, lose their pages and leave."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+
+from tidemill import events
+from tidemill.events import EventSink
+from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Moved
+from tidemill.kv_policy import CachePolicy
+from tidemill.sampling import SamplingParams
+from tidemill.sched.clock import Clock
+from tidemill.sched.pages import Pages
+from tidemill.sched.plan import TokenWrite
+from tidemill.sched.queue import WaitingQueue
+from tidemill.sched.request import Request, Status
+from tidemill.sched.retention import Retention
+from tidemill.wire import Hold
+
+
+class RequestTable:
+    """Owns every live request, its row and (through the KV manager) its pages."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        *,
+        num_rows: int,
+        max_context: int,
+        clock: Clock,
+        emit: EventSink,
+        evict: bool = True,
+    ) -> None:
+        """`evict`: False: only what can run to its end is admitted, and none is preempted."""
+        self.kv = kv
+        self.num_rows = num_rows
+        self.max_context = max_context
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # by rank
+        self._clock = clock
+        self._emit = emit
+        self._requests: dict[int, Request] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._pages = Pages(kv, clock, emit)
+        self._forked: list[Request] = []  # queued samples that hold pages of their prompt, by place
+        self._evict = evict
+        self.retention = Retention(kv, clock, emit, evict)
+        self._next_seq = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+        salt: str = "",
+        arrival_s: float | None = None,
+        tenant: str = "",
+        adapter: int = -1,
+        cache: CachePolicy | None = None,
+        max_context: int | None = None,
+        resumed: Mapping[int, Sequence[int]] | None = None,
+        holds: Sequence[Hold] = (),
+    ) -> list[Request]:
+        """Queue a request: one `Request` per sample. Samples after the first wait for its prompt and then share its pages.
+        `resumed`: only these samples, each from the output it has; they are computed like preempted ones. `cache`: which tokens
+        stay in its pages. `max_context`: its own, if it has one. `holds`: of prefixes of the first sample."""
+        now, max_context = self._clock.now(), max_context or self.max_context
+        assert 0 < len(prompt_ids) <= max_context, "checked by the engine"
+        room = max_context - len(prompt_ids)
+        made: list[Request] = []
+        for index in range(params.n) if resumed is None else resumed:
+            request = Request(
+                request_id=request_id if params.n == 1 else f"{request_id}:{index}",
+                seq=self._next_seq,
+                tokens=list(prompt_ids),
+                params=params.sample(index),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                arrival_s=now if arrival_s is None else arrival_s,
+                eos_token_ids=eos_token_ids,
+                priority=priority,
+                salt=salt,
+                tenant=tenant,
+                adapter=adapter,
+                cache=cache,
+                parent=made[0] if made and resumed is None else None,
+                holds=() if made else holds,
+            )
+            self._next_seq += 1
+            self._requests[request.seq] = request
+            if made and resumed is None:
+                made[0].children.append(request)
+            if resumed is None:
+                num_beams = params.beams.width if params.beams else 1
+                self._emit(events.Submitted(now, request.request_id, request.num_prompt, priority, tenant, num_beams))
+            else:
+                request.tokens += resumed[index]
+                request.first_token_s = now if resumed[index] else None
+                self._emit(events.Resumed(now, request.request_id, request.num_prompt, request.num_output))
+            made.append(request)
+            self.waiting.join(request)
+            self.waiting.push(request, now)
+        return made
+
+    def fork(self, request: Request, request_id: str, params: SamplingParams | None = None) -> Request:
+        """Another request with the same tokens, at any point of a request's life. It shares the pages of what is computed, and
+        each copies a shared page before it writes to it. It ranks right behind its source. If it is decoding and there is a row,
+        it takes it at once; else it is queued. Where pages cannot be shared (states, windows that have moved on, a source that
+        was preempted), it starts from what the prefix cache has.
+        `params`: its own, the same as the source's if not given."""
+        now, tokens = self._clock.now(), request.tokens
+        child = request.fork(request_id, self._next_seq, params or request.params)
+        self._next_seq += 1
+        self._requests[child.seq] = child
+        self.waiting.join(child)
+        if child.parent is not None:
+            child.parent.children.append(child)
+        start, num_pages = min(request.num_computed, len(tokens) - 1), 0
+        if start and self.kv.holds(request.seq) and self.kv.can_fork_at(request.seq, start):
+            request.writable_end = 0
+            child.num_computed = start
+            num_pages = self.kv.fork(request.seq, child.seq, start)
+        self._emit(events.Forked(now, request_id, request.request_id, num_pages))
+        if num_pages and child.num_needed == 1 and request.status is Status.RUNNING and self._free_rows:
+            self._take_row(child)
+            self._pages.unsent.fork(child, request.row, self.kv.entries_beyond(request.seq, child.seq))
+            return child
+        self.waiting.push(child, now)
+        if num_pages:
+            insort(self._forked, child, key=_place)
+        return child
+
+    def _fork_children(self, request: Request, now: float) -> None:
+        """The prompt is computed: its other samples share the pages of all but its last token, which each computes for itself.
+        Where a page is a state, they start from the last one that the prefix cache has; where none is preempted, likewise: there
+        queued samples hold no pages."""
+        request.writable_end = 0  # not its own any more
+        for child in request.children:
+            can_share = self.kv.can_fork_from(request.seq) and self._evict
+            num_shared = request.num_prompt - 1 if can_share else 0
+            child.parent = None
+            child.num_computed = child.num_cached = num_shared
+            self.waiting.make_ready(child, now)
+            if num_shared:
+                num_pages = self.kv.fork(request.seq, child.seq, request.num_prompt)
+                insort(self._forked, child, key=_place)
+                self._emit(events.Forked(now, child.request_id, request.request_id, num_pages))
+        request.children.clear()
+
+    def choose(self, request: Request, token: int) -> None:
+        """What the latest token of a held request is to be; it goes on with it."""
+        request.tokens[-1] = token
+        request.path = None
+        request.is_held = False
+        if request.status is Status.RUNNING:
+            self._pages.unsent.token_writes[request.row] = TokenWrite(request.row, len(request.tokens) - 1, token)
+        elif request.parent is None:
+            self.waiting.make_ready(request, self._clock.now())
+
+    def drop(self, request: Request) -> None:
+        """Forget a fork that is not continued, while others of its family are: without an event of its own."""
+        self._remove(request)
+
+    def abort(self, request: Request, reason: str) -> None:
+        """Forget a request at any moment; its row and pages are free at once."""
+        if request.status is Status.FINISHED:
+            return
+        self._remove(request)
+        now = self._clock.now()
+        self._emit(events.Aborted(now, request.request_id, reason, request.num_output))
+        self._emit_what_is_left(now)
+
+    def discard(self, request: Request, reason: str) -> None:
+        """Abort a request whose KV holds NaN: its pages are cleared before another sequence uses them."""
+        self.clear(request)
+        self.abort(request, reason)
+
+    def clear(self, request: Request) -> None:
+        """Take its pages from a request that ends, because they hold NaN."""
+        if request.status is not Status.FINISHED and self.kv.holds(request.seq):
+            pages = self.kv.discard(request.seq)
+            self._pages.unsent.page_zeroes += pages
+            for row in self._pages.unsent.rows_that_copy(pages):
+                self._preempt(self._pages.unsent.rows[row], "the page that it was to copy holds NaN")
+
+    def compute_again(self, request: Request, reason: str) -> None:
+        """Start over without drafts, on cleared pages: one of its drafts was NaN, which may have spread to what comes before it
+        in the same step."""
+        self.clear(request)
+        self._preempt(request, reason)
+        request.takes_drafts = False
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request that has all it needs, between steps."""
+        now = self._clock.now()
+        self._finish(request, reason, now)
+        self._emit_what_is_left(now)
+
+    def holders(self) -> list[Request]:
+        """Requests that hold pages, in the order in which they came."""
+        return [request for request in self._requests.values() if self.kv.holds(request.seq)]
+
+    def _take_row(self, request: Request) -> None:
+        insort(self.running, request, key=_rank)
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+
+    def _leave_row(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free_rows.append(request.row)
+        self._pages.unsent.forget(request.row)
+        request.row = -1
+
+    def _preempt(self, request: Request, reason: str, is_lost: bool = False) -> None:
+        """Take away pages and row; the request returns to its old place in the queue and is computed again, as far as its pages
+        are not found in the prefix cache or behind it. `is_lost`: they will not be."""
+        now = self._clock.now()
+        leaving = self.kv.preempt(request.seq, is_lost) if self.kv.holds(request.seq) else None
+        how = ("", False) if leaving is None else (leaving.reason, leaving.is_swap)
+        self._emit(events.Preempted(now, request.request_id, request.num_computed, reason, *how))
+        request.num_computed = 0
+        request.num_in_flight = 0
+        request.drafts = ()
+        request.writable_end = 0
+        request.path = None
+        request.epoch += 1
+        if request.status is Status.RUNNING:
+            self._leave_row(request)
+            request.status = Status.WAITING
+            self.waiting.push(request, now)
+        else:
+            self._forked.remove(request)
+
+    def drop_computed(self, reason: str, page_zeroes: Iterable[int] = ()) -> None:
+        """Nothing that was computed can be trusted: all requests start over, with an empty prefix cache. `page_zeroes`: pages
+        that plans were to clear and that may not have been."""
+        self._pages.unsent.page_zeroes += page_zeroes
+        for request in [*self.running, *self.waiting]:
+            if self.kv.holds(request.seq):
+                self._preempt(request, reason, is_lost=True)
+        self.retention.clear(reason)
+        self.kv.clear_prefixes()
+        self.kv.fail_moves()
+
+    def moved(self, done: Sequence[Moved]) -> None:
+        """Page moves are over. Requests whose pages are there can go on; where a load has failed, they are computed again."""
+        for seq, why in self._pages.moved(done):
+            self._preempt(self._requests[seq], f"a page could not be loaded: {why}")
+
+    def _finish(self, request: Request, reason: str, now: float) -> None:
+        if request.holds and self.kv.holds(request.seq):
+            self.retention.take(request, has_ended=True)
+        self._remove(request)
+        counts = (request.num_prompt, request.num_output, request.num_cached)
+        self._emit(events.Finished(now, request.request_id, reason, *counts, *request.spans(now)))
+
+    def _remove(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._leave_row(request)
+        else:
+            self.waiting.remove(request)
+            if request in self._forked:
+                self._forked.remove(request)
+        if self.kv.holds(request.seq):
+            self.kv.release(request.seq)
+        self.kv.is_gone(request.seq)
+        if heir := request.leave_family():
+            self.waiting.make_ready(heir, self._clock.now())
+        request.status = Status.FINISHED
+        self.waiting.leave(request)
+        del self._requests[request.seq]
+
+    def _emit_what_is_left(self, now: float) -> None:
+        self._emit(events.RequestsLeft(now, len(self.running), len(self.waiting), self.kv.num_free_pages))
+
+    def check_integrity(self) -> None:
+        """Rows, queues and pages agree."""
+        self.kv.check_integrity()
+        assert self.running == sorted(self.running, key=_rank)
+        self.waiting.check_integrity()
+        assert self._forked == [r for r in self.waiting if self.kv.holds(r.seq)]
+        assert {r.seq for r in self.running} | {r.seq for r in self.waiting} == set(self._requests)
+        rows = [r.row for r in self.running]
+        assert sorted(rows + self._free_rows) == list(range(self.num_rows)), "a row is lost or taken twice"
+        self._pages.unsent.check_integrity(rows)
+        assert not any(request.is_held and request.num_in_flight for request in self.running)
+        for request in self.running:
+            assert self.kv.holds(request.seq)
+            for group, pages in zip(self.kv.groups, self.kv.tables(request.seq), strict=True):
+                num_slots = request.num_computed if request.cache is None else request.cache.num_slots(request.num_computed)
+                assert group.num_pages_for(num_slots) <= len(pages)
+                assert all(pages[group.first_needed(request.num_computed) :]), "a page that is needed was given back"
+        if not self._requests:
+            num_owned = self.kv.num_loading + self.kv.held.num_pinned
+            assert self.kv.num_free_pages + num_owned == self.kv.num_pages, "pages leaked"
+
+
+def _rank(request: Request) -> tuple[bool, bool, int, int, int]:
+    return request.rank
+
+
+def _place(request: Request) -> tuple[int, int, int]:
+    return request.place

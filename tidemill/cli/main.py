@@ -21,6 +21,7 @@ from tidemill.cli import (
     memory,
     models,
     ollama,
+    plan_layout,
     prompt_cache,
     prune,
     quantize,
@@ -60,6 +61,7 @@ app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
+app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command(epilog=EPILOG, cls=Command)(quantize.quantize)

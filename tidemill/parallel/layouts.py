@@ -1,0 +1,145 @@
+"""What layouts of a model over ranks cost, by phase: the model of "Efficiently Scaling Transformer Inference" (Pope et al. 2022).
+
+T tokens go through a layer of hidden size E, whose blocks (attention, feed-forward) have an inner size F, on n ranks:
+
+- weight-stationary, 1D: a rank has F / n inner values. Activations of all tokens are summed over ranks: 2 T E values a block.
+- weight-stationary, 2D: ranks are a grid X × Y, a rank has E / X by F / Y: 2 T (E / X + F / Y) values a block.
+- weights gathered from N ranks before their use (N = n: activations stay where they are): W N / n weights, and of activations
+  what 1D sends for T / N tokens.
+
+A step takes the longer of computing and reading memory, and what it sends. Ints and floats only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidemill.model_config import AttentionSpec, ModelConfig, StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Of one rank: operations and bytes a second that are reached, and seconds until a collective begins to send."""
+
+    flops: float
+    memory: float
+    link: float
+    latency: float
+    weight_bytes: float  # of a value
+    activation_bytes: float
+
+
+DEVICES = {
+    "cpu": Device(100e9, 20e9, 8e9, 20e-6, 4, 4),
+    "a100": Device(200e12, 1.6e12, 250e9, 8e-6, 2, 2),
+    "h200": Device(600e12, 4.0e12, 380e9, 6e-6, 2, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    grid: int = 1  # X: parts of the hidden size
+    gathered: int = 1  # N: ranks from which weights are gathered before their use
+
+    @property
+    def name(self) -> str:
+        if self.gathered > 1:
+            return f"weights gathered from {self.gathered}"
+        return "1D weight-stationary" if self.grid == 1 else f"2D weight-stationary, X = {self.grid}"
+
+    def is_there(self, size: int) -> bool:
+        """Whether the engine has it."""
+        return size == 1 or (self.grid == 1 and self.gathered == 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`num_tokens`: of a step. `context`: tokens whose keys and values each of `num_sequences` reads."""
+
+    name: str
+    num_tokens: int
+    num_sequences: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a step, all layers."""
+
+    layout: Layout
+    compute_s: float
+    memory_s: float
+    sent_s: float
+    sent_bytes: float  # by a rank
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_s, self.memory_s) + self.sent_s
+
+
+def layouts(size: int) -> list[Layout]:
+    """Those of so many ranks."""
+    divisors = [num for num in range(2, size + 1) if size % num == 0]
+    return [Layout(), *(Layout(grid=num) for num in divisors if num < size), *(Layout(gathered=num) for num in divisors)]
+
+
+def cost(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device) -> Cost:
+    values = model.num_active_parameters
+    read = values if phase.num_tokens < _all_experts(model) else model.num_parameters
+    weights = read * device.weight_bytes * layout.gathered / size
+    kv = phase.num_sequences * phase.context * model.kv_bytes_per_token("float32") * device.activation_bytes / 4
+    by_heads = max(1, min(size // layout.gathered, model.num_kv_heads or size))
+    kv /= by_heads * min(layout.gathered, phase.num_sequences)
+    sent, num_collectives = _sent(model, layout, size, phase, device)
+    return Cost(
+        layout,
+        2 * values * phase.num_tokens / (size * device.flops),
+        (weights + kv) / device.memory,
+        sent / device.link + num_collectives * device.latency,
+        sent,
+    )
+
+
+def _all_experts(model: ModelConfig) -> int:
+    """Tokens of a step from which on every expert is read; 0: there are none."""
+    return max((-(-spec.num_experts // spec.top_k) for spec in model.experts if spec), default=0)
+
+
+def _sent(model: ModelConfig, layout: Layout, size: int, phase: Phase, device: Device) -> tuple[float, int]:
+    """Bytes that a rank sends, and collectives."""
+    if size == 1:
+        return 0.0, 0
+    left, tokens, total, num = size // layout.gathered, phase.num_tokens / layout.gathered, 0.0, 0
+    for layer in range(model.num_layers):
+        for inner in _inner_sizes(model, layer):
+            if left > 1 and layout.grid == 1:
+                total += 2 * tokens * model.hidden_size * device.activation_bytes * (left - 1) / left
+                num += 1
+            elif left > 1:
+                width = model.hidden_size / layout.grid + inner * layout.grid / left
+                total += 2 * tokens * width * device.activation_bytes
+                num += 4
+            num += layout.gathered > 1
+    if layout.gathered > 1:
+        total += model.num_parameters * device.weight_bytes * (layout.gathered - 1) / size
+    return total, num
+
+
+def _inner_sizes(model: ModelConfig, layer: int) -> list[int]:
+    """Of a layer's blocks, what lies between their two projections."""
+    spec, moe = model.layers[layer], model.moe(layer)
+    assert isinstance(spec, AttentionSpec | StateSpec)
+    own = [spec.num_inner if isinstance(spec, StateSpec) else spec.num_heads * spec.head_dim]
+    fed = model.intermediate_size if moe is None else moe.top_k * moe.expert_size + moe.shared_size
+    return [*own, fed] if fed else own
+
+
+def rank_costs(model: ModelConfig, size: int, phase: Phase, device: Device) -> list[Cost]:
+    """Of all layouts, the fastest first."""
+    return sorted((cost(model, one, size, phase, device) for one in layouts(size)), key=lambda one: one.seconds)
+
+
+def choose(costs: Sequence[Cost], size: int) -> Cost:
+    """The fastest that the engine has."""
+    return next(one for one in costs if one.layout.is_there(size))

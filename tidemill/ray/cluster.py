@@ -29,7 +29,10 @@ class Needs:
 
     def limit(self, options: EngineOptions) -> EngineOptions:
         """Replicas of one node share its cores."""
-        return options if self.num_gpus else replace(options, device="cpu", threads=options.threads or self.num_cpus)
+        if self.num_gpus:
+            return options
+        ranks = options.tensor_parallel * options.pipeline_parallel
+        return replace(options, device="cpu", threads=options.threads or max(1, self.num_cpus // ranks))
 
     def __str__(self) -> str:
         return f"{self.num_cpus} CPUs" + (f" and {self.num_gpus} GPUs" if self.num_gpus else "")
@@ -81,9 +84,9 @@ class Cluster:
         """Resources of each node that is alive."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
-    def needs_of(self, options: EngineOptions, num_replicas: int, ranks: int = 1) -> Needs:
+    def needs_of(self, options: EngineOptions, num_replicas: int) -> Needs:
         """On GPUs each rank has one. On CPUs a replica has as many as it has threads: by default its share of the cluster."""
-        nodes = self.nodes()
+        nodes, ranks = self.nodes(), options.tensor_parallel * options.pipeline_parallel
         has_gpus = any(node.get("GPU", 0) for node in nodes)
         if options.device == "cuda" or (options.device == "auto" and has_gpus):
             return Needs(ranks, ranks)

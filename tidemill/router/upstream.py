@@ -7,7 +7,7 @@ import contextlib
 import re
 import ssl
 import time
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -190,8 +190,7 @@ class Connection(asyncio.Protocol):
     # ---- the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self.is_open = transport, True
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop has classes of its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False

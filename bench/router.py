@@ -144,6 +144,10 @@ async def overhead(given: argparse.Namespace) -> None:
             print(f"{name:8} p50 {1e3 * cuts[49]:7.3f} ms   p90 {1e3 * cuts[89]:7.3f} ms   p99 {1e3 * cuts[98]:7.3f} ms")
         added = statistics.median(times[1]) - statistics.median(times[0])
         print(f"added at p50: {1e3 * added:.3f} ms (at least: {1e3 * (min(times[1]) - min(times[0])):.3f} ms)")
+        before = cpu_s(started[0].pid)
+        await many(stubs[0], requests, given.connections, given.burst)
+        used = cpu_s(started[0].pid) - before
+        print(f"the stub alone: {given.burst / used:,.0f} requests for each second of its core")
         for _ in range(3):
             before = cpu_s(router.pid)
             seconds = await many(port, requests, given.connections, given.burst)

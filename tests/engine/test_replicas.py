@@ -91,7 +91,9 @@ def test_replicas_give_the_tokens_of_one_engine_also_if_one_is_killed(tiny_folde
             moved = {name for name, route in replicas._routes.items() if route.client is replicas._clients[1]}
             os.kill(replicas._clients[1]._link._process.pid, signal.SIGKILL)
             assert await asyncio.wait_for(going, LONG_S) == expected[1]
-            assert any(isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen)
+            assert any(
+                isinstance(one, Finished) and one.request_id.partition(":")[0] in moved and one.replica == 0 for one in seen
+            )
             await until(lambda: any(isinstance(one, EngineRestarted) and one.replica == 1 for one in seen))
             assert await outputs(replicas, 20) == expected[0]
             assert not replicas.num_pending

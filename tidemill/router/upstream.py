@@ -20,6 +20,7 @@ MAX_IDLE = 512  # connections that are kept to one upstream
 IDLE_S = 60.0  # for which one is kept; servers keep them longer
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 MAX_RESPONSE_HEAD = 256 * 1024
+_JOINED_BYTES = 2**16
 # Between two hosts, not for whoever is behind them.
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
@@ -167,10 +168,11 @@ class Connection(asyncio.Protocol):
         self._sink, self._is_head = sink, is_head
         self._expect_response()
         self.upstream.under_way.add(self)
-        if body:
-            self._transport.writelines((request, body))
+        if len(body) < _JOINED_BYTES:  # one system call
+            self._transport.write(request + body)
         else:
             self._transport.write(request)
+            self._transport.write(body)
 
     def close(self) -> None:
         """Whatever is under way; its sink hears nothing more."""

@@ -8,7 +8,21 @@ from setuptools import Extension, setup
 
 FOLDER = "tidemill/kernels/native"
 HASH = runpy.run_path(f"{FOLDER}/sources.py")["source_hash"](Path(FOLDER))
-NAMES = ("pool", "linear", "rows", "attention", "kvquant", "policy_attention", "moe", "scan", "lora", "program")
+NAMES = (
+    "pool",
+    "linear",
+    "linear_codes",
+    "linear_tokens",
+    "rows",
+    "attention",
+    "kvquant",
+    "policy_attention",
+    "moe",
+    "scan",
+    "lora",
+    "group",
+    "program",
+)
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]
 FLAGS = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
 # One library for each instruction set; the best that the CPU has is loaded. Never -march=native: a built wheel may move.
@@ -26,7 +40,9 @@ setup(
         Extension(
             f"tidemill.kernels.native.{name}",
             SOURCES,
-            depends=[f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear", "kv_codes")],
+            depends=[
+                f"{FOLDER}/{name}.h" for name in ("simd", "tidemill", "linear", "linear_codes", "linear_tokens", "kv_codes")
+            ],
             define_macros=[("TM_SOURCES", f'"{HASH}"')],
             extra_compile_args=[*FLAGS, *flags],
             extra_link_args=["-pthread"],

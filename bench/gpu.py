@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from collections import defaultdict
 from dataclasses import astuple
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import triton
 
 from bench import gpu_checks, gpu_engine_checks
 from bench.gpu_checks import TILES, Scene, has_flash
-from bench.gpu_workloads import MODELS, VLLM, workloads
+from bench.gpu_workloads import MODELS, VLLM, VLLM_FP8, workloads
 from tidemill.config import EngineOptions
 from tidemill.engine.core import EngineCore
 from tidemill.engine.link import EngineLink
@@ -297,7 +299,13 @@ def time_starts(model: str) -> list[dict[str, Any]]:
 
 
 def time_workloads(
-    model: str, mode: str, only: str | None, token_budget: int | None
+    model: str,
+    mode: str,
+    only: str | None,
+    token_budget: int | None,
+    quantization: str = "auto",
+    details: bool = True,
+    speculate: str = "auto",
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Workloads and timelines. `mode`: invariant or fast."""
     folder = Path(tempfile.mkdtemp())
@@ -306,9 +314,10 @@ def time_workloads(
     core = load_core(
         EngineOptions(
             model=str(folder), load_format="dummy", max_context=34816, max_waiting=10**6, fast_math=mode == "fast",
-            token_budget=token_budget,
+            token_budget=token_budget, quantization=quantization, speculate=speculate,
         )
     )  # fmt: skip
+    mode = mode if quantization == "auto" else f"{mode} {quantization}"
     started = time.perf_counter() - begin
     print(
         f"{model} {mode}: ready in {started:.1f} s; {core.config.num_kv_tokens:,} KV tokens; "
@@ -316,8 +325,9 @@ def time_workloads(
         flush=True,
     )
     run_workload(core, [([5] * 600, 8)] * 4)
-    time_sampling(core, model)
-    time_neighbours(core, model)
+    if details:
+        time_sampling(core, model)
+        time_neighbours(core, model)
     timelines = [timeline(core, model, mode, batch, 384) for batch in (1, 256)] + [prompt_timeline(core, model, mode)]
     lines = [{"model": model, "mode": mode, "workload": "start", "s": started}]
     for name, requests in workloads(min(MODELS[model]["vocab_size"], 120_000)).items():
@@ -326,7 +336,8 @@ def time_workloads(
         elapsed, first, rest = run_workload(core, requests)
         num_out, num_in = sum(length for _, length in requests), sum(len(prompt) for prompt, _ in requests)
         mine = rest / (requests[0][1] - 1) * 1000 if name == "latency_b1" else elapsed
-        ratio = VLLM[model][name] / mine if name in VLLM[model] else math.nan
+        theirs = VLLM_FP8 if quantization == "fp8" and model == "llama8b" else VLLM[model]
+        ratio = theirs[name] / mine if name in theirs else math.nan
         line = {"model": model, "mode": mode, "workload": name, "s": elapsed, "first_s": first, "ratio": ratio}
         lines.append(line)
         what = (
@@ -346,6 +357,9 @@ def main() -> None:
     parser.add_argument("--models", default="llama8b,qwen06b", help="whose workloads to run")
     parser.add_argument("--workloads", help="only these, separated by commas")
     parser.add_argument("--token-budget", type=int, help="tokens of a step, instead of the engine's own choice")
+    parser.add_argument("--quantization", default="auto", help="of weights: auto, fp8, int8, int4; several separated by commas")
+    parser.add_argument("--speculate", default="auto", help="off: what random weights repeat is not guessed")
+    parser.add_argument("--skip-details", action="store_true", help="do not time sampling and log probabilities")
     parser.add_argument("--skip-starts", action="store_true", help="do not time how long engines take to start")
     parser.add_argument("--modes", default="invariant", help="invariant, fast, or both, separated by a comma")
     parser.add_argument("--checks", default=",".join(CHECKS), help="which to make, separated by commas; empty for none")
@@ -368,10 +382,13 @@ def main() -> None:
     models = list(filter(None, arguments.models.split(",")))
     result["starts"] = [] if arguments.skip_starts else [line for model in models for line in time_starts(model)]
     for model in models:
-        for mode in arguments.modes.split(","):
-            lines, timelines = time_workloads(model, mode, arguments.workloads, arguments.token_budget)
+        for mode, quantization in product(arguments.modes.split(","), arguments.quantization.split(",")):
+            given = arguments.workloads, arguments.token_budget, quantization, not arguments.skip_details, arguments.speculate
+            lines, timelines = time_workloads(model, mode, *given)
             result["workloads"] += lines
             result["timelines"] += timelines
+            gc.unfreeze()
+            gc.collect()  # the engine before
             torch.cuda.empty_cache()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1))

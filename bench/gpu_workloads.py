@@ -36,6 +36,13 @@ VLLM = {
     "qwen06b": dict(zip(_NAMES, (1.68, 6.26, 29.86, 0.79, 3.22, 1.92, 1.97), strict=True)),
     "qwen30b": {"latency_b1": 4.13, "mixed_256": 24.78, "prefill_4k": 4.22, "decode_b256": 11.96},
 }
+# The same with fp8 weights and activations: its output or prompt tokens a second, as seconds for the whole.
+VLLM_FP8 = {
+    "latency_b1": 3.49,
+    "mixed_256": 14.49 * 10321 / 12420,
+    "prefill_4k": 64 * 4096 / 61254,
+    "decode_b256": 256 * 512 / 23142,
+}
 
 
 def workloads(vocabulary: int) -> dict[str, list[Request]]:

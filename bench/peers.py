@@ -28,6 +28,7 @@ from typing import Any
 
 VOCABULARY = 49_000
 PROMPT, OUTPUT = 128, 64
+CLOCK = time.perf_counter
 TASKS = {
     "prefill 128": ("tok/s", 128),
     "prefill 512": ("tok/s", 512),
@@ -214,9 +215,9 @@ def random_prompts(rng: random.Random, lengths: list[int]) -> list[list[int]]:
 
 
 def timed(engine: Any, prompts: list[list[int]], lengths: list[int]) -> float:
-    begin = time.perf_counter()
+    begin = CLOCK()
     counts = engine.generate(prompts, lengths)
-    elapsed = time.perf_counter() - begin
+    elapsed = CLOCK() - begin
     assert counts == lengths, f"asked for {lengths}, got {counts}"
     return elapsed
 
@@ -258,12 +259,12 @@ def worker(name: str, gguf: str, folder: str, threads: int) -> None:
 
 
 class Peer:
-    def __init__(self, name: str, python: str, gguf: str, folder: str, threads: int) -> None:
+    def __init__(self, name: str, python: str, gguf: str, folder: str, threads: int, script: str = __file__) -> None:
         self.name = name
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 - kept for the reader
             "w+", prefix=f"{name.replace(' ', '-')}-", suffix=".log", delete=False
         )
-        command = [python, __file__, "--worker", name, "--gguf", gguf, "--folder", folder, "--threads", str(threads)]
+        command = [python, script, "--worker", name, "--gguf", gguf, "--folder", folder, "--threads", str(threads)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment

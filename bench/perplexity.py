@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import pydoc_data.topics
 
-from tidemill.config import EngineOptions
-from tidemill.engine.load import load_core
+from tidemill import LLM
+from tidemill.compress.evaluate import default_text, measure_quality
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.sampling import SamplingParams
 from tidemill.weights.locate import locate
-from tidemill.wire import Submit
 
 WINDOW = 1024
 
 
 def text_ids(model: str, num_tokens: int) -> list[int]:
-    topics = pydoc_data.topics.topics
-    ids = Tokenizer.load(locate(model)).encode("\n\n".join(topics[name] for name in sorted(topics)))
+    ids = Tokenizer.load(locate(model)).encode(default_text())
     if len(ids) < num_tokens:
         raise SystemExit(f"The text has {len(ids)} tokens; {num_tokens} were requested.")
     return ids[:num_tokens]
@@ -31,17 +27,9 @@ def text_ids(model: str, num_tokens: int) -> list[int]:
 
 def mean_logprob(model: str, dtype: str, ids: list[int]) -> float:
     """Of every token but the first of each window, given the tokens before it in the window."""
-    core = load_core(EngineOptions(model=model, dtype=dtype, prefix_caching=False, kv_memory_bytes=2**30))
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    for start in range(0, len(ids), WINDOW):
-        core.submit(Submit(str(start), ids[start : start + WINDOW], params))
-    total = count = 0.0
-    while core.has_work:
-        output, _ = core.step()
-        for delta in output.deltas:
-            for entry in delta.prompt_logprobs or []:
-                total, count = total + entry.logprob, count + 1
-    return total / count
+    llm = LLM(model, progress=False, dtype=dtype, prefix_caching=False, kv_memory_bytes=2**30)
+    windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    return -math.log(measure_quality(llm, None, windows, lambda _: None).perplexity)
 
 
 def main() -> None:

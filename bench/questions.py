@@ -18,6 +18,7 @@ import urllib.request
 from urllib.error import URLError
 
 from tidemill import LLM, SamplingParams
+from tidemill.compress.evaluate_tasks import QUESTIONS as ANSWERS
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -33,12 +34,6 @@ QUESTIONS = (
     "Give me a recipe for pancakes.",
     "Tell me a short story about a dog.",
 )
-ANSWERS = {  # what a right answer says
-    "What is the capital of France?": r"\bParis\b",
-    "How many days are there in a week?": r"\b(7|seven)\b",
-    "Who wrote Romeo and Juliet?": r"\bShakespeare\b",
-    "What is the chemical formula of water?": r"\bH2O\b|\bH₂O\b",
-}
 SETTINGS = {
     "neutral (temperature 1)": {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0},
     "llama.cpp's (temperature 0.8, top-k 40, top-p 0.95, min-p 0.05)": {

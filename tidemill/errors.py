@@ -133,6 +133,10 @@ class EngineDead(TidemillError):
     status = 503
 
 
+class WorkerLost(EngineDead):
+    """A process of a group that computes one model together has ended; the group ends with it."""
+
+
 class NoUpstream(TidemillError):
     """No server behind the router can take the request."""
 
@@ -167,5 +171,6 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         DraftError,
         CalibrationError,
         EngineDead,
+        WorkerLost,
     )
 }

@@ -20,6 +20,7 @@ class Machine:
     gpu: str = ""  # its name, or empty
     gpu_bytes: int = 0
     gpu_free_bytes: int = 0
+    num_gpus: int = 0
 
     @staticmethod
     def detect() -> Machine:

@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.kv_format import FORMATS
+from tidemill.weight_types import HELD, PLAIN_TYPES, is_packed
 
-PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
-# Bytes a value of stored types that stay quantized: codes, and two or four bytes of scale and offset for 32 of them.
-QUANTIZED_TYPES = {
-    "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
-    "MXFP4": 18 / 32,
-}  # fmt: skip
-_OTHER_QUANTIZED = 34 / 32  # rounded anew to 8 bits
 _MAX_LAYERS = 2**14
 
 
@@ -62,6 +56,8 @@ class AttentionSpec(LayerSpec):
     is_bidirectional: bool = False  # a query sees all keys that its step has of the sequence, not only those before it
     has_alibi: bool = False  # the distance between query and key, times a slope of the head, is taken off the score
     has_distance_bias: bool = False  # a learned number for each head and distance between query and key is added to the score
+    first_head: int = 0  # of a rank's heads, the number of the first among `all_heads`, which 0 means num_heads
+    all_heads: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -172,6 +168,7 @@ class MoESpec:
     act: str = "silu"  # a name in kernels/glu.py
     has_bias: bool = False  # of the router and of every expert's matrices
     shared_size: int = 0  # of an expert that every token goes through, by the weight sigmoid(its own row of the router)
+    num_held: int = 0  # of a rank that has some of the experts; 0: all
 
     def __post_init__(self) -> None:
         _check_size("num_experts", self.num_experts, _MAX_EXPERTS)
@@ -186,8 +183,9 @@ class MoESpec:
         return self.num_experts + (1 if self.shared_size else 0)
 
     def num_parameters(self, hidden_size: int) -> int:
-        matrices = 3 * hidden_size * (self.num_experts * self.expert_size + self.shared_size)
-        biases = self.num_experts * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
+        num = self.num_held or self.num_experts
+        matrices = 3 * hidden_size * (num * self.expert_size + self.shared_size)
+        biases = num * (2 * self.expert_size + hidden_size + 1) if self.has_bias else 0
         return matrices + self.num_logits * hidden_size + biases
 
     def activations(self, hidden_size: int) -> int:
@@ -246,6 +244,7 @@ class ModelConfig:
     num_token_types: int = 0  # learned, of the texts of a pair
     pooler: Pooler | None = None  # an encoder has one; None: the model generates text
     stored: dict[str, int] = field(default_factory=dict)  # values in the checkpoint by stored type
+    num_ranks: int = 1  # this is the part of one of so many
     notes: tuple[str, ...] = ()  # what a user should know about how this file was read
 
     def __post_init__(self) -> None:
@@ -319,7 +318,7 @@ class ModelConfig:
         dense = (3 if self.is_gated else 2) * h * self.intermediate_size
         feed_forward = sum(dense if moe is None else moe.num_parameters(h) for moe in map(self.moe, range(self.num_layers)))
         embeddings = (self.vocab_size * (1 if self.tie_embeddings else 2) + self.num_positions + self.num_token_types) * h
-        return mixers + 2 * h * self.num_layers + feed_forward + embeddings + h
+        return mixers + 2 * h * self.num_layers + feed_forward + -(-embeddings // self.num_ranks) + h
 
     @property
     def num_active_parameters(self) -> int:
@@ -345,17 +344,13 @@ class ModelConfig:
         """Resident bytes. `compiled`: with the compiled kernels, which take 16-bit weights as they are."""
         if dtype == "bfloat16":
             return 2 * self.num_parameters
-        total = 0.0
-        for kind, num_values in (self.stored or {"F32": self.num_parameters}).items():
-            if kind in PLAIN_TYPES:
-                total += num_values * (PLAIN_TYPES[kind] if compiled else 4)
-            else:
-                total += num_values * (QUANTIZED_TYPES.get(kind, _OTHER_QUANTIZED) if dtype == "quantized" else 4)
-        return int(total)
+        held = HELD["quantized" if dtype == "quantized" else "dense", "cpu"]
+        stored = self.stored or {"F32": self.num_parameters}
+        return int(sum(num_values * held.bytes_of(kind, compiled) for kind, num_values in stored.items()))
 
     def unpacked_types(self, dtype: str) -> list[str]:
         """Stored types that take more memory than their files do: no kernel multiplies them as they are."""
-        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and kind not in QUANTIZED_TYPES]
+        other = [kind for kind in self.stored if kind not in PLAIN_TYPES and not is_packed(kind)]
         return sorted(other) if dtype == "quantized" else []
 
     @property

@@ -422,7 +422,9 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tidemill.kernels.cuda import attention, elementwise, gemm, logprobs, lora, pooling, sampling, scan
+from tidemill.kernels.cuda import attention, collectives, elementwise, gemm, logprobs, lora, pooling, sampling, scan
+from tidemill.kernels.cuda import (attention, elementwise, gemm, logprobs, lora, packed_gemm, pooling, sampling, scaled_gemm,
+                                   scan)
 
 def build(kernel, types, warps=4, **constants):
     constants |= {"AHEAD": True}
@@ -435,8 +437,9 @@ def build(kernel, types, warps=4, **constants):
     print(kernel.__name__)
 
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
-types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32")
-build(elementwise._add_rms_norm, types, HAS_X=True, BLOCK=4096)
+types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
+             codes_ptr="*i8", scales_ptr=F)
+build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -458,6 +461,24 @@ types = dict(x_ptr=B, w_ptr=B, bias_ptr=B, out_ptr=B, x_desc="tensordesc<bf16[12
 how = dict(GROUP=8, HAS_BIAS=True, ACT="gelu_tanh")
 build(gemm._gemm, types, ROWS=16, OUTS=64, INS=128, EVEN=True, **how)
 build(gemm._gemm_bulk, types, ROWS=128, OUTS=128, INS=64, BULK_OUT=True, **how)
+for kind, rows, outs, swap in (("fp8e4nv", 16, 64, 1), ("i8", 128, 128, 0)):
+    types = dict(x_desc=f"tensordesc<{kind}[{rows}, 128]>", w_desc=f"tensordesc<{kind}[{outs}, 128]>", x_scales_ptr=F,
+                 w_scales_ptr=F, bias_ptr=B, out_ptr=B)
+    shape = dict(ROWS=rows, OUTS=outs, INS=128, GROUP=8, SWAP=swap, BLOCKS=swap, INT=kind == "i8", HAS_BIAS=True, ACT="silu")
+    build(scaled_gemm._gemm_scaled, types, **shape)
+types = dict(x_ptr=B, out_ptr="*i8", scales_ptr=F, static_ptr=F)
+build(scaled_gemm._quantize_rows, types, LARGEST=448, STATIC=False, BLOCK=4096)
+build(scaled_gemm._quantize_blocks, types, LARGEST=127, BLOCKS=16, SIZE=128)
+types = dict(x_desc="tensordesc<bf16[16, 32]>", x_ptr=B, words_ptr="*i16", scales_ptr=I, bias_ptr=B, out_ptr=B, ids_ptr=I,
+             partial_ptr=F, done_ptr=I)
+how = dict(PLANE=32, SIZE=32)
+for bits, kind in packed_gemm._TEXTS:
+    build(packed_gemm._dequantize, types, BITS=bits, KIND=kind, HAS_IDS=True, OUTS=32, **how)
+for split in (False, True):
+    build(packed_gemm._gemm_packed, types, BITS=4, KIND="offsets", ROWS=16, OUTS=64, CHUNKS=4, BLOCKS=4, SPLIT=split,
+          SECOND=not split, BULK=True, EVEN=True, GROUP=8, HAS_BIAS=True, ACT="silu", **how)
+types |= dict(x_desc="tensordesc<bf16[128, 64]>", w_desc="tensordesc<bf16[128, 64]>")
+build(packed_gemm._gemm_chunked, types, 8, ROWS=128, OUTS=128, INS=64, CHUNKS=4, CHUNK=1024, GROUP=8, HAS_BIAS=False, ACT="")
 types = dict(x_ptr=B, down_ptr=B, up_ptr=B, blocks_ptr=I, scales_ptr=F, order_ptr=I, tiles_ptr=I, columns_ptr=I, low_ptr=F,
              both_ptr=B, out_ptr=B)
 how = dict(ROWS=16, RANKS=16, MAX_RANK=64)
@@ -496,6 +517,11 @@ build(sampling._finish, types, 16, STRETCH=8192, STRETCHES=32, TILE=2048)
 types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
 build(logprobs._summarize, types, 8, STRETCH=8192, BLOCK=128)
 build(logprobs._normalize, types, 1, STRETCHES=32)
+
+types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=I, live_ptr=I, starts_ptr=I)
+how = dict(RANK=1, SIZE=2, BLOCK=8192, PROGRAMS=128, PIECE=16384)
+build(collectives._all_reduce, types, 8, **how)
+build(collectives._all_gather, types, 8, **how)
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -536,6 +562,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path, kinds):
         "_attend_prompts", "_attend_prompts_by_roles", "_attend_single_scaled", "_attend_shared_scaled", "_attend_prompts_scaled",
         "_attend_prompts_scaled_by_roles", "_pick", "_settle", "_survey", "_narrow", "_collect", "_finish",
         "_summarize", "_normalize", "_convolve", "_scan", "_norm_heads", "_gate", "_shrink", "_expand", "_expand_gated",
-        "_pool",
+        "_all_reduce", "_all_gather",
+        "_pool", "_gemm_scaled", "_quantize_rows", "_quantize_blocks", "_gemm_packed", "_gemm_chunked", "_dequantize",
     }  # fmt: skip
     assert set(done.stdout.split()) == kernels

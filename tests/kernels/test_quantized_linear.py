@@ -9,21 +9,61 @@ from tidemill.kernels import native, quantized_linear
 from tidemill.kernels.quantized_linear import (
     GROUP,
     MX4_CODES,
+    Activations,
     Codes,
+    Outliers,
     QuantizedPanels,
     concat,
     quantize,
     quantized_linear_reference,
 )
-from tidemill.model_config import QUANTIZED_TYPES
+from tidemill.weight_types import HELD
 from tidemill.weights.gguf_codes import _READERS, read_codes
 
 needs_library = pytest.mark.skipif(native.lib is None, reason=native.why)
 KINDS = ["Q4", "S4", "Q8", "Q8M", "MX4"]
+# Kinds with float scales: the group of each, 0 for whole rows.
+GROUPED = {
+    "G4": 64,
+    "GS4": 128,
+    "G8": 0,
+    "G8M": 32,
+    "GT4": 64,
+    "GT4 sparse": 0,
+    "G4 ordered": 96,
+    "W8": 0,
+    "W8 static": 0,
+    "T2": 0,
+}
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
 
+def sparse(num: int) -> Outliers:
+    places = torch.randperm(num)[: num // 20].sort().values
+    return Outliers(places, torch.randn(places.numel()) * 0.3)
+
+
+def grouped_codes(kind: str, num_out: int, num_in: int) -> Codes:
+    name, _, how = kind.partition(" ")
+    group = GROUPED[kind] or num_in
+    scales = torch.rand(num_out, -(-num_in // group)) * 0.02 - 0.01
+    low, high = {"T2": (-1, 2), "G8": (-128, 128), "G8M": (-128, 128), "W8": (-128, 128)}.get(name, (0, 16))
+    zeros = {"G4": torch.randint(0, 17, scales.shape).float(), "GS4": torch.full_like(scales, 8.0)}.get(name)
+    return Codes(
+        2 if name == "T2" else 4 if "4" in name else 8,
+        torch.randint(low, high, (num_out, num_in), dtype=torch.int8),
+        scales, None, group=group,
+        zeros_NG=torch.randint(-9, 9, scales.shape).float() if name == "G8M" else zeros,
+        table=torch.arange(-8, 8).float() / 8 if name == "GT4" else None,
+        order_K=torch.randperm(num_in) if how == "ordered" else None,
+        outliers=sparse(num_out * num_in) if how == "sparse" else None,
+        activations=Activations(0.03 if how == "static" else None) if name in ("W8", "T2") else None,
+    )  # fmt: skip
+
+
 def random_codes(kind: str, num_out: int, num_in: int) -> Codes:
+    if kind in GROUPED:
+        return grouped_codes(kind, num_out, num_in)
     low, high = (0, 16) if kind in ("Q4", "S4") else (-128, 128)
     scales = (torch.rand(num_out, num_in // GROUP) * 0.02 - 0.01).to(torch.float16)
     offsets = None if kind in ("Q8", "MX4") else torch.randn(num_out, num_in // GROUP).to(torch.float16) * 0.05
@@ -47,7 +87,7 @@ def test_codes_whose_offsets_are_those_of_signed_ones_are_held_signed():
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_multiplies_and_looks_up(kind, shape, bias):
@@ -63,11 +103,14 @@ def test_it_multiplies_and_looks_up(kind, shape, bias):
         out = linear(x[:rows].clone())
         assert ((out - expected).abs() <= 1e-5 * expected.abs().amax(1, keepdim=True) + 1e-6).all(), rows
     ids = torch.randint(0, shape[0], (9,))
-    assert torch.equal(linear.rows(ids), weight.dequantize()[ids])
+    torch.testing.assert_close(
+        linear.rows(ids), weight.dequantize()[ids], rtol=0 if kind in KINDS else 1e-5, atol=0 if kind in KINDS else 1e-7
+    )
+    assert quantized_linear.kind_of([weight]) == kind.split()[0]
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *GROUPED])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_keeps_its_bits(kind, shape):
     torch.manual_seed(1)
@@ -124,8 +167,8 @@ def test_codes_are_what_the_package_dequantizes(name):
 
 @needs_library
 def test_what_the_budget_says_is_what_is_allocated():
-    for name, bytes_each in QUANTIZED_TYPES.items():
+    for name in _READERS:
         _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
         weight = QuantizedPanels(read_codes(name, np.zeros((16, 4 * block_bytes), np.uint8)), None)
         num_values = weight.rows(torch.arange(16)).numel()
-        assert weight.num_bytes == num_values * bytes_each, name
+        assert weight.num_bytes == num_values * HELD["quantized", "cpu"].bytes_of(name, True), name

@@ -133,9 +133,9 @@ def on_gpu(folder, monkeypatch):
                 "device": "cuda", "kv_memory_bytes": 2**22, "max_requests": 8, "token_budget": 32, "max_context": 128
             } | options  # fmt: skip
             here = replace(machine.detect(), gpu="none", gpu_bytes=2**36, gpu_free_bytes=2**36)
-            plan = WeightPlan("dense", "cuda", options.get("fast_math", False))
-            model = cls.load(checkpoint, shape, plan)
-            return core_of(model, resolve(EngineOptions(**options), shape, here, shape), draft=model)  # drafts for itself
+            settled = resolve(EngineOptions(**options), shape, here, shape)
+            model = cls.load(checkpoint, shape, WeightPlan(settled.scheme, "cuda", settled.fast_math))
+            return core_of(model, settled, draft=model)  # drafts for itself
 
         yield make
 

@@ -130,8 +130,8 @@ def test_malformed_configurations_name_the_key(folder, changes, key):
 
 
 def test_quantized_folder_is_refused_by_name(folder):
-    edit_config(folder, quantization_config={"quant_method": "gptq"})
-    fails(folder, "gptq")
+    edit_config(folder, quantization_config={"quant_method": "hqq"})
+    fails(folder, "hqq")
 
 
 def test_locate(folder, tmp_path, smollm2_path):

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.cli.stages import Stages
 from tidemill.weights.locate import locate
 
 
@@ -46,7 +46,7 @@ def calibrate_kv(
     raise_on_interrupt()
     sizes: dict[str, Any] = {"max_requests": 32, "max_context": min(1024, inspect(model)[2].max_context)}
     llm = LLM(progress=console.is_terminal, device="cpu", **sizes, **settings.engine)
-    with _Shown(console) as shown:
+    with Stages(console) as shown:
         _, about = calibrate(options, llm, shown)
     said = Console(highlight=False)
     per_token = llm.model_config.kv_bytes_per_token
@@ -55,27 +55,3 @@ def calibrate_kv(
         f"{options.out}: fitted to {about['text_tokens']:,} tokens; {saved:.1f} times the tokens of bfloat16.", markup=False
     )
     said.print(f"Use it with: --kv-dtype {options.kv_dtype} --kv-calibration {options.out}", markup=False, soft_wrap=True)
-
-
-class _Shown:
-    """A bar for each stage on a terminal, a line elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        self._console = console
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> _Shown:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.__exit__(*error)
-
-    def stage(self, name: str, total: int) -> None:
-        self._progress.add_task(name, total=total)
-        if not self._console.is_terminal:
-            self._console.print(f"{name}: {total:,}")
-
-    def at(self, done: int) -> None:
-        self._progress.update(self._progress.task_ids[-1], completed=done)

@@ -8,19 +8,26 @@ import typer
 from rich.console import Console
 
 from tidemill.cli import (
+    batch,
     bench,
     calibrate_kv,
     chat,
     completion,
+    convert,
+    distill,
+    evaluate,
     explain,
     generate,
     memory,
     models,
     ollama,
     prompt_cache,
+    prune,
+    quantize,
     route,
     serve,
     train_draft,
+    worker,
 )
 from tidemill.cli.foreign import Command
 from tidemill.cli.settings import EPILOG
@@ -48,12 +55,19 @@ app.command(epilog=EPILOG, cls=Command)(serve.serve)
 app.command(epilog=EPILOG, cls=Command)(route.route)
 app.command(epilog=EPILOG, cls=Command)(chat.chat)
 app.command(epilog=EPILOG, cls=Command)(generate.generate)
+app.command(epilog=EPILOG, cls=Command)(batch.batch)
 app.command(cls=Command)(ollama.pull)
+app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(explain.explain)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
+app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)
+app.command(epilog=EPILOG, cls=Command)(evaluate.evaluate)
+app.command(cls=Command)(prune.prune)
+app.command(cls=Command)(distill.distill)
+app.command(cls=Command)(convert.convert)
 app.add_typer(bench.app, name="bench")
 app.add_typer(prompt_cache.app, name="prompt-cache")
 app.command(cls=Command)(completion.completion)

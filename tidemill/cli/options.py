@@ -9,7 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tidemill.config import ACCEPTANCE, DTYPES, LAYOUTS, MAX_LORA_RANK, SPECULATE, EngineOptions, fmt_bytes, parse_bytes
+from tidemill.config import (
+    ACCEPTANCE,
+    DTYPES,
+    LAYOUTS,
+    MAX_LORA_RANK,
+    QUANTIZATIONS,
+    SPECULATE,
+    EngineOptions,
+    fmt_bytes,
+    parse_bytes,
+)
+from tidemill.config.parallel import MAX_RANKS
 from tidemill.errors import ConfigError
 from tidemill.frontend.parsers import REASONING_PARSERS, TOOL_PARSERS
 from tidemill.kv.manager import INDEXES
@@ -20,6 +31,7 @@ from tidemill.sched.queue import ORDERS
 
 Kind = Literal["text", "integer", "number", "switch", "size"]
 ENGINE, ADAPTERS, SERVING, ACCESS, STORAGE, LOGGING = "Engine", "Adapters", "Serving", "Access", "Storage", "Logging"
+RAY = "Ray"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _EXPECTED = {
     "text": "text that is not empty",
@@ -149,6 +161,11 @@ OPTIONS = (
         "or auto.",
     ),
     Option(
+        "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
+        help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
+    ),
+    Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
         spellings=tuple(SHORT_NAMES.items()),
         help="Format of the KV cache: bfloat16; int8 and, on a GPU, fp8 (e4m3), with a scale for each token and head; on a CPU "
@@ -168,10 +185,10 @@ OPTIONS = (
            automatic="256; 2048 on a GPU, up to 8192 for a model with experts",
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
-           help="Most memory for weights, activations and KV cache of one model, like 16G."),
+           help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
-           help="Memory for the KV cache, like 512M or 4G."),
+           help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),
     Option("kv-host-memory", "size", ENGINE, field="kv_host_memory_bytes", automatic="none",
            help="Host memory behind the KV cache, like 8G: cached pages that must make room go there and come back on a hit."),
     Option("kv-disk", "text", ENGINE, field="kv_disk", automatic="none",
@@ -223,7 +240,19 @@ OPTIONS = (
            help="Seconds for which the KV cache of a conversation is kept over others while its tool call is under way; 0: it is "
            "not."),
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
-           help="CPU threads for computing."),
+           help="CPU threads for computing, of each process."),
+    Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
+           help="Processes that share every layer of the model: each has some heads and columns (CPU)."),
+    Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
+           help="Stages of layers, each in processes of its own (CPU). Multiplies with --tensor-parallel."),
+    Option("expert-parallel", "switch", ENGINE, field="expert_parallel",
+           help="With --tensor-parallel: each process has some of the experts, instead of a part of each."),
+    Option("remote-workers", "integer", ENGINE, field="remote_workers", low=0, high=MAX_RANKS - 1,
+           help="So many of these processes come from other hosts: start each with `tidemill worker --join`."),
+    Option("workers-address", "text", ENGINE, field="workers_address", automatic="none",
+           help="HOST:PORT where they come to, by which other hosts reach this one."),
+    Option("workers-key-file", "text", ENGINE, field="workers_key_file", automatic="none",
+           help="A file with a key of 16 or more characters, the same on all hosts."),
     Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
            help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
            "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
@@ -281,6 +310,14 @@ OPTIONS = (
            "How long the engine may have work and complete no step before it is restarted.", 60.0, low=1),
     Option("start-seconds", "number", SERVING,
            "How long the engine may show no progress while it loads the model before that is an error.", 300.0, low=1),
+
+    Option("ray", "switch", RAY, "Run on a Ray cluster: each replica is an actor of it. Needs tidemill[ray].", False),
+    Option("replicas", "integer", RAY, "Engines, or workers of a batch, on the cluster.", 1, low=1, high=1024),
+    Option("autoscale", "text", RAY, automatic="off",
+           help="Fewest and most replicas, as MIN:MAX, by how many requests wait and for how long."),
+    Option("ray-address", "text", RAY, automatic="RAY_ADDRESS, or a cluster is started on this machine",
+           help="Address of the Ray cluster, as HOST:PORT; auto: the one that this machine is a node of."),
+    Option("ray-wait", "number", RAY, "Seconds to wait until nodes have room for the replicas.", 15.0, low=1, high=86_400),
 
     Option("api-key", "text", ACCESS, is_list=True, is_secret=True,
            help="A key that clients must send: 16 or more characters, or sha256:HEX of one. A file or the variable keeps it "

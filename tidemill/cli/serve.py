@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,6 +23,8 @@ from tidemill.weights.locate import locate
 from tidemill.wire import Loading, Ready
 
 if TYPE_CHECKING:
+    from tidemill.ray.cluster import Cluster
+    from tidemill.ray.serving import RayFleet
     from tidemill.server.listen import Listen
     from tidemill.server.models import Models, Served
 
@@ -76,6 +79,9 @@ def serve(
         print_ready(models, listen, port, bool(access.keys or access.admin_keys))
 
     raise_on_interrupt()
+    cluster, fleet = _on_ray(settings, served)
+    if fleet is not None:
+        served = [dataclasses.replace(served[0], engine=fleet.engine)]
     bar.start()
     try:
         with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
@@ -96,10 +102,36 @@ def serve(
                     log=log,
                     tracing=tracing,
                     sharing=sharing,
+                    fleet=fleet,
                 )
             )
     finally:
         bar.stop()
+        if cluster is not None:
+            cluster.close()
+
+
+def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, RayFleet | None]:
+    """The cluster that the engines run on, and what makes them there; nothing without --ray."""
+    if not settings["ray"]:
+        for name in ("replicas", "autoscale", "ray-address", "ray-wait"):
+            if settings.source(name) == f"--{name}":
+                raise ConfigError(f"--{name} is of a Ray cluster.", fix="Add --ray.", param=name.replace("-", "_"))
+        return None, None
+    from tidemill.ray.cluster import Cluster
+    from tidemill.ray.scale import ScalePolicy
+    from tidemill.ray.serving import RayFleet, RayOptions
+
+    if len(served) > 1 or served[0].engine.data_parallel > 1:
+        fix = "Serve one model, with --replicas instead of --data-parallel."
+        raise ConfigError("--ray is for a single model.", fix=fix, param="ray")
+    policy = ScalePolicy.parse(settings["autoscale"]) if settings["autoscale"] else None
+    cluster = Cluster(settings["ray-address"], settings["ray-wait"])
+    try:
+        return cluster, RayFleet(cluster, RayOptions(settings["replicas"], policy), served[0].engine)
+    except BaseException:
+        cluster.close()
+        raise
 
 
 def _path(text: str | None) -> Path | None:
@@ -201,6 +233,9 @@ def budget_table(name: str, ready: Ready) -> Table:
         table.add_column(column, style="dim" if column == "because" else None, overflow="fold")
     where = "GPU" if config.device == "cuda" else f"{config.threads} threads"
     table.add_row("compute", f"{config.dtype}, {where}", f"{why['dtype']}; {why['device' if where == 'GPU' else 'threads']}")
+    if config.num_ranks > 1:
+        parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
+        table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
     table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
     table.add_row(
         "KV cache",

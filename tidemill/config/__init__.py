@@ -1,7 +1,7 @@
 """The options of an engine, and one resolve() that settles every value and records why."""
 
-from tidemill.config.cache import decide_kv_dtype, sequence_bytes
-from tidemill.config.compute import DTYPES, MAX_LORA_RANK, decide_device, decide_dtype
+from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
+from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, decide_device, decide_dtype
 from tidemill.config.drafts import ACCEPTANCE, SPECULATE
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve
@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "LAYOUTS",
     "MAX_LORA_RANK",
+    "QUANTIZATIONS",
     "SPECULATE",
     "EngineConfig",
     "EngineOptions",
@@ -21,6 +22,7 @@ __all__ = [
     "decide_disk",
     "decide_dtype",
     "decide_kv_dtype",
+    "decide_layout",
     "fmt_bytes",
     "parse_bytes",
     "resolve",

@@ -9,6 +9,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
+QUANTIZATIONS = {"fp8": "8-bit floats", "int8": "8 bits", "int4": "4 bits"}  # that weights may be rounded to as they are read
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
@@ -56,12 +57,37 @@ def decide_dtype(options: EngineOptions, device: str, model: ModelConfig, machin
     return "float32", f"no compiled kernels: {machine.no_kernels}"
 
 
+def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelConfig) -> Decision[str]:
+    """How linears hold their weights, a scheme of `quant.METHODS`."""
+    asked = options.quantization
+    if asked not in ("auto", "none", *QUANTIZATIONS):
+        fix = f"Choose auto, none, {', '.join(QUANTIZATIONS)}."
+        raise ConfigError(f"quantization {asked!r} is not available.", fix=fix, param="quantization")
+    if device != "cuda":
+        if asked not in ("auto", "none"):
+            fix = "Use a quantized checkpoint, or make one: tidemill quantize."
+            raise ConfigError(f"quantization {asked} while loading is for GPUs.", fix=fix, param="quantization")
+        return ("quantized" if dtype == "quantized" else "dense"), "as dtype says"
+    experts = "; experts are held in bfloat16" if model.experts else ""
+    if asked == "none" or (asked == "auto" and not model.is_quantized):
+        return "dense", "given" if asked == "none" else "the checkpoint is not quantized"
+    if asked == "auto":
+        return "quantized", f"as stored{experts}"
+    if model.is_quantized:
+        fix = "Leave --quantization out, or use the checkpoint it was made of."
+        raise ConfigError(
+            f"quantization {asked} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
+        )
+    return asked, f"given: linears in {QUANTIZATIONS[asked]}, rounded as they are read{experts}"
+
+
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:
-    threads = options.threads or max(machine.num_cores // options.data_parallel, 1)
+    num_here = max(1, options.tensor_parallel * options.pipeline_parallel - options.remote_workers) * options.data_parallel
+    threads = options.threads or max(1, machine.num_cores // num_here)
     if not 1 <= threads <= 256:
         raise ConfigError(f"threads is {options.threads}.", fix="It must be from 1 to 256.", param="threads")
-    shared = f", shared by {options.data_parallel} replicas" if options.data_parallel > 1 else ""
-    return threads, "given" if options.threads else f"physical cores this process may use{shared}"
+    cores = "physical cores this process may use" + (f", shared by {num_here} processes" if num_here > 1 else "")
+    return threads, "given" if options.threads else cores
 
 
 def decide_max_requests(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:

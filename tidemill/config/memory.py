@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import bytes_of_page
+from tidemill.config.gpu_weights import gpu_weight_bytes
 from tidemill.config.options import Decision, EngineOptions
 from tidemill.config.sizes import GIB, MIB, fmt_bytes
 from tidemill.errors import ConfigError
@@ -61,8 +62,8 @@ class Memory:
 
 
 def measure(
-    options: EngineOptions, device: str, dtype: str, kv_dtype: str, page_size: int, layout: CacheLayout, context: int,
-    max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
+    options: EngineOptions, device: str, dtype: str, scheme: str, kv_dtype: str, page_size: int, layout: CacheLayout,
+    context: int, max_draws: int, token_budget: int, model: ModelConfig, machine: Machine,
 ) -> Memory:  # fmt: skip
     on_gpu, max_pages = device == "cuda", None
     activations = model.activation_bytes(max(token_budget, 256), max_draws)
@@ -79,7 +80,7 @@ def measure(
     return Memory(
         available_bytes=min(free, limit),
         is_limited=limit < free,
-        weight_bytes=model.weight_bytes(dtype, bool(machine.kernels)),
+        weight_bytes=gpu_weight_bytes(model, scheme) if on_gpu else model.weight_bytes(dtype, bool(machine.kernels)),
         activation_bytes=activations,
         page_bytes=bytes_of_page(model, kv_dtype, page_size, layout),
         page_size=page_size,

@@ -21,6 +21,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "auto"  # of weights on a GPU: as stored, none, or fp8, int8 or int4, made as they are read
     kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     kv_calibration: str | None = None  # a file that calibrate-kv has written
     page_size: int | None = None
@@ -44,6 +45,12 @@ class EngineOptions:
     max_pinned: float = 0.5  # part of the KV cache that may be pinned or retained
     session_retention_s: float = 300.0  # for which a session is retained whose tool call is under way; 0: not at all
     threads: int | None = None
+    tensor_parallel: int = 1  # ranks that share each layer
+    pipeline_parallel: int = 1  # stages of layers
+    expert_parallel: bool = False  # ranks that share layers have some experts each, not some of each expert
+    remote_workers: int = 0  # ranks of other hosts, which come to the address and know the key
+    workers_address: str | None = None  # HOST:PORT
+    workers_key_file: str | None = None
     data_parallel: int = 1  # engines that serve the model side by side
     fast_math: bool = False
     structured_backend: str = "llguidance"

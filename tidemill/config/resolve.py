@@ -27,12 +27,14 @@ from tidemill.config.compute import (
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
+    decide_scheme,
     decide_threads,
     decide_token_budget,
 )
 from tidemill.config.drafts import decide_acceptance, decide_max_drafts, decide_speculate
 from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages, decide_possible_context, measure
 from tidemill.config.options import Decision, EngineOptions, T
+from tidemill.config.parallel import decide_ranks
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
@@ -51,6 +53,7 @@ class EngineConfig:
 
     device: str
     dtype: str
+    scheme: str  # of weights
     kv_dtype: str
     page_size: int
     layout: CacheLayout  # how layers share pages
@@ -93,6 +96,9 @@ class EngineConfig:
     kv_disk: str = ""  # a folder behind it, or empty
     kv_disk_bytes: int = 0
     kv_layout: str = "paged"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
@@ -106,6 +112,10 @@ class EngineConfig:
         """Prompt and output of such a request, at most."""
         policy = self.policy_of(params)
         return self.max_stream if policy is not None and policy.kind in UNBOUNDED else self.max_context
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def memory_bytes(self) -> int:
@@ -146,8 +156,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
 
     device = settle("device", decide_device(options, machine))
     dtype = settle("dtype", decide_dtype(options, device, model, machine))
+    scheme = settle("scheme", decide_scheme(options, device, dtype, model))
     kv_dtype = settle("kv_dtype", decide_kv_dtype(options, dtype, device, model))
     kv_layout = settle("kv_layout", decide_kv_layout(options, device, model, kv_dtype))
+    tensor_parallel, pipeline_parallel = settle("ranks", decide_ranks(options, device, model, machine))
     threads = settle("threads", decide_threads(options, machine))
     max_requests = settle("max_requests", decide_max_requests(options, device, model))
     context = settle("max_context", decide_context(options, model))
@@ -168,7 +180,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     else:
         page_size = settle("page_size", decide_page_size(options, device, model, kv_dtype))
         layout = settle("layout", decide_layout(model, kv_dtype, page_size, context))
-    memory = measure(options, device, dtype, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine)
+    memory = measure(
+        options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
+    )
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
     most_pages = max_requests * memory.num_pages_for(context)
@@ -193,11 +207,14 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         used = num_pages * memory.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
+    if tensor_parallel * pipeline_parallel > 1 and kv_policies:
+        kv_policies = settle("kv_policies", ((), "KV policies are not there with several ranks"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
         device=device,
         dtype=dtype,
+        scheme=scheme,
         kv_dtype=kv_dtype,
         page_size=page_size,
         layout=layout,
@@ -240,6 +257,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
         kv_layout=kv_layout,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        expert_parallel=options.expert_parallel,
         reasons=reasons,
     )
 
@@ -259,10 +279,12 @@ def _draft(
         raise ConfigError(f"The draft model {name} {why}.", fix="Use a decoder with attention only.", param="draft_model")
     model = replace(model, max_context=min(model.max_context, context))
     given = replace(
-        options, model=name, draft_model=None, speculate="off", dtype="auto", device=device, loras=(), max_loras=None,
-        max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None, prefix_index="hash",
-        queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None,
-        policy="continuous", batch_window_ms=None, kv_layout="paged", kv_calibration=None, kv_policy=None, max_stream=None,
+        options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
+        max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
+        prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
+        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
+        remote_workers=0,
     )  # fmt: skip
     kv_dtype = decide_kv_dtype(given, decide_dtype(given, device, model, machine)[0], device, model)[0]
     num_tokens = max(model.max_context, min(max_requests * model.max_context, _DRAFT_TOKENS[device]))

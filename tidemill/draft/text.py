@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from tidemill.draft.prompts import seed_prompts
 from tidemill.engine.llm import LLM
 from tidemill.errors import ConfigError
+from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.sampling import SamplingParams, sample_seed
 
 _MIN_TOKENS = 8  # of a sequence: shorter ones teach nothing
@@ -20,6 +21,20 @@ _GROUP = 32  # answers between two writes, at most
 _ANSWER = 192  # tokens of an answer at most
 _MAX_FILE_BYTES = 2**30
 Tick = Callable[[int], None]  # tokens there are so far
+
+
+class _Sized(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Texts(Protocol):
+    """What reading text needs of a model: an LLM, or less."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def model_config(self) -> _Sized: ...
 
 
 class Example(msgspec.Struct, frozen=True):
@@ -92,7 +107,7 @@ def _answer(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> list[
     return [Example(one.prompt_token_ids + one.outputs[0].token_ids, len(one.prompt_token_ids)) for one in outputs]
 
 
-def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Example]:
+def read_text(llm: Texts, path: Path, num_tokens: int, max_len: int) -> list[Example]:
     """A .txt file, cut into pieces; or .jsonl with an object a line: `text`, `messages`, or `ids` as this command writes them."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"--data {path} is neither .txt nor .jsonl.", fix="Give a text, or a JSON object a line.", param="data")
@@ -114,7 +129,7 @@ def read_text(llm: LLM, path: Path, num_tokens: int, max_len: int) -> list[Examp
     return made
 
 
-def _pieces(llm: LLM, path: Path, text: str, max_len: int) -> Iterator[Example]:
+def _pieces(llm: Texts, path: Path, text: str, max_len: int) -> Iterator[Example]:
     is_text = path.suffix == ".txt"
     documents = [_encoded(llm, text)] if is_text else (_line(llm, *one) for one in _objects(path, text) if "model" not in one[1])
     for whole in documents:
@@ -124,7 +139,7 @@ def _pieces(llm: LLM, path: Path, text: str, max_len: int) -> Iterator[Example]:
                 yield piece
 
 
-def _encoded(llm: LLM, text: str) -> Example:
+def _encoded(llm: Texts, text: str) -> Example:
     return Example(llm.tokenizer.encode(text))
 
 
@@ -140,7 +155,7 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"line {number} of {path}", value
 
 
-def _line(llm: LLM, where: str, value: dict[str, Any]) -> Example:
+def _line(llm: Texts, where: str, value: dict[str, Any]) -> Example:
     if "ids" in value:
         try:
             made = msgspec.convert(value, Example)

@@ -17,7 +17,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import msgspec
 
@@ -26,7 +26,7 @@ from tidemill.config import EngineConfig, EngineOptions
 from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
-from tidemill.engine.link import START_S, EngineLink, error_from
+from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import EngineLost, Pending
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
@@ -74,19 +74,19 @@ class EngineClient:
         stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
-        environ: Mapping[str, str] | None = None,
+        new_link: Callable[[], Link] = EngineLink,
         hands_over: bool = False,
     ) -> None:
         """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
-        `start_s`: without progress, after which a start has failed. `environ`: of the engine process, besides this one's.
+        `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
         `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once."""
         self._on_events = on_events
         self._on_pages = on_pages
         self._stall_s, self._start_s = stall_s, start_s
-        self._environ, self._hands_over = environ, hands_over
+        self._new_link, self._hands_over = new_link, hands_over
         self._pending: dict[str, Pending] = {}
         self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
-        self._link: EngineLink | None = None  # None: there is no engine at the moment
+        self._link: Link | None = None  # None: there is no engine at the moment
         self._supervisor: asyncio.Task[None] | None = None
         self._last_step_s = 0.0  # when it was reported
         self._longest_step_s = 0.0  # of late
@@ -120,11 +120,11 @@ class EngineClient:
         return time.monotonic() - self._last_step_s
 
     async def start(
-        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: EngineLink | None = None
+        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, link: Link | None = None
     ) -> Ready:
         """Raises what went wrong, if anything does. After `stop`, or after an engine was given up, another may be started: it
         gets what was submitted meanwhile. `link`: to a process that has inspected models so far."""
-        link = link or EngineLink(self._environ)
+        link = link or self._new_link()
         try:
             self.ready = await link.start(self.adapters.options(options), on_loading, self._start_s)
         except BaseException as error:
@@ -375,7 +375,7 @@ class EngineClient:
                 _log.error("the engine is gone: %s", why)
                 link, self._link = self._link, None
                 if self._hands_over:
-                    self._hand_over()
+                    self._hand_over(link.is_blameless)
                 await link.close()
                 self._resume(await self._start_again(options), why)
         except TidemillError as error:
@@ -384,12 +384,12 @@ class EngineClient:
             _log.exception("the supervisor failed")
             self._give_up(f"The engine cannot be supervised any more: {type(error).__name__}.")
 
-    async def _start_again(self, options: EngineOptions) -> EngineLink:
+    async def _start_again(self, options: EngineOptions) -> Link:
         """Raises if the engine fails to start several times in a row. What this process lacks may come back, so an OSError is
         retried for as long as it takes."""
         num_failed, delay_s = 0, _FIRST_DELAY_S
         while True:
-            link = EngineLink(self._environ)
+            link = self._new_link()
             try:
                 self.ready = await link.start(self.adapters.options(options), within_s=self._start_s)
                 return link
@@ -405,7 +405,7 @@ class EngineClient:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
-    async def _until_it_ends(self, link: EngineLink) -> str:
+    async def _until_it_ends(self, link: Link) -> str:
         """Kills it if it stalls: its work brings no step. That is counted in looks at it, not by the clock: this process may have
         been the one that stood still."""
         reading = asyncio.create_task(link.read(self._take))
@@ -432,7 +432,7 @@ class EngineClient:
         longest_s = max(_STALL_STEPS * self._longest_step_s, self.ready.config.token_budget * self.ready.step_s)
         return max(self._stall_s, longest_s)
 
-    def _resume(self, link: EngineLink, why: str) -> None:
+    def _resume(self, link: Link, why: str) -> None:
         """What was under way goes on in the new engine."""
         self._link, self._last_step_s = link, time.monotonic()
         self.adapters.engine_started([])
@@ -455,11 +455,11 @@ class EngineClient:
         if not self._is_held:
             self.release()
 
-    def _hand_over(self) -> None:
-        """Requests that the engine cannot have died of need not wait until it is started again."""
+    def _hand_over(self, is_blameless: bool) -> None:
+        """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
         self._find_suspects()
-        for pending in [one for one in self._pending.values() if not one.is_over and not one.may_have_killed]:
-            if pending.request.priority != PROBE and not pending.num_deaths:
+        for pending in [one for one in self._pending.values() if not one.is_over]:
+            if pending.request.priority != PROBE and not pending.num_deaths and (is_blameless or not pending.may_have_killed):
                 lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
                 lost.is_known = pending.is_known
                 self._end(pending, lost)

@@ -18,14 +18,14 @@ from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import InvalidRequest, ModelFailed, TidemillError
+from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
 from tidemill.kv.tiers import Tiers
 from tidemill.kv_policy import CachePolicy, settle
 from tidemill.model_config import ModelConfig
-from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.base import Ranks, Runner, StepResult
 from tidemill.runner.spec import SLOPES, Drafter
 from tidemill.sampling import Grammar, SamplingParams
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -61,6 +61,7 @@ class Parts:
     drafters: Sequence[Drafter] = ()
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
+    ranks: Ranks | None = None  # if the runner is of several processes
 
 
 class EngineCore:
@@ -76,7 +77,7 @@ class EngineCore:
         self.model_config = parts.model_config
         self._clock = clock or MonotonicClock()
         self._events = emit or EventBuffer()
-        self.runner = parts.runner
+        self.runner, self.ranks = parts.runner, parts.ranks
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
@@ -153,6 +154,8 @@ class EngineCore:
                 kv_saving.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
+        if self.ranks is not None:
+            self.ranks.close()
         self._is_closed = True
 
     def has_grammar(self, grammar: Grammar) -> bool:
@@ -318,6 +321,8 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
+        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+            raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
             self._num_failed_steps += 1

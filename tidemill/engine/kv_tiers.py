@@ -46,7 +46,8 @@ def _digest(config: EngineConfig, weights: bytes) -> bytes:
     """Of all that the bytes of a page depend on, besides its tokens: pages of another one are never read."""
     calibration = b"" if config.kv_calibration is None else Path(config.kv_calibration).expanduser().read_bytes()
     parts = (
-        __version__, config.device, config.dtype, config.kv_dtype, config.page_size, config.layout, config.fast_math,
+        __version__, config.device, config.dtype, config.scheme, config.kv_dtype, config.page_size, config.layout,
+        config.fast_math,
         native.lib is not None and source_hash(Path(native.__file__).parent), weights.hex(),
         hashlib.sha256(calibration).hexdigest(),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -31,6 +31,7 @@ from tidemill.wire import (
 )
 
 T = TypeVar("T")
+OnLoading: TypeAlias = Callable[[Loading], None]
 
 START_S = 300.0  # without a sign of progress, after which a start has failed
 _STOP_S = 5.0
@@ -38,10 +39,37 @@ _LAST_MESSAGES_S = 0.5  # on their way from a process that has ended
 _AT_ONCE = 16  # messages
 
 
+class Link(Protocol):
+    """What a client needs of an engine, wherever that runs. Started once, closed once."""
+
+    last_error: str  # why it ended
+    is_blameless: bool  # it was lost with its machine or by hand, and not by what it computed
+
+    async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
+        """Raises what the engine reports; EngineDead if it ends or makes no progress for `within_s`; OSError if what it takes is
+        not there, but may be later."""
+        ...
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits. EngineDead: there is nobody to send it to."""
+        ...
+
+    async def read(self, take: Callable[[FromEngine], None]) -> None:
+        """Hand over its messages, until it has ended and no more are on the way."""
+        ...
+
+    def kill(self) -> None: ...
+
+    async def close(self) -> None:
+        """Whatever state it is in. Safe to call twice."""
+        ...
+
+
 class EngineLink:
-    """Started once, closed once."""
+    """To a process of this machine."""
 
     module = "tidemill.engine"  # what the process runs
+    is_blameless = False  # nobody knows
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         """`environ`: of the process, besides this one's."""
@@ -52,9 +80,7 @@ class EngineLink:
         self._is_ready = False
         self.last_error = ""  # why the process ended
 
-    async def start(
-        self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None, within_s: float = START_S
-    ) -> Ready:
+    async def start(self, options: EngineOptions, on_loading: OnLoading | None = None, within_s: float = START_S) -> Ready:
         """Spawn the process and wait until it is ready. Raises what the engine reports; EngineDead if it ends or makes no
         progress for `within_s`; OSError if this process lacks what it takes: file descriptors, a temporary folder."""
         ready = await self._ask(Start(options), Ready, on_loading, within_s)
@@ -121,13 +147,26 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> None:
         """Never waits: the queue has no limit, and without a peer EngineDead is raised."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
         assert self._socket is not None
-        sent: Any = self._socket.send(encode(message), flags=zmq.NOBLOCK)  # done by the time it returns
+        sent: Any = self._socket.send(message, flags=zmq.NOBLOCK)  # done by the time it returns
         if not sent.done() or sent.exception() is not None:
             raise EngineDead("The engine process does not listen.")
 
     async def read(self, take: Callable[[FromEngine], None]) -> None:
         """Hand over its messages, until it has ended and no more are on the way."""
+
+        def decode(frame: bytes) -> None:
+            message = decode_from_engine(frame)
+            if isinstance(message, Refused) and message.request_id is None:
+                self.last_error = message.message
+            take(message)
+
+        await self.read_encoded(decode)
+
+    async def read_encoded(self, take: Callable[[bytes], None]) -> None:
         process, socket = self._process, self._socket
         assert process is not None
         assert socket is not None
@@ -142,10 +181,7 @@ class EngineLink:
                     self.last_error = self.last_error or f"The engine process ended with code {process.returncode}."
                     return
                 for _ in range(_AT_ONCE):  # those that have arrived, before other tasks run
-                    message = decode_from_engine(receiving.result())
-                    if isinstance(message, Refused) and message.request_id is None:
-                        self.last_error = message.message
-                    take(message)
+                    take(receiving.result())
                     receiving = asyncio.ensure_future(socket.recv())
                     if not receiving.done():
                         break

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tidemill.config import EngineConfig, EngineOptions, resolve
+from tidemill.config.parallel import MAX_RANKS
 from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import ConfigError
@@ -11,12 +15,16 @@ from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine
+from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
-from tidemill.quant import SCHEMES, WeightPlan
+from tidemill.quant import WeightPlan
+from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
+from tidemill.runner.rank import largest_part
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
+from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
 from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
@@ -31,8 +39,8 @@ def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
     return checkpoint, architecture, architecture.read_config(checkpoint)
 
 
-def weight_plan(config: EngineConfig, dtype: str) -> WeightPlan:
-    return WeightPlan(SCHEMES[dtype], config.device, config.fast_math)
+def weight_plan(config: EngineConfig, scheme: str) -> WeightPlan:
+    return WeightPlan(scheme, config.device, config.fast_math)
 
 
 def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -50,21 +58,36 @@ def inspect_draft(name: str, target: Checkpoint) -> tuple[Checkpoint, type[Model
     return checkpoint, architecture, config
 
 
+def share_of(machine: Machine, num_ranks: int) -> Machine:
+    """What one of so many ranks on this host may use."""
+    per_gpu = -(-num_ranks // max(machine.num_gpus, 1))
+    return replace(
+        machine,
+        available_bytes=machine.available_bytes // num_ranks,
+        gpu_free_bytes=machine.gpu_free_bytes // per_gpu,
+        gpu_bytes=machine.gpu_bytes // per_gpu,
+    )
+
+
 def core_of(
     model: Model,
     config: EngineConfig,
     clock: Clock | None = None,
     draft: Model | None = None,
     weights_digest: bytes = b"",
+    group: WorkerGroup | None = None,
+    whole: ModelConfig | None = None,
 ) -> EngineCore:
-    """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk."""
+    """`draft`: the draft model, if the drafters need one. `weights_digest`: by which it knows its pages on disk. `group`: of
+    ranks that compute the model, which is rank 0's part of `whole`."""
     clock, emit = clock or MonotonicClock(), EventBuffer()
-    runner = make_runner(model, config)
+    runner: Runner = make_runner(model, config) if group is None else group
     is_long = model.config.has_long_factors(config.max_context)
     tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
     drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
-    return EngineCore(Parts(runner, model.config, structured, drafters, tiers, model.take_expert_counts), config, clock, emit)
+    parts = Parts(runner, whole or model.config, structured, drafters, tiers, model.take_expert_counts, group)
+    return EngineCore(parts, config, clock, emit)
 
 
 def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> EngineCore:
@@ -72,18 +95,43 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     check_backend(options.structured_backend)
     checkpoint, architecture, model_config = inspect(options.model)
     draft = None if options.draft_model is None else inspect_draft(options.draft_model, checkpoint)
-    config = resolve(options, model_config, machine.detect(), None if draft is None else draft[2])
+    shape, here = model_config, machine.detect()
+    if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
+        shape, here = largest_part(options, shape), share_of(here, options.tensor_parallel)
+    config = resolve(options, shape, here, None if draft is None else draft[2])
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
-    random = options.load_format == "dummy"
-    model = architecture.load(checkpoint, model_config, weight_plan(config, config.dtype), progress, random)
-    draft_model = None
+    random, group = options.load_format == "dummy", None
+    if config.num_ranks > 1:
+        model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
+    else:
+        model = architecture.load(checkpoint, model_config, weight_plan(config, config.scheme), progress, random)
+    try:
+        return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _core_with(
+    options: EngineOptions,
+    config: EngineConfig,
+    model: Model,
+    checkpoint: Checkpoint,
+    whole: ModelConfig,
+    group: WorkerGroup | None,
+    draft: tuple[Checkpoint, type[Model], ModelConfig] | None,
+    progress: ProgressFn | None,
+) -> EngineCore:
+    """What is around a model that is loaded."""
+    random, draft_model = options.load_format == "dummy", None
     if draft is not None and config.draft is not None:
-        plan = weight_plan(config, config.draft.dtype)
+        plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
     weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
-    core = core_of(model, config, draft=draft_model, weights_digest=weights)
+    core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):
         core.adapters.load_now(number, name, path)

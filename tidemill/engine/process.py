@@ -92,11 +92,15 @@ class EngineProcess:
         self.send(Ready(core.model_config, core.config, step_s, [adapter.info for adapter in core.adapters]))
         if of_start:
             self.send(StepOutput([], of_start))
+        if core.ranks is not None:
+            self._poller.register(core.ranks.alarm, zmq.POLLIN)
         gc.collect()
         gc.freeze()  # what is loaded stays; the collector need not walk it again
         while self._running:
             idle_s = 0.0 if core.has_moves else core.idle_s if core.has_work else None
             self._take_messages(core, idle_s)
+            if core.ranks is not None:
+                core.ranks.check()
             self._take_grammars(core)
             for answer in core.adapters.answers():
                 self.send(answer)

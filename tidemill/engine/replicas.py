@@ -25,7 +25,7 @@ import msgspec
 from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.client import STALL_S, EngineClient, settled
-from tidemill.engine.link import START_S
+from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
 from tidemill.errors import EngineDead, TidemillError
 from tidemill.events import Event
@@ -70,7 +70,7 @@ class Replicas:
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, environ, hands_over=True)
+        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), hands_over=True)
         client.on_change = self._changed
         return client
 
@@ -82,7 +82,7 @@ class Replicas:
         try:
             ready = await self._clients[0].start(given[0], on_loading)
             same = [settled(one, ready.config) for one in given[1:]]
-            await _all(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
+            await all_started(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
         except BaseException:
             await self.close()
             raise
@@ -252,7 +252,7 @@ class Replicas:
             self._on_pages(joined([self._pages[at] for at in sorted(self._pages)]))
 
 
-async def _all(starts: Iterable[Coroutine[Any, Any, Ready]]) -> None:
+async def all_started(starts: Iterable[Coroutine[Any, Any, Ready]]) -> None:
     """The first that fails ends the others."""
     tasks = [asyncio.create_task(one) for one in starts]
     try:

@@ -31,6 +31,8 @@ KIND_OF: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "B
 class Weight(ABC):
     """A matrix [out, in] laid out as its kernel reads it, to multiply by and to look rows up in."""
 
+    takes: torch.dtype | None = None  # an 8-bit type in which it would rather have its input
+
     @abstractmethod
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor: ...
 

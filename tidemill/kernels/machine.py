@@ -15,7 +15,9 @@ def detect() -> Machine:
     if not torch.cuda.is_available():
         return machine
     free, total = torch.cuda.mem_get_info()
-    return replace(machine, gpu=torch.cuda.get_device_name(), gpu_bytes=total, gpu_free_bytes=free)
+    return replace(
+        machine, gpu=torch.cuda.get_device_name(), gpu_bytes=total, gpu_free_bytes=free, num_gpus=torch.cuda.device_count()
+    )
 
 
 def set_threads(num_threads: int) -> None:

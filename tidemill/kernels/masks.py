@@ -105,6 +105,10 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 # ---- composed from a spec
 
 
+def _slopes(spec: AttentionSpec) -> torch.Tensor:
+    return alibi_slopes(spec.all_heads or spec.num_heads)[spec.first_head :][: spec.num_heads]
+
+
 def mask_of(spec: AttentionSpec, end: Any) -> Mask:
     """`end`: after the last key that the step has of the query's sequence; used where a layer is bidirectional."""
     masks = [prefix(end) if spec.is_bidirectional else causal]
@@ -120,7 +124,7 @@ def change_of(spec: AttentionSpec, bias_NW: torch.Tensor | None = None, device: 
     """Of scores that are already scaled; None: they stay. `bias_NW`: of a layer that has learned a distance bias."""
     changes = [softcap(spec.softcap)] if spec.softcap else []
     if spec.has_alibi:
-        changes.append(alibi(alibi_slopes(spec.num_heads).to(device)))
+        changes.append(alibi(_slopes(spec).to(device)))
     if bias_NW is not None:
         changes.append(distance_bias(bias_NW))
     return in_turn(changes) if changes else None
@@ -133,5 +137,5 @@ def by_distance(spec: AttentionSpec, bias_NW: torch.Tensor | None, num_positions
         return bias_NW
     last = num_positions - 1 if bias_NW is None else bias_NW.shape[1] // 2
     heads, distances = torch.arange(spec.num_heads)[:, None], torch.arange(-last, last + 1)
-    table = alibi(alibi_slopes(spec.num_heads))(0.0, heads, 0, distances)
+    table = alibi(_slopes(spec))(0.0, heads, 0, distances)
     return table if bias_NW is None else table.to(bias_NW.device) + bias_NW

@@ -22,7 +22,7 @@ import torch
 from tidemill.kernels import native
 from tidemill.kernels.glu import ACTIVATIONS, glu, glu_reference
 from tidemill.kernels.linear import KIND_OF, Weight, pack_linear, to_panels
-from tidemill.kernels.quantized_linear import Codes, code_panels, kind_of
+from tidemill.kernels.quantized_linear import Codes, code_panels, kind_number, kind_of
 from tidemill.model_config import MoESpec
 
 
@@ -161,7 +161,7 @@ def stack_codes(weights: list[Codes], bias_EN: torch.Tensor | None = None) -> St
     all_codes, all_scales = panels.new_empty(len(weights), *panels.shape), scales.new_empty(len(weights), *scales.shape)
     for expert, weight in enumerate(weights):
         all_codes[expert], all_scales[expert] = code_panels(weight, kind)
-    return Stack(native.KINDS[kind], num_in, num_out, all_codes, all_scales, bias_EN)
+    return Stack(kind_number(weights), num_in, num_out, all_codes, all_scales, bias_EN)
 
 
 class NativeExperts(ExpertWeights):

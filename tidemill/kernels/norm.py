@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from tidemill.kernels import native
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_rms_norm_reference(
@@ -17,16 +22,30 @@ def add_rms_norm_reference(
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    scale: float = 1.0,
+    codes: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: on a GPU, the result
+    comes in this type, too (elementwise.py)."""
     if residual_TH.is_cuda:
         from tidemill.kernels.cuda import elementwise
 
-        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
+        return elementwise.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale, codes)
     if native.lib:
         return native.lib.add_rms_norm(x_TH, residual_TH, weight_H, eps, scale)
     return add_rms_norm_reference(x_TH, residual_TH, weight_H, eps, scale)
+
+
+def add(x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:
+    """Adds x * scale to the residual in place, as `add_rms_norm` does."""
+    if native.lib and not residual_TH.is_cuda:
+        native.lib.add(x_TH, residual_TH, scale)
+    else:
+        residual_TH.add_(x_TH if scale == 1.0 else x_TH * scale)
 
 
 def post_norm_reference(x_TH: torch.Tensor, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,6 +81,32 @@ def qk_norm(qkv_TC: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
     if native.lib:
         return native.lib.qk_norm(qkv_TC, q_weight, k_weight, eps)
     return qk_norm_reference(qkv_TC, q_weight, k_weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class NormGroup:
+    """Neighbouring columns that are normed together, with others that other ranks have."""
+
+    number: int  # among all groups of all ranks
+    columns: slice
+    size: int  # of all ranks
+    counts: bool = True  # False: a rank before this one has the same values
+
+
+def shared_rms_norm(
+    x_TC: torch.Tensor, groups: Sequence[NormGroup], num_groups: int, weights: Sequence[torch.Tensor], eps: float, reduce: Reduce
+) -> torch.Tensor:
+    """In place. `reduce`: the sum over ranks."""
+    sums_TG = x_TC.new_zeros(x_TC.shape[0], num_groups, dtype=torch.float32)
+    for group in groups:
+        if group.counts:
+            sums_TG[:, group.number] = x_TC[:, group.columns].float().square().sum(1)
+    sums_TG = reduce(sums_TG)
+    for group, weight in zip(groups, weights, strict=True):
+        values = x_TC[:, group.columns]
+        factor_T1 = torch.rsqrt(sums_TG[:, group.number, None] / group.size + eps)
+        values.copy_(values.float() * factor_T1 * weight)
+    return x_TC
 
 
 def add_layer_norm_reference(

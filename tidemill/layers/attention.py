@@ -12,6 +12,7 @@ from tidemill.layers.base import Layer
 from tidemill.layers.linear import Linear
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import AttentionSpec, ModelConfig
+from tidemill.parallel.cuts import Cut, attention_heads
 from tidemill.quant import WeightPlan
 
 
@@ -27,9 +28,9 @@ class AttentionStep(Protocol):
 class Sinks(Layer):
     """A score for each head that joins its softmax."""
 
-    def __init__(self, num_heads: int) -> None:
-        super().__init__({"weight": (num_heads,)})
-        self.weight = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+    def __init__(self, heads: Cut) -> None:
+        super().__init__({"weight": (heads.whole,)}, cuts={"weight": (heads.size, 0)})
+        self.weight = nn.Parameter(torch.empty(heads.num), requires_grad=False)
 
 
 class Attention(nn.Module):
@@ -41,10 +42,11 @@ class Attention(nn.Module):
         assert isinstance(spec, AttentionSpec)
         self.q_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self.sinks = Sinks(spec.num_heads) if spec.has_sinks else None
-        outs = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
-        self.qkv = Linear(config.hidden_size, outs, bias=config.attention_bias, weights=weights)
-        self.out = Linear(outs["q"], {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
+        own = attention_heads(spec, weights.shard)
+        self.sinks = Sinks(own.heads) if spec.has_sinks else None
+        q, kv = own.heads.times(dim).size, own.groups.times(dim).size
+        self.qkv = Linear(config.hidden_size, {"q": q, "k": kv, "v": kv}, bias=config.attention_bias, weights=weights)
+        self.out = Linear(q, {"out": config.hidden_size}, bias=config.attention_out_bias, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         return self.out(step.attend(self.layer, self.qkv(x_TH), self._learned()))

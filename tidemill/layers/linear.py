@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tidemill.kernels.linear import Weight
-from tidemill.kernels.lora import LinearLora
-from tidemill.layers.base import Layer
+from tidemill.kernels.lora import LinearLora, Pair
+from tidemill.layers.base import Layer, read_values
+from tidemill.parallel.cuts import Cut, Size, num_of, whole_of
+from tidemill.parallel.group import group_of
 from tidemill.quant import PLAIN, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
@@ -16,26 +19,39 @@ if TYPE_CHECKING:
     from tidemill.layers.lora import Loras
 
 
+class _OwnPair(NamedTuple):
+    down_RK: torch.Tensor
+    up_NR: torch.Tensor
+    scale: float
+
+
 class Linear(Layer):
     act = ""  # of a gated layer
 
     def __init__(
         self,
-        num_in: int,
-        outs: dict[str, int],
+        num_in: Size,
+        outs: Mapping[str, Size],
         *,
         bias: bool = False,
         weights: WeightPlan = PLAIN,
         stored: dict[str, int] | None = None,
     ) -> None:
         """`outs`: stored matrices by name, with their output features, in the order in which they are fused. `stored`: the rows
-        of one of which the model's `row_order` takes only some."""
-        parts: dict[str, tuple[int, ...]] = {name: ((stored or outs).get(name, num), num_in) for name, num in outs.items()}
+        of one of which the model's `row_order` takes only some. Sizes that are a Cut: this rank has some of the output features,
+        or some of the input features, and then what it computes is a part of the sum, to which the other ranks' are added."""
+        self._taken = {name: whole_of(size) for name, size in outs.items()}
+        parts: dict[str, tuple[int, ...]] = {
+            name: ((stored or {}).get(name, num), whole_of(num_in)) for name, num in self._taken.items()
+        }
+        cuts: dict[str, tuple[Size, Size]] = {name: (size, num_in) for name, size in outs.items()}
         if bias:
-            parts |= {f"{name}.bias": (num_out,) for name, num_out in outs.items()}
-        super().__init__(parts)
-        self.num_in, self.outs = num_in, outs
-        self._names, self._has_bias, self._taken = list(outs), bias, outs
+            parts |= {f"{name}.bias": (num_out,) for name, num_out in self._taken.items()}
+            cuts |= {f"{name}.bias": (size, 0) for name, size in outs.items()}
+        super().__init__(parts, cuts=cuts)
+        self.num_in, self.outs = num_of(num_in), {name: num_of(size) for name, size in outs.items()}
+        self._group = group_of(weights.shard) if isinstance(num_in, Cut) else None
+        self._names, self._has_bias = list(outs), bias
         self._method = weights.method
         self._read: dict[str, Any] = {}  # until all are there
         self._weight: Weight | None = None
@@ -51,12 +67,11 @@ class Linear(Layer):
         if part in self._names:
             self._read[part] = self._method.read(tensor, row_order)
             return
-        rows = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.read_into(rows)
-        self._read[part] = rows if row_order is None else rows[row_order]
+        self._read[part] = read_values(tensor, row_order)
 
     def finish(self) -> None:
-        bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if self._has_bias else None
+        adds_bias = self._has_bias and (self._group is None or self._group.rank == 0)  # once
+        bias = torch.cat([self._read[f"{name}.bias"] for name in self._names]) if adds_bias else None
         self._weight = self._join([self._read[name] for name in self._names], bias)
         self._read.clear()
 
@@ -68,7 +83,25 @@ class Linear(Layer):
         assert self._weight is not None
         return self._weight
 
+    def shape_of(self, part: str) -> tuple[int, int]:
+        """Of a matrix, on all ranks together."""
+        return self._taken[part], self.parts[part][1]
+
+    def own_pair(self, part: str, pair: Pair) -> Pair:
+        """Of an adapter's pair, what belongs to the rows and columns that are here."""
+        rows, columns = self._cuts[part]
+        if rows is None and columns is None:
+            return pair
+        up = pair.up_NR if rows is None else torch.cat([pair.up_NR[run.start : run.stop] for run in rows.runs])
+        down = pair.down_RK
+        if columns is not None:
+            down = torch.cat([down[:, run.start : run.stop] for run in columns.runs], 1)
+        return _OwnPair(down, up, pair.scale)
+
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x_TK) if self._group is None else self._group.all_reduce(self._multiply(x_TK))
+
+    def _multiply(self, x_TK: torch.Tensor) -> torch.Tensor:
         if self.loras is None or self.lora is None or not self.loras.is_on:
             return self.weight(x_TK)
         y_TN = self.weight.matmul(x_TK)
@@ -79,7 +112,7 @@ class Linear(Layer):
 class GatedLinear(Linear):
     """act(gate) * up of two matmuls of the same input. `act`: a name in `glu.ACTIVATIONS`."""
 
-    def __init__(self, num_in: int, num_out: int, *, bias: bool, weights: WeightPlan, act: str) -> None:
+    def __init__(self, num_in: Size, num_out: Size, *, bias: bool, weights: WeightPlan, act: str) -> None:
         super().__init__(num_in, {"gate": num_out, "up": num_out}, bias=bias, weights=weights)
         self.act = act
 

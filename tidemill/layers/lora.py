@@ -36,7 +36,7 @@ class Loras:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of the matrices that an adapter may change."""
-        return {name: (linear.outs[part], linear.num_in) for name, (linear, part) in self._places.items()}
+        return {name: linear.shape_of(part) for name, (linear, part) in self._places.items()}
 
     @torch.inference_mode()
     def put(self, slot: int, pairs: Mapping[str, Pair]) -> None:
@@ -44,7 +44,7 @@ class Loras:
         by_linear: dict[Linear, dict[str, Pair]] = {linear: {} for linear in self._linears}
         for name, pair in pairs.items():
             linear, part = self._places[name]
-            by_linear[linear][part] = pair
+            by_linear[linear][part] = linear.own_pair(part, pair)
         for linear, of_linear in by_linear.items():
             assert linear.lora is not None
             linear.lora.put(slot, of_linear)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from tidemill.kernels.norm import NormGroup, shared_rms_norm
 from tidemill.kernels.state import ScanInputs, StateWeights
-from tidemill.layers.base import Layer
+from tidemill.layers.base import Layer, read_values
 from tidemill.layers.linear import Linear
 from tidemill.model_config import ModelConfig, StateSpec
+from tidemill.parallel.cuts import Cut, Size, StateCut, norm_is_shared, state_cut, together
+from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
@@ -31,17 +35,15 @@ class StateStep(Protocol):
 class Conv(Layer):
     """A causal convolution of each channel with itself, stored [channels, 1, kernel] or [channels, kernel]."""
 
-    def __init__(self, spec: StateSpec, bias: bool) -> None:
-        parts: dict[str, tuple[int, ...]] = {"conv": (spec.num_channels, 1, spec.kernel)}
-        super().__init__(parts | ({"conv.bias": (spec.num_channels,)} if bias else {}))
-        self.weight_KC = nn.Parameter(torch.empty(spec.kernel, spec.num_channels), requires_grad=False)
-        self.bias_C = nn.Parameter(torch.empty(spec.num_channels), requires_grad=False) if bias else None
+    def __init__(self, spec: StateSpec, channels: Cut, bias: bool) -> None:
+        parts: dict[str, tuple[int, ...]] = {"conv": (channels.whole, 1, spec.kernel)}
+        cuts = dict.fromkeys(("conv", "conv.bias"), (channels.size, 0))
+        super().__init__(parts | ({"conv.bias": (channels.whole,)} if bias else {}), cuts=cuts)
+        self.weight_KC = nn.Parameter(torch.empty(spec.kernel, channels.num), requires_grad=False)
+        self.bias_C = nn.Parameter(torch.empty(channels.num), requires_grad=False) if bias else None
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        value = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.read_into(value)
-        if row_order is not None:
-            value = value[row_order]
+        value = read_values(tensor, row_order)
         if part == "conv":
             self.weight_KC = nn.Parameter(value.flatten(1).t().contiguous(), requires_grad=False)
         else:
@@ -57,31 +59,30 @@ class StateParameters(Layer):
     decay: nn.Parameter
     skip: nn.Parameter
 
-    def __init__(self, spec: StateSpec) -> None:
-        self.spec, is_mamba = spec, spec.kind == "mamba"
-        parts: dict[str, tuple[int, ...]] = {"decay": (spec.num_inner, spec.state_size) if is_mamba else (spec.num_heads,)}
-        if spec.kind != "delta":
-            parts["skip"] = (spec.num_inner,) if is_mamba else (spec.num_heads,)
-        if not is_mamba:
-            parts["step_bias"] = (spec.num_heads,)
-        super().__init__(parts)
-        for part, shape in parts.items():
-            setattr(self, part, nn.Parameter(torch.empty(shape), requires_grad=False))
+    def __init__(self, spec: StateSpec, own: StateCut) -> None:
+        is_mamba = spec.kind == "mamba"
+        rows = own.inner if is_mamba else own.heads
+        names = ["decay", *(["skip"] if spec.kind != "delta" else []), *([] if is_mamba else ["step_bias"])]
+        wide = {"decay": (spec.state_size,)} if is_mamba else {}
+        parts: dict[str, tuple[int, ...]] = {name: (rows.whole, *wide.get(name, ())) for name in names}
+        super().__init__(parts, cuts=dict.fromkeys(names, (rows.size, 0)))
+        self._spec, self._num_heads = spec, own.heads.num
+        self._shapes = {name: (rows.num, *wide.get(name, ())) for name in names}
+        for name, shape in self._shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape), requires_grad=False))
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
         return _wide(shape) == _wide(self.parts[part])
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        value = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.read_into(value)
-        value = value.view(self.parts[part])
-        setattr(self, part, nn.Parameter(value if row_order is None else value[row_order], requires_grad=False))
+        value = read_values(tensor, row_order).view(self._shapes[part])
+        setattr(self, part, nn.Parameter(value, requires_grad=False))
 
     def settle(self, is_log: bool) -> None:
         """Once all are there: lay them out as the kernels read them."""
-        spec, decay = self.spec, -torch.exp(self.decay) if is_log else self.decay
+        spec, decay = self._spec, -torch.exp(self.decay) if is_log else self.decay
         if spec.kind == "mamba":  # as a head's state lies
-            decay = decay.view(spec.num_heads, spec.head_dim, spec.state_size).transpose(1, 2)
+            decay = decay.view(self._num_heads, spec.head_dim, spec.state_size).transpose(1, 2)
         elif spec.kind == "mamba2":
             self.skip = nn.Parameter(self.skip.repeat_interleave(spec.head_dim), requires_grad=False)
         self.decay = nn.Parameter(decay.contiguous(), requires_grad=False)
@@ -90,19 +91,20 @@ class StateParameters(Layer):
 class GatedNorm(Layer):
     """The scale of a norm that belongs to a gate: of all inner values, or of each head's. Its kernel is the recurrence's."""
 
-    def __init__(self, spec: StateSpec, size: int) -> None:
-        super().__init__({"weight": (size,)})
-        self._repeats = spec.num_inner // size
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+    def __init__(self, spec: StateSpec, own: StateCut) -> None:
+        is_each_heads = spec.kind != "mamba2"
+        super().__init__({"weight": (spec.norm_size if is_each_heads else spec.num_inner,)})
+        self._repeats = own.inner.num // spec.norm_size if is_each_heads else 1
+        self._own = slice(None) if is_each_heads else slice(own.inner.runs[0].start, own.inner.runs[0].stop)
+        self.weight = nn.Parameter(torch.empty(own.inner.num), requires_grad=False)
 
     def fits(self, part: str, shape: tuple[int, ...]) -> bool:
         """GGUF stores [groups, values]."""
         return math.prod(shape) == math.prod(self.parts[part])
 
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
-        value = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.read_into(value)
-        self.weight = nn.Parameter(value.flatten().repeat(self._repeats), requires_grad=False)
+        value = read_values(tensor).flatten()[self._own].repeat(self._repeats)
+        self.weight = nn.Parameter(value, requires_grad=False)
 
 
 def _wide(shape: tuple[int, ...]) -> list[int]:
@@ -119,7 +121,7 @@ class StateMixer(nn.Module):
         config: ModelConfig,
         layer: int,
         weights: WeightPlan,
-        ins: dict[str, int],
+        ins: Mapping[str, Size],
         *,
         stored: dict[str, int] | None = None,
         bias: bool = False,
@@ -129,16 +131,27 @@ class StateMixer(nn.Module):
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
         self.layer, self.eps = layer, config.norm_eps
+        self.own, self._group = state_cut(spec, weights.shard), group_of(weights.shard)
+        self._groups = _norm_groups(spec, self.own.inner) if norm_is_shared(spec, weights.shard) else []
+        self._num_groups = spec.num_inner // spec.norm_size if self._groups else 0
         self.ins = Linear(config.hidden_size, ins, bias=bias, weights=weights, stored=stored)
-        self.conv = Conv(spec, conv_bias)
-        self.parameters_ = StateParameters(spec)
-        self.norm = GatedNorm(spec, spec.num_inner if spec.kind == "mamba2" else spec.norm_size) if spec.norm_size else None
-        self.out = Linear(spec.num_inner, {"out": config.hidden_size}, bias=bias, weights=weights)
+        self.conv = Conv(spec, self.own.channels, conv_bias)
+        self.parameters_ = StateParameters(spec, self.own)
+        self.norm = GatedNorm(spec, self.own) if spec.norm_size else None
+        self.out = Linear(self.own.inner.size, {"out": config.hidden_size}, bias=bias, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         projected, learned = self.ins(x_TH), self.learned()
         mixed = step.convolve(self.layer, projected, learned)
-        return self.out(step.scan(self.layer, ScanInputs(mixed, projected), learned))
+        return self.out(self._normed(step.scan(self.layer, ScanInputs(mixed, projected), learned)))
+
+    def _normed(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Where ranks have parts of what is normed together: the recurrence only gates."""
+        if not self._groups:
+            return x_TI
+        assert self.norm is not None
+        weights = [self.norm.weight[group.columns] for group in self._groups]
+        return shared_rms_norm(x_TI, self._groups, self._num_groups, weights, self.eps, self._group.all_reduce)
 
     def learned(self) -> StateWeights:
         own = self.parameters_
@@ -148,9 +161,20 @@ class StateMixer(nn.Module):
             decay=own.decay,
             skip_I=getattr(own, "skip", None),
             step_bias=getattr(own, "step_bias", None),
-            norm_I=None if self.norm is None else self.norm.weight,
+            norm_I=None if self.norm is None or self._groups else self.norm.weight,
             eps=self.eps,
         )
+
+
+def _norm_groups(spec: StateSpec, inner: Cut) -> list[NormGroup]:
+    (run,) = inner.runs
+    made, begin = list[NormGroup](), run.start
+    while begin < run.stop:
+        number = begin // spec.norm_size
+        end = min(run.stop, (number + 1) * spec.norm_size)
+        made.append(NormGroup(number, slice(begin - run.start, end - run.start), spec.norm_size))
+        begin = end
+    return made
 
 
 class MambaMixer(StateMixer):
@@ -159,10 +183,11 @@ class MambaMixer(StateMixer):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan, bias: bool, conv_bias: bool) -> None:
         spec = config.layers[layer]
         assert isinstance(spec, StateSpec)
-        super().__init__(config, layer, weights, {"in": spec.num_projected}, bias=bias, conv_bias=conv_bias)
-        self.to_rank = Linear(spec.num_inner, {"rank": spec.rank}, weights=weights)
-        self.to_bc = Linear(spec.num_inner, {"bc": 2 * spec.state_size}, weights=weights)
-        self.to_steps = Linear(spec.rank, {"steps": spec.num_inner}, bias=True, weights=weights)
+        inner = state_cut(spec, weights.shard).inner
+        super().__init__(config, layer, weights, {"in": together(inner, inner).size}, bias=bias, conv_bias=conv_bias)
+        self.to_rank = Linear(inner.size, {"rank": spec.rank}, weights=weights)
+        self.to_bc = Linear(inner.size, {"bc": 2 * spec.state_size}, weights=weights)
+        self.to_steps = Linear(spec.rank, {"steps": inner.size}, bias=True, weights=weights)
 
     def forward(self, x_TH: torch.Tensor, step: StateStep) -> torch.Tensor:
         projected, learned = self.ins(x_TH), self.learned()

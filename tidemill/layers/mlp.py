@@ -7,11 +7,18 @@ from torch import nn
 
 from tidemill.kernels.glu import activate
 from tidemill.layers.linear import GatedLinear, Linear
+from tidemill.model_config import ModelConfig
+from tidemill.parallel.cuts import Size, feed_forward_cut
 from tidemill.quant import WeightPlan
 
 
+def inner_size(config: ModelConfig, layer: int, weights: WeightPlan) -> Size:
+    """Of a layer's feed-forward, as this rank has it."""
+    return config.intermediate_size if weights.shard.size == 1 else feed_forward_cut(config, layer, weights.shard).size
+
+
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightPlan, act: str = "silu") -> None:
+    def __init__(self, hidden_size: int, intermediate_size: Size, bias: bool, weights: WeightPlan, act: str = "silu") -> None:
         super().__init__()
         self.gate_up = GatedLinear(hidden_size, intermediate_size, bias=bias, weights=weights, act=act)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)
@@ -23,7 +30,7 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """`act`: a name in `kernels/glu.py`."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, weights: WeightPlan, act: str) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: Size, bias: bool, weights: WeightPlan, act: str) -> None:
         super().__init__()
         self.up = Linear(hidden_size, {"up": intermediate_size}, bias=bias, weights=weights)
         self.down = Linear(intermediate_size, {"down": hidden_size}, bias=bias, weights=weights)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tidemill.errors import CheckpointError
+from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.layers.base import Layer
+from tidemill.layers.base import Layer, columns_of, read_values, rows_of
+from tidemill.layers.expert_parallel import ParallelExperts
 from tidemill.layers.linear import Linear
-from tidemill.layers.mlp import GatedMLP
+from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.model_config import ModelConfig, MoESpec
+from tidemill.parallel.cuts import Cut, even, expert_cut, shared_cut, together
+from tidemill.parallel.group import group_of
+from tidemill.parallel.shard import WHOLE
 from tidemill.quant import ExpertParts, ExpertStacks, WeightPlan
 from tidemill.weights.checkpoint import WeightTensor
 
@@ -24,7 +30,7 @@ class Router(Linear):
 
     def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
         outs = {"router": spec.num_experts} | ({"shared": 1} if spec.shared_size else {})
-        super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights)
+        super().__init__(hidden_size, outs, bias=spec.has_bias, weights=weights.of_tables)
 
     def load(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         """GGUF files have the shared expert's row as a vector."""
@@ -37,17 +43,25 @@ class Router(Linear):
 
 class Experts(Layer):
     """The matrices of all experts. A file may have each by itself (part "gate.3"), those of all experts as one tensor ("gates"),
-    or gate and up of all as one ("gate_ups", rows of gate first)."""
+    or gate and up of all as one ("gate_ups", rows of gate first). Of several ranks, each has some columns of every expert, or
+    some experts; of the shared expert some columns either way."""
 
-    def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
+        spec, shard, hidden_size = config.moe(layer), weights.shard, config.hidden_size
+        assert spec is not None
         super().__init__(self._shapes(hidden_size, spec))
         self.spec, self.num_experts = spec, spec.num_experts
+        self._shard, self._group = shard, group_of(shard)
+        self._by_number = weights.expert_parallel and shard.size > 1
+        self._own = shard.range(spec.num_experts) if self._by_number else range(spec.num_experts)
+        self._columns = even(spec.expert_size, WHOLE) if self._by_number else expert_cut(config, layer, shard)
+        self._shared_columns = shared_cut(config, spec, shard)
         self._method = weights.method
         self._hidden_size = hidden_size
         self._stacks: ExpertStacks | None = None
         self._read: dict[tuple[str, int], Any] = {}  # matrices by side and expert, until all are there
         self._biases: dict[str, torch.Tensor] = {}
-        self._wanted = {(side, expert) for side in _SIDES for expert in range(spec.num_experts)}
+        self._wanted = {(side, expert) for side in _SIDES for expert in self._own}
         if spec.shared_size:
             self._wanted |= {(side, spec.num_experts) for side in _SIDES}
         self._wanted_biases = {"gate", "up", "down"} if spec.has_bias else set[str]()
@@ -75,7 +89,8 @@ class Experts(Layer):
         if kind.startswith("shared_"):
             return {(kind.removeprefix("shared_"), self.num_experts)}
         sides = ("gate", "up") if kind == "gate_ups" else (kind.removesuffix("s"),)
-        return {(side, expert) for side in sides for expert in ([int(number)] if number else range(self.num_experts))}
+        experts = [int(number)] if number else range(self.num_experts)
+        return {(side, expert) for side in sides for expert in experts if expert in self._own}
 
     @property
     def missing(self) -> set[str]:
@@ -87,6 +102,10 @@ class Experts(Layer):
         brings = self._brings(part)
         return brings <= self._wanted if brings else part in self.missing
 
+    def own(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> tuple[WeightTensor, torch.Tensor | None]:
+        """Cut matrix by matrix."""
+        return tensor, row_order
+
     def take(self, part: str, tensor: WeightTensor, row_order: torch.Tensor | None) -> None:
         side, _, number = part.partition(".")
         if number == "bias":
@@ -96,44 +115,89 @@ class Experts(Layer):
         elif side.startswith("shared_"):
             self._add(side.removeprefix("shared_"), self.num_experts, tensor)
         else:
-            for expert in range(self.num_experts):
+            for expert in self._own:
                 self._add(side.removesuffix("s"), expert, tensor.matrix(expert))
 
     def _add(self, side: str, expert: int, tensor: WeightTensor, row_order: torch.Tensor | None = None) -> None:
         """A matrix of one expert. `side` gate_up: both, rows of gate first."""
+        if expert not in self._own and expert != self.num_experts:
+            return
+        tensor, row_order = self._part(
+            side, self._shared_columns if expert == self.num_experts else self._columns, tensor, row_order
+        )
+        self.num_bytes += tensor.num_bytes
         brings = {("gate", expert), ("up", expert)} if side == "gate_up" else {(side, expert)}
         if not brings <= self._wanted:
             raise CheckpointError(f"Tensor {tensor.name} brings matrices of expert {expert} that another tensor has brought.")
         self._wanted -= brings
         is_shared = expert == self.num_experts
         if self._stacks is None and not is_shared:
-            self._stacks = self._method.new_stacks(self.spec, self._hidden_size)
+            self._stacks = self._method.new_stacks(self._held, self._hidden_size)
         if self._stacks is None or is_shared:
             self._read[side, expert] = self._method.read(tensor, row_order)
         else:
-            self._stacks.read(side, expert, tensor, row_order)
+            self._stacks.read(side, expert - self._own.start, tensor, row_order)
+
+    @staticmethod
+    def _part(
+        side: str, cut: Cut, tensor: WeightTensor, row_order: torch.Tensor | None
+    ) -> tuple[WeightTensor, torch.Tensor | None]:
+        """Of a matrix, what belongs to these inner values of the expert."""
+        if cut.is_whole:
+            return tensor, row_order
+        if side == "down":
+            return columns_of(tensor, cut), row_order
+        return rows_of(tensor, together(cut, cut) if side == "gate_up" else cut, row_order)
+
+    @property
+    def _held(self) -> MoESpec:
+        """What this rank computes. By number: one expert at a time, for tokens that were sent to it."""
+        shared = self._shared_columns.num
+        if not self._by_number:
+            return replace(self.spec, expert_size=self._columns.num, shared_size=shared)
+        return replace(
+            self.spec, num_experts=len(self._own), top_k=1, scoring="topk_then_softmax", renormalise=False, shared_size=0
+        )
 
     def _take_bias(self, side: str, tensor: WeightTensor) -> None:
-        self._biases[side] = read_values(tensor)
+        self._set_bias(side, read_values(tensor))
+
+    def _set_bias(self, side: str, bias_EN: torch.Tensor) -> None:
+        self.num_bytes += bias_EN[self._own.start : self._own.stop].nbytes
+        bias_EN, (run,) = bias_EN[self._own.start : self._own.stop], self._columns.runs
+        is_once = side != "down" or self._by_number or self._shard.rank == 0
+        if is_once:
+            self._biases[side] = (bias_EN if side == "down" else bias_EN[:, run.start : run.stop]).contiguous()
         self._wanted_biases -= {side}
 
     def is_complete(self) -> bool:
         return not self._wanted and not self._wanted_biases
 
     def finish(self) -> None:
-        num, biases, read = self.num_experts, self._biases, self._read
-        apart = range(0 if self._stacks else num)
+        if self._weights is not None:  # what comes now are other ranks' experts
+            return
+        biases, read = self._biases, self._read
+        apart = [] if self._stacks else self._own
         gate_up_bias = torch.cat([biases["gate"], biases["up"]], dim=1) if "gate" in biases else None
+        shared = (self._gate_up(self.num_experts), read["down", self.num_experts]) if self.spec.shared_size else None
         parts = ExpertParts[Any](
             [self._gate_up(expert) for expert in apart],
             [read["down", expert] for expert in apart],
             gate_up_bias,
             biases.get("down"),
-            (self._gate_up(num), read["down", num]) if self.spec.shared_size else None,
+            None if self._by_number else shared,
             self._stacks,
         )
         self._read, self._biases, self._stacks = {}, {}, None
-        self._weights = self._method.join_experts(parts, self.spec)
+        self._weights = self._method.join_experts(parts, self._held)
+        if self._by_number:
+            self._weights = ParallelExperts(self.spec, self._weights, self._group, self._shared_weights(shared))
+
+    def _shared_weights(self, shared: tuple[list[Any], Any] | None) -> tuple[Weight, Weight] | None:
+        if shared is None:
+            return None
+        (gate, up), down = shared
+        return self._method.join_gated(gate, up, None, self.spec.act), self._method.join([down], None)
 
     def _gate_up(self, expert: int) -> list[Any]:
         both = self._read.get(("gate_up", expert))
@@ -145,16 +209,19 @@ class Experts(Layer):
         return self._weights
 
     def forward(self, x_TH: torch.Tensor, logits_TL: torch.Tensor) -> torch.Tensor:
-        return self.weights(x_TH, logits_TL)
+        out_TH = self.weights(x_TH, logits_TL)
+        return out_TH if self._by_number or self._columns.is_whole else self._group.all_reduce(out_TH)
 
 
 class MoE(nn.Module):
     experts_class = Experts
 
-    def __init__(self, hidden_size: int, spec: MoESpec, weights: WeightPlan) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__()
-        self.router = Router(hidden_size, spec, weights)
-        self.experts = self.experts_class(hidden_size, spec, weights)
+        spec = config.moe(layer)
+        assert spec is not None
+        self.router = Router(config.hidden_size, spec, weights)
+        self.experts = self.experts_class(config, layer, weights)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return self.experts(x_TH, self.router(x_TH))
@@ -162,16 +229,9 @@ class MoE(nn.Module):
 
 def feed_forward(config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
     """A layer's, dense or with experts."""
-    spec = config.moe(layer)
-    if spec is not None:
-        return MoE(config.hidden_size, spec, weights)
-    return GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
-
-
-def read_values(tensor: WeightTensor) -> torch.Tensor:
-    values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-    tensor.read_into(values)
-    return values
+    if config.moe(layer) is not None:
+        return MoE(config, layer, weights)
+    return GatedMLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
 
 
 class _Row:
@@ -190,3 +250,9 @@ class _Row:
 
     def matrix(self, number: int) -> WeightTensor:
         raise AssertionError("a row is no stack of matrices")
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        raise AssertionError("a row has no rows")
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        return _Row(self._tensor.rows(begin, end))

@@ -7,22 +7,24 @@ from torch import nn
 
 from tidemill.kernels.norm import add_layer_norm, add_rms_norm, post_norm
 from tidemill.layers.base import Layer
+from tidemill.parallel.cuts import Size, num_of, whole_of
 from tidemill.weights.checkpoint import WeightTensor
 
 
 class RMSNorm(Layer):
-    def __init__(self, size: int, eps: float, scale: float = 1.0) -> None:
+    def __init__(self, size: Size, eps: float, scale: float = 1.0) -> None:
         """`scale`: of what `add` adds."""
-        super().__init__({"weight": (size,)})
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        super().__init__({"weight": (whole_of(size),)}, cuts={"weight": (size, 0)})
+        self.weight = nn.Parameter(torch.empty(num_of(size)), requires_grad=False)
         self.eps, self._scale = eps, scale
+        self.codes: torch.dtype | None = None  # in which the linear behind it takes its input
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         return add_rms_norm(None, x_TH, self.weight, self.eps)
 
     def add(self, x_TH: torch.Tensor | None, residual_TH: torch.Tensor) -> torch.Tensor:
         """Adds x, if any, to the residual in place and returns the norm of the sum."""
-        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale)
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps, self._scale, self.codes)
 
     def added_to(self, residual_TH: torch.Tensor, x_TH: torch.Tensor) -> torch.Tensor:
         """The sum of the residual and the norm of x."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tidemill.errors import CheckpointError
+from tidemill.errors import CheckpointError, ConfigError
 from tidemill.kernels.kv_cache import Angles
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, read_counts
@@ -22,8 +22,11 @@ from tidemill.layers.base import Layer
 from tidemill.layers.embedding import Embedding, Head
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts, MoE, Router
+from tidemill.layers.norm import RMSNorm
 from tidemill.layers.rope import Rope
 from tidemill.model_config import AttentionSpec, ModelConfig, Rotation
+from tidemill.parallel.cuts import rank_config
+from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, RandomTensor, WeightTensor
 from tidemill.weights.views import cut, joined
@@ -48,7 +51,8 @@ class Model(nn.Module, ABC):
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         """`weights`: how linears store theirs."""
         super().__init__()
-        self.config, self.weight_plan = config, weights
+        self.whole, self.weight_plan = config, weights
+        self.config = rank_config(config, weights.shard, weights.expert_parallel)  # of the part that is here
         self._rotations = [one for one in dict.fromkeys(spec.rotation for spec in config.attention_layers) if one is not None]
         self.ropes = nn.ModuleList(Rope(rotation) for rotation in self._rotations)
         self.names = self.NAMES  # a model may add to them, depending on its configuration
@@ -149,9 +153,10 @@ class Model(nn.Module, ABC):
         weights: WeightPlan,
         progress: ProgressFn | None = None,
         random: bool = False,
+        stage: Stage | None = None,
     ) -> Self:
         """Stream the checkpoint into a model on the meta device; peak memory stays near the final size. `random`: random weights
-        of the right shapes instead of the checkpoint's."""
+        of the right shapes instead of the checkpoint's. `stage`: only these layers, and only their tensors are read."""
         num_stored = sum(config.stored.values())
         if not random and config.stored and config.num_parameters > 2 * num_stored + 2**16:  # before layers are made for them
             raise CheckpointError(
@@ -159,15 +164,19 @@ class Model(nn.Module, ABC):
             )
         with torch.device("meta"):
             model = cls(config, weights)
-        targets = model._targets(checkpoint.format)
+        targets, others = model._targets(checkpoint.format), set[str]()
+        if stage is not None:
+            others = set(targets)
+            model.keep(stage)
+            targets = model._targets(checkpoint.format)
         ignored = [re.compile(pattern) for pattern in model.ignored]
-        done, total = 0, 0 if random else checkpoint.num_bytes
+        done, total = 0, 0 if random else checkpoint.num_bytes // weights.shard.size
         with torch.inference_mode():
             stored: Iterable[WeightTensor] = model._random_tensors(targets) if random else checkpoint.tensors()
             for tensor in stored if random else (model.as_named(one, checkpoint.format) for one in stored):
                 places = targets.get(tensor.name)
                 if places is None:
-                    if not any(pattern.fullmatch(tensor.name) for pattern in ignored):
+                    if tensor.name not in others and not any(pattern.fullmatch(tensor.name) for pattern in ignored):
                         raise CheckpointError(
                             f"{checkpoint.path}: tensor {tensor.name} has no place in {checkpoint.architecture} "
                             f"with {config.num_layers} layers."
@@ -176,7 +185,7 @@ class Model(nn.Module, ABC):
                 pieces = cut(tensor, [layer.parts[part] for layer, part in places])
                 for (layer, part), piece in zip(places, pieces, strict=True):
                     layer.load(part, piece, model.row_order(checkpoint.format, part))
-                done += tensor.num_bytes
+                done += tensor.num_bytes // weights.shard.size
                 if progress:
                     progress(tensor.name, done, total)
         if weights.device != "cpu":
@@ -190,7 +199,31 @@ class Model(nn.Module, ABC):
                 raise CheckpointError(f"{checkpoint.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
         with torch.inference_mode():
             model.loaded(checkpoint.format)
+        model._let_norms_quantize()
         return model.eval()
+
+    def _let_norms_quantize(self) -> None:
+        """A norm writes its result as the one linear behind it takes it."""
+        for block in self.blocks:
+            for path, behind in (("attn_norm", "attn.qkv"), ("mlp_norm", "mlp.gate_up")):
+                modules = dict(block.named_modules())
+                norm, linear = modules.get(path), modules.get(behind)
+                if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
+                    norm.codes = linear.weight.takes
+
+    def keep(self, stage: Stage) -> None:
+        """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
+        them."""
+        raise ConfigError(f"{type(self).__name__} cannot be divided into stages.", fix="Leave --pipeline-parallel out.")
+
+    def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Something to compute a trial step with."""
+        return self.embed_at(positions_T % self.config.vocab_size, positions_T, None)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Of the checkpoint, by this rank."""
+        return sum(module.num_bytes for module in self.modules() if isinstance(module, Layer))
 
     def loaded(self, checkpoint_format: str) -> None:
         """All tensors are there: what a format stores differently is settled here."""
@@ -242,15 +275,15 @@ class Model(nn.Module, ABC):
 
     def _experts(self) -> dict[int, ExpertWeights]:
         """Of the layers that have them."""
-        modules = ((layer, module) for layer, block in enumerate(self.blocks) for module in block.modules())
+        modules = ((layer, module) for layer in range(len(self.blocks)) for module in self.blocks[layer].modules())
         return {layer: module.experts.weights for layer, module in modules if isinstance(module, MoE)}
 
 
 def _layers_at(path: str, modules: dict[str, nn.Module], num_layers: int) -> Iterator[tuple[int, Layer]]:
     """The layers that a path means, with their numbers. Not every block has every layer: some are dense, some have experts."""
     for i in range(num_layers) if "{}" in path else range(1):
-        layer = modules.get(path.format(i))
-        if layer is not None:
+        layer = modules.get(path.format(i), nn.Identity())
+        if not isinstance(layer, nn.Identity):  # which is in the place of what another stage has
             assert isinstance(layer, Layer)
             yield i, layer
 

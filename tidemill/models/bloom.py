@@ -47,7 +47,7 @@ class Bloom(Llama):
         """All heads' queries first, then their keys, then their values."""
         if ".query_key_value." not in tensor.name:
             return tensor
-        heads, dim = self.config.num_heads, self.config.head_dim
+        heads, dim = self.whole.num_heads, self.config.head_dim
         rows = torch.arange(heads * 3 * dim, device="cpu").view(heads, 3, dim).transpose(0, 1).reshape(-1)
         return View(tensor, tensor.name, rows=rows)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tidemill.kernels.masks import capped
 from tidemill.layers.attention import Attention, AttentionStep
-from tidemill.layers.mlp import GatedMLP
+from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, RopeScaling, Rotation
 from tidemill.models.base import optional, required
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.attn_norm, self.post_attn_norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.attn = Attention(config, layer, weights)
         self.mlp_norm, self.post_mlp_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, weights, config.act)
+        self.mlp = GatedMLP(size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

@@ -11,7 +11,7 @@ from torch import nn
 from tidemill.errors import CheckpointError
 from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding
-from tidemill.layers.mlp import MLP
+from tidemill.layers.mlp import MLP, inner_size
 from tidemill.layers.norm import LayerNorm
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.models.base import optional, required, stored_values
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.attn_norm = LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, layer, weights)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, weights, config.act)
+        self.mlp = MLP(config.hidden_size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
 
     def forward(self, delta_TH: torch.Tensor | None, residual_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """Takes the last block's contribution, not yet added, and returns its own: each norm adds what came before it."""

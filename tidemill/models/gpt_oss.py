@@ -14,7 +14,8 @@ from torch import nn
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.glu import SWIGLU_ALPHA, SWIGLU_LIMIT
-from tidemill.layers.moe import Experts, MoE, read_values
+from tidemill.layers.base import read_values
+from tidemill.layers.moe import Experts, MoE
 from tidemill.model_config import ModelConfig, MoESpec
 from tidemill.models.base import optional, required
 from tidemill.models.llama import Block, Llama
@@ -59,12 +60,12 @@ class PairedExperts(Experts):
             return
         if stored == "bias":
             gate, up = read_values(tensor).unflatten(1, (-1, 2)).unbind(2)
-            self._biases |= {"gate": gate.contiguous(), "up": up.contiguous()}
-            self._wanted_biases -= {"gate", "up"}
+            self._set_bias("gate", gate)
+            self._set_bias("up", up)
             return
         size = self.spec.expert_size
         order = torch.arange(2 * size, device="cpu").view(size, 2).t().flatten() if kind == "paired" else None
-        for expert in range(self.num_experts):
+        for expert in self._own:
             matrix = tensor.matrix(expert)
             self._add(
                 "gate_up" if kind == "paired" else "down",
@@ -80,9 +81,7 @@ class PairedMoE(MoE):
 
 class GptOssBlock(Block):
     def feed_forward(self, config: ModelConfig, layer: int, weights: WeightPlan) -> nn.Module:
-        spec = config.moe(layer)
-        assert spec is not None
-        return PairedMoE(config.hidden_size, spec, weights)
+        return PairedMoE(config, layer, weights)
 
 
 class GptOss(Llama):

@@ -13,8 +13,10 @@ from tidemill.layers.attention import Attention, AttentionStep
 from tidemill.layers.embedding import Embedding, Head, TiedHead
 from tidemill.layers.moe import feed_forward
 from tidemill.layers.norm import LayerNorm, RMSNorm
+from tidemill.layers.stage import ResidualSum, StageBlocks
 from tidemill.model_config import AttentionSpec, ModelConfig, RopeScaling, Rotation, alike
 from tidemill.models.base import CausalLM, optional, required, stored_values
+from tidemill.parallel.world import Stage
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -65,9 +67,9 @@ class Llama(CausalLM):
 
     def __init__(self, config: ModelConfig, weights: WeightPlan) -> None:
         super().__init__(config, weights)
-        self.embed = Embedding(config.vocab_size, config.hidden_size, weights)
+        self.embed: nn.Module = Embedding(config.vocab_size, config.hidden_size, weights)
         self.blocks = nn.ModuleList(self.block(config, i, weights) for i in range(config.num_layers))
-        self.norm: RMSNorm | LayerNorm = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
+        self.norm: RMSNorm | LayerNorm | ResidualSum = RMSNorm(config.hidden_size, config.norm_eps, config.residual_scale)
         self.head: nn.Module
         if config.tie_embeddings:
             self.head = TiedHead(self.embed)
@@ -88,11 +90,26 @@ class Llama(CausalLM):
     def logits(self, hidden_TH: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.head(hidden_TH, out)
 
+    def keep(self, stage: Stage) -> None:
+        self.blocks = StageBlocks(self.blocks, stage)
+        needs_table = stage.is_first or (stage.is_last and self.config.tie_embeddings)
+        for name, is_needed in (("embed", needs_table), ("positions", stage.is_first), ("embed_norm", stage.is_first)):
+            if not is_needed and hasattr(self, name):
+                setattr(self, name, nn.Identity())
+        if not stage.is_last:
+            self.norm, self.head = ResidualSum(self.config.residual_scale), nn.Identity()
+
+    def trial_input(self, positions_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.embed, Embedding):
+            return super().trial_input(positions_T)
+        size = self.config.hidden_size
+        return torch.sin(torch.arange(positions_T.numel() * size, dtype=torch.float32)).view(-1, size)
+
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """GGUF stores rows of q and k so that rotated pairs are neighbours (0, D/2, 1, D/2 + 1, ...); here they are halves."""
         if checkpoint_format != "gguf" or part.partition(".")[0] not in ("q", "k"):
             return None
-        num_heads = self.config.num_heads if part[0] == "q" else self.config.num_kv_heads
+        num_heads = self.whole.num_heads if part[0] == "q" else self.whole.num_kv_heads
         rows = torch.arange(num_heads * self.config.head_dim, device="cpu")
         return rows.view(num_heads, self.config.head_dim // 2, 2).transpose(1, 2).reshape(-1)
 

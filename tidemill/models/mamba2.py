@@ -12,13 +12,15 @@ from tidemill.model_config import ModelConfig, StateSpec
 from tidemill.models import mamba
 from tidemill.models.base import optional, required
 from tidemill.models.mamba import Mamba
+from tidemill.parallel.cuts import state_cut, together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
 
 class Block(mamba.Block):
     def make_mixer(self, config: ModelConfig, layer: int, weights: WeightPlan) -> StateMixer:
-        ins = {"in": config.state_layers[0].num_projected}
+        own = state_cut(config.state_layers[0], weights.shard)
+        ins = {"in": together(own.channels, own.inner, own.heads).size}
         return StateMixer(config, layer, weights, ins, bias=config.attention_bias, conv_bias=config.conv_bias)
 
 
@@ -34,7 +36,7 @@ class Mamba2(Mamba):
         """Stored: gate, channels, time steps."""
         if part.partition(".")[0] != "in":
             return None
-        spec = self.config.state_layers[0]
+        spec = self.whole.state_layers[0]
         gate, channels, steps = torch.arange(spec.num_projected, device="cpu").split(
             [spec.num_inner, spec.num_channels, spec.num_heads]
         )

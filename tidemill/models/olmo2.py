@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from tidemill.kernels.kv_cache import PLAIN
-from tidemill.kernels.norm import qk_norm
+from tidemill.kernels.norm import NormGroup, qk_norm, shared_rms_norm
 from tidemill.layers.attention import Attention, AttentionStep
-from tidemill.layers.mlp import GatedMLP
+from tidemill.layers.mlp import GatedMLP, inner_size
 from tidemill.layers.norm import RMSNorm
 from tidemill.model_config import ModelConfig, Rotation
 from tidemill.models.base import optional
 from tidemill.models.llama import Llama, check_numbers, gguf_windows, hf_scaling, windows
+from tidemill.parallel.cuts import attention_heads
+from tidemill.parallel.group import group_of
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -27,13 +29,23 @@ _THETA = 500000.0
 class NormedAttention(Attention):
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps)
+        own, dim = attention_heads(config.attention_layers[0], weights.shard), config.head_dim
+        q, k = own.heads.times(dim), own.groups.times(dim)
+        self.q_norm, self.k_norm = RMSNorm(q.size, config.norm_eps), RMSNorm(k.size, config.norm_eps)
+        self._group = group_of(weights.shard)
+        self._groups = [
+            NormGroup(0, slice(0, q.num), q.whole),
+            NormGroup(1, slice(q.num, q.num + k.num), k.whole, counts=own.is_first),
+        ]
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         assert self.q_norm is not None
         assert self.k_norm is not None
-        qkv_TC = qk_norm(self.qkv(x_TH), self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        if self._group.size == 1:
+            qkv_TC = qk_norm(self.qkv(x_TH), *weights, eps)
+        else:
+            qkv_TC = shared_rms_norm(self.qkv(x_TH), self._groups, 2, weights, eps, self._group.all_reduce)
         return self.out(step.attend(self.layer, qkv_TC, PLAIN))
 
 
@@ -42,7 +54,7 @@ class Block(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
         self.attn, self.post_attn_norm = NormedAttention(config, layer, weights), RMSNorm(size, eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.mlp_bias, weights, config.act)
+        self.mlp = GatedMLP(size, inner_size(config, layer, weights), config.mlp_bias, weights, config.act)
         self.post_mlp_norm = RMSNorm(size, eps)
 
     def forward(self, hidden_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tidemill.models.llama import Llama
 from tidemill.models.mixtral import gguf_experts, hf_experts
 from tidemill.models.qwen3 import Qwen3
 from tidemill.models.qwen_moe import Qwen2MoE, are_sparse
+from tidemill.parallel.cuts import attention_heads, state_cut, together
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint
 
@@ -32,10 +33,11 @@ class GatedAttention(Attention):
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightPlan) -> None:
         super().__init__(config, layer, weights)
-        size, num_q, num_kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        outs, bias = {"q": num_q, "k": num_kv, "v": num_kv}, config.attention_bias
-        self.qkv = Linear(size, outs, bias=bias, weights=weights, stored=outs | {"q": 2 * num_q})
-        self.gate = Linear(size, {"output_gate": num_q}, bias=bias, weights=weights, stored={"output_gate": 2 * num_q})
+        size, num_q, bias = config.hidden_size, config.num_heads * config.head_dim, config.attention_bias
+        own = attention_heads(config.attention_layers[0], weights.shard)
+        q, kv = own.heads.times(config.head_dim).size, own.groups.times(config.head_dim).size
+        self.qkv = Linear(size, {"q": q, "k": kv, "v": kv}, bias=bias, weights=weights, stored={"q": 2 * num_q})
+        self.gate = Linear(size, {"output_gate": q}, bias=bias, weights=weights, stored={"output_gate": 2 * num_q})
 
     def forward(self, x_TH: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         attended = step.attend(self.layer, self.qkv(x_TH), self._learned())
@@ -48,9 +50,10 @@ class Block(nn.Module):
         spec = config.layers[layer]
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if isinstance(spec, StateSpec):
-            ins = {"qkv": spec.num_channels, "z": spec.num_inner, "ba": 2 * spec.num_heads}
+            own = state_cut(spec, weights.shard)
+            ins = {"qkv": own.channels.size, "z": own.inner.size, "ba": together(own.heads, own.heads).size}
             both = spec.num_channels + spec.num_inner  # Hugging Face stores them as one matrix
-            self.mixer = StateMixer(config, layer, weights, ins, stored=ins | {"qkv": both, "z": both}, conv_bias=False)
+            self.mixer = StateMixer(config, layer, weights, ins, stored={"qkv": both, "z": both}, conv_bias=False)
         else:
             self.attn = GatedAttention(config, layer, weights)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -92,12 +95,12 @@ class Qwen3Next(Llama):
 
     def row_order(self, checkpoint_format: str, part: str) -> torch.Tensor | None:
         """Queries and gates go by turns, head by head; the delta rule's inputs, key head by key head."""
-        name, heads, dim = part.partition(".")[0], self.config.num_heads, self.config.head_dim
+        name, heads, dim = part.partition(".")[0], self.whole.num_heads, self.whole.head_dim
         if name in ("q", "output_gate"):
             return torch.arange(2 * heads * dim, device="cpu").view(heads, 2, dim)[:, 0 if name == "q" else 1].flatten()
         if name not in ("qkv", "z", "ba", "conv") or (name == "z" and checkpoint_format == "gguf"):
             return None
-        return _delta_order(self.config.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
+        return _delta_order(self.whole.state_layers[0], "conv" if name == "qkv" and checkpoint_format == "gguf" else name)
 
     @classmethod
     def read_config(cls, checkpoint: Checkpoint) -> ModelConfig:

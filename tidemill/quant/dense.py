@@ -11,13 +11,15 @@ from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
 from tidemill.weights.checkpoint import WeightTensor
 
-_SHORT = {"F16": torch.float16, "BF16": torch.bfloat16}
+SHORT = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Dense(LinearMethod[torch.Tensor]):
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
         """16-bit values stay as they are where the compiled kernels widen them on the way; the results are the same."""
-        dtype = _SHORT.get(tensor.type_name, torch.float32) if native.lib else torch.float32
+        return self.read_as(SHORT.get(tensor.type_name, torch.float32) if native.lib else torch.float32, tensor, row_order)
+
+    def read_as(self, dtype: torch.dtype, tensor: WeightTensor, row_order: torch.Tensor | None) -> torch.Tensor:
         rows = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         tensor.read_into(rows)
         return rows if row_order is None else rows[row_order]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.parallel.shard import WHOLE, Shard
 from tidemill.quant.base import LinearMethod
 from tidemill.quant.cuda import CudaDense
+from tidemill.quant.cuda_packed import CudaInt4, CudaQuantized
+from tidemill.quant.cuda_scaled import CudaFP8, CudaInt8
 from tidemill.quant.dense import Dense
 from tidemill.quant.quantized import Quantized
 
@@ -16,22 +18,34 @@ METHODS: dict[tuple[str, str], type[LinearMethod[Any]]] = {
     ("dense", "cpu"): Dense,
     ("quantized", "cpu"): Quantized,
     ("dense", "cuda"): CudaDense,
+    ("quantized", "cuda"): CudaQuantized,
+    ("fp8", "cuda"): CudaFP8,
+    ("int8", "cuda"): CudaInt8,
+    ("int4", "cuda"): CudaInt4,
 }
+_ONLINE = ("fp8", "int8", "int4")  # made of plain weights
 SCHEMES = {"float32": "dense", "bfloat16": "dense", "quantized": "quantized"}  # by the name of a dtype
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """`fast`: sums may run in an order that depends on the number of rows."""
+    """`fast`: sums may run in an order that depends on the number of rows. `expert_parallel`: a rank has some experts, not some
+    of each."""
 
     scheme: str = "dense"
     device: str = "cpu"
     fast: bool = False
     shard: Shard = WHOLE
+    expert_parallel: bool = False
 
     @property
     def method(self) -> LinearMethod[Any]:
         return METHODS[self.scheme, self.device](self.fast)
+
+    @property
+    def of_tables(self) -> WeightPlan:
+        """Of embeddings, heads and routers, which stay as they are where plain weights are quantized."""
+        return replace(self, scheme="dense") if self.scheme in _ONLINE else self
 
 
 PLAIN = WeightPlan()

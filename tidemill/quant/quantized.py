@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights, NativeExperts, Stack, stack_codes, stack_dense
-from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat
+from tidemill.kernels.quantized_linear import Codes, QuantizedPanels, concat, fit, likeness, quantize, widened
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts, LinearMethod
-from tidemill.quant.dense import Dense
+from tidemill.quant.dense import SHORT, Dense
 from tidemill.weights.checkpoint import WeightTensor
 
 Part: TypeAlias = Codes | torch.Tensor
 
 
 class Quantized(LinearMethod[Part]):
-    """Matrices stored as plain numbers are kept dense."""
+    """Matrices stored as plain numbers are kept dense; 8-bit floats become bfloat16."""
 
     _dense = Dense()
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Part:
         codes = tensor.codes()
-        if codes is None:
-            return self._dense.read(tensor, row_order)
-        return codes if row_order is None else codes.take(row_order)
+        fitted = None if codes is None else fit(codes)
+        if fitted is None:
+            return self._dense.read_as(_short(tensor.type_name), tensor, row_order)
+        return fitted if row_order is None else fitted.take(row_order)
 
     def join(self, parts: list[Part], bias: torch.Tensor | None) -> Weight:
-        codes = [part for part in parts if isinstance(part, Codes)]
-        if len(codes) == len(parts):
-            return QuantizedPanels(codes[0] if len(codes) == 1 else concat(codes), bias)
-        return self._dense.join([part.dequantize() if isinstance(part, Codes) else part for part in parts], bias)
+        joined = _below(parts)
+        return QuantizedPanels(joined, bias) if isinstance(joined, Codes) else self._dense.join([joined], bias)
 
     def join_experts(self, parts: ExpertParts[Part], spec: MoESpec) -> ExpertWeights:
         shared = None if parts.shared is None else (_stack([parts.shared[0]], None), _stack([[parts.shared[1]]], None))
@@ -40,11 +40,15 @@ class Quantized(LinearMethod[Part]):
         return NativeExperts(spec, _stack(parts.gate_ups, parts.gate_up_bias), down, shared)
 
 
+def _short(type_name: str) -> torch.dtype:
+    return torch.bfloat16 if type_name.startswith("F8") else SHORT.get(type_name, torch.float32)
+
+
 def _stack(parts: list[list[Part]], bias_EN: torch.Tensor | None) -> Stack:
     """Of each expert, matrices one below the other. Unless all are quantized in one way, all are plain numbers."""
     joined = [_below(matrices) for matrices in parts]
-    codes = [one for one in joined if isinstance(one, Codes)]
-    if len(codes) == len(joined) and len({(one.bits, one.offsets_NG is None) for one in codes}) == 1:
+    codes = [_for_experts(one) for one in joined if isinstance(one, Codes)]
+    if len(codes) == len(joined) and len({likeness(one) for one in codes}) == 1:
         return stack_codes(codes, bias_EN)
     dense = [one.dequantize() if isinstance(one, Codes) else one for one in joined]
     if len({one.dtype for one in dense}) > 1:
@@ -52,10 +56,19 @@ def _stack(parts: list[list[Part]], bias_EN: torch.Tensor | None) -> Stack:
     return stack_dense(dense, bias_EN)
 
 
+def _for_experts(codes: Codes) -> Codes:
+    """The rows of activations are rounded once for all experts, 32 to a scale, with their columns in order."""
+    if codes.order_K is not None or codes.outliers is not None:
+        return quantize(codes.dequantize())
+    return widened(codes) if codes.bits == 2 else replace(codes, activations=None)
+
+
 def _below(parts: list[Part]) -> Part:
     codes = [part for part in parts if isinstance(part, Codes)]
     if len(codes) == len(parts):
         return codes[0] if len(codes) == 1 else concat(codes)
     if len(parts) == 1:
+        assert isinstance(parts[0], torch.Tensor)
         return parts[0]
-    return torch.cat([part.dequantize() if isinstance(part, Codes) else part.float() for part in parts])
+    dense = [part.dequantize() if isinstance(part, Codes) else part for part in parts]
+    return torch.cat(dense if len({one.dtype for one in dense}) == 1 else [one.float() for one in dense])

@@ -97,6 +97,18 @@ def broken_rows(items: Iterable[StepItem], drawn: Sequence[int]) -> set[int]:
     return rows
 
 
+class Ranks(Protocol):
+    """The processes of a runner that is more than one."""
+
+    alarm: int  # a file descriptor, readable once one of them is lost
+
+    def check(self) -> None:
+        """Raises WorkerLost if one is."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Runner(Protocol):
     """Executes StepPlans in the order they are launched, and gives their results back in that order."""
 

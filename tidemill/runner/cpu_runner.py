@@ -107,6 +107,16 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
+        self._begin(plan)
+        batch = self._gather(plan)
+        hidden_TH = self.forward(batch)
+        result = self._sample(plan, batch, hidden_TH)
+        for observe in self.observers:
+            observe(plan, hidden_TH, result)
+        return result
+
+    def _begin(self, plan: StepPlan) -> None:
+        """What changes in rows and pages before anything is computed."""
         self.state.stage(plan)
         self.state.apply()
         self.change_pages(plan)
@@ -114,12 +124,6 @@ class CpuRunner:
             self._policies.take(copy.target, None)  # whose source has none
         for new in plan.new_rows:
             self._policies.take(new.row, new.cache)
-        batch = self._gather(plan)
-        hidden_TH = self.forward(batch)
-        result = self._sample(plan, batch, hidden_TH)
-        for observe in self.observers:
-            observe(plan, hidden_TH, result)
-        return result
 
     def _gather(self, plan: StepPlan) -> Batch:
         return gather_batch(plan.items, self.state, plan.trees, self._policies)
@@ -147,10 +151,13 @@ class CpuRunner:
         with self.loras.on(np.repeat(adapters, batch.counts)):
             return self._forward(batch, self._lora_program)
 
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        return self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
+
     def _forward(self, batch: Batch, program: Program | None) -> torch.Tensor:
         entries = batch.entries or (batch.rows, batch.starts, batch.counts)
         step = self.mixers.plan(*entries, batch.positions_T, batch.slots_GT, batch.paths, batch.rounds)
-        embedded_TH = self.model.embed_at(batch.ids_T, batch.positions_T, batch.types_T)
+        embedded_TH = self._embed(batch)
         if program:
             return step.replay(program, embedded_TH)
         return self.model(embedded_TH, step)

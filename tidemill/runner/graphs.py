@@ -56,7 +56,7 @@ def _sequence(model: Model, mixers: Mixers, num_pages: int, num_tokens: int) -> 
     num_tokens = min([num_tokens, model.config.max_context, *longest])
     positions, slots_GT = torch.arange(num_tokens), use_first_pages(mixers, num_tokens)
     step = mixers.plan(np.array([0]), np.array([0]), np.array([num_tokens]), positions, slots_GT)
-    return step, model.embed_at(positions % model.config.vocab_size, positions, None)
+    return step, model.trial_input(positions)
 
 
 def use_first_pages(mixers: Mixers, num_tokens: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ def problems_of(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
         if num_lines > MAX_LINES:
             problems.append(problem("too_many_tasks", f"The file has more than {MAX_LINES} requests.", None, None))
             break
-        code, message, param = _problem_of(text, endpoint, seen)
+        code, message, param = problem_of(text, endpoint, seen)
         if code:
             problems.append(problem(code, message, number, param))
             if len(problems) == _NUM_PROBLEMS:
@@ -68,8 +68,9 @@ def problem(code: str, message: str, line: int | None, param: str | None) -> dic
     return {"code": code, "message": message, "line": line, "param": param}
 
 
-def _problem_of(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str, str | None]:
-    """A code, a message and a parameter; empty if the line is valid."""
+def problem_of(text: bytes, endpoint: str | None, seen: set[str] | None) -> tuple[str, str, str | None]:
+    """A code, a message and a parameter; empty if the line is valid. `endpoint`: of all lines; None: of any. `seen`: ids of the
+    lines before it; None: an id may occur again."""
     if len(text) > MAX_LINE_BYTES:
         return "line_too_long", f"A line may have {MAX_LINE_BYTES} bytes.", None
     try:
@@ -80,15 +81,20 @@ def _problem_of(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str, s
         return "invalid_json_line", f"The line is not JSON: {_first_words(error)}.", None
     if not line.custom_id or len(line.custom_id) > 512:
         return "invalid_custom_id", "The custom_id has from 1 to 512 characters.", "custom_id"
-    if line.custom_id in seen:
+    if seen is not None and line.custom_id in seen:
         return "duplicate_custom_id", f"The custom_id {line.custom_id[:100]!r} was used before.", "custom_id"
-    seen.add(line.custom_id)
+    if seen is not None:
+        seen.add(line.custom_id)
     if line.method != "POST":
         return "invalid_method", f"The method is {line.method[:20]!r}; it must be POST.", "method"
-    if line.url != endpoint:
+    if endpoint is not None and line.url != endpoint:
         return "invalid_url", f"The url is {line.url[:100]!r}; the batch is for {endpoint}.", "url"
+    return problem_of_body(line.body)
+
+
+def problem_of_body(body: bytes | msgspec.Raw) -> tuple[str, str, str | None]:
     try:
-        if _decode_body(line.body).stream:
+        if _decode_body(body).stream:
             return "invalid_parameter", "The parameter 'stream' is not supported in a batch.", "body.stream"
     except msgspec.ValidationError:
         return "invalid_body", "The body must be an object.", "body"

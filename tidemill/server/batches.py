@@ -241,7 +241,7 @@ class Batches:
             known = self._caller_of(tenant)
             assert known is not None, "batches are begun for accepted keys only"
             caller = replace(known, in_background=True, call=call)
-            call.status, body = await self._respond(caller, batch["endpoint"], bytes(line.body))
+            call.status, body = await respond_to_line(self._models, caller, batch["endpoint"], bytes(line.body))
             written = batch_lines.response_line(call.request_id, line.custom_id, call.status, body)
             await self._store(batch["id"], number, call.status >= 400, written)
             if self._log is not None:
@@ -256,25 +256,26 @@ class Batches:
                 _log.error("a result of batch %s is stored later: %s", batch_id, error)
                 await asyncio.sleep(_TRY_AGAIN_S)
 
-    async def _respond(self, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        """As the route would: a mistake in the line is its response; a fault of the server is not."""
-        model, respond = self._models.whole_responses[endpoint]
-        while True:
-            try:
-                return 200, await respond(parse(model, body), caller)
-            except QueueFull:
-                caller.call.error, caller.call.num_prompt = "", 0
-                await asyncio.sleep(_QUEUE_AGAIN_S)
-            except Draining:
+
+async def respond_to_line(models: Models, caller: Caller, endpoint: str, body: bytes) -> tuple[int, bytes]:
+    """As the route would: a mistake in the line is its response; a fault of the server is not."""
+    model, respond = models.whole_responses[endpoint]
+    while True:
+        try:
+            return 200, await respond(parse(model, body), caller)
+        except QueueFull:
+            caller.call.error, caller.call.num_prompt = "", 0
+            await asyncio.sleep(_QUEUE_AGAIN_S)
+        except Draining:
+            raise
+        except TidemillError as error:
+            if isinstance(error, EngineDead) and not models.alive:
                 raise
-            except TidemillError as error:
-                if isinstance(error, EngineDead) and not self._models.alive:
-                    raise
-                caller.call.error = error.kind
-                return error.status, batch_lines.encode(error_body(error))
-            except Exception:
-                _log.exception("unexpected error in a line for %s", endpoint)
-                return 500, batch_lines.encode(internal_error())
+            caller.call.error = error.kind
+            return error.status, batch_lines.encode(error_body(error))
+        except Exception:
+            _log.exception("unexpected error in a line for %s", endpoint)
+            return 500, batch_lines.encode(internal_error())
 
 
 def _parse(text: bytes) -> batch_lines.Line:

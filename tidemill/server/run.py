@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import uvicorn
@@ -70,19 +70,43 @@ class Sharing:
         return self != Sharing()
 
 
-class _Engine:
+class Fleet(Protocol):
+    """Engines that are not processes of this machine."""
+
+    num_at_most: int
+
+    def client(
+        self,
+        on_events: Callable[[list[Event]], None],
+        stall_s: float,
+        on_pages: Callable[[Pages], None],
+        start_s: float,
+    ) -> Client: ...
+
+
+class ModelEngine:
     """A model's engine, and the readers of its events."""
 
-    def __init__(self, served: Served, stall_s: float, start_s: float, tracing: Tracing | None, parsers: tuple[str, str]) -> None:
-        """`parsers`: of tool calls and of reasoning."""
+    def __init__(
+        self,
+        served: Served,
+        stall_s: float,
+        start_s: float,
+        tracing: Tracing | None,
+        parsers: tuple[str, str],
+        fleet: Fleet | None = None,
+    ) -> None:
+        """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        num = served.engine.data_parallel
+        num = served.engine.data_parallel if fleet is None else fleet.num_at_most
         self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num)
         self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
         self.pins = Pins()
         given = self.take, stall_s, self._take_pages, start_s
-        self.client: Client = EngineClient(*given) if num == 1 else Replicas(num, *given)
+        self.client: Client = (
+            fleet.client(*given) if fleet is not None else EngineClient(*given) if num == 1 else Replicas(num, *given)
+        )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
         self.pooled: Pooled | None = None
@@ -141,20 +165,25 @@ async def serve(
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     manner: Manner = Manner(),
+    fleet: Fleet | None = None,
 ) -> None:
     """Runs until SIGINT or SIGTERM: then nothing new is taken, and what is under way has `drain_s` to end. A second signal does
     not wait. Raises EngineDead if the engine of a sole model cannot be kept running. `on_ready` gets the port, too: port 0 takes
-    any free one. `stall_seconds`, `start_seconds`: see EngineClient."""
+    any free one. `stall_seconds`, `start_seconds`: see EngineClient. `fleet`: see ModelEngine."""
     access = access or Access()
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
-    if (len(served) > 1 or sharing.is_asked) and any(one.engine.data_parallel > 1 for one in served):
+    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.data_parallel > 1 for one in served)):
         fix = "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model."
-        raise ConfigError("--data-parallel is for a single model that stays loaded.", fix=fix, param="data_parallel")
+        raise ConfigError(
+            f"{'--data-parallel' if fleet is None else '--ray'} is for a single model that stays loaded.",
+            fix=fix,
+            param="data_parallel",
+        )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
-    engines = [_Engine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser)) for one in served]
+    engines = [ModelEngine(one, stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet) for one in served]
     listening = listen.open()  # before gigabytes are read
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     server: _Server | None = None
@@ -219,7 +248,9 @@ async def serve(
             loop.remove_signal_handler(number)
 
 
-async def _pool(engines: list[_Engine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None) -> EnginePool:
+async def _pool(
+    engines: list[ModelEngine], link: EngineLink, sharing: Sharing, start_s: float, log: RequestLog | None
+) -> EnginePool:
     """Of engines that are not started. Each model's share of the memory is settled before anything is loaded."""
     try:
         found = {

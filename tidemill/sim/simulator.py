@@ -95,6 +95,7 @@ class SimConfig:
         return EngineConfig(
             device="cpu",
             dtype="float32",
+            scheme="dense",
             kv_dtype="float32",
             page_size=self.page_size,
             layout=one_group(1, self.page_size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes, concat, quantize
-from tidemill.model_config import PLAIN_TYPES
+from tidemill.weight_types import PLAIN_TYPES
 from tidemill.weights.choose import parts
 from tidemill.weights.gguf import GGUFFile, GGUFTensor
 from tidemill.weights.gguf_codes import can_read, read_codes
 from tidemill.weights.locate import read_json, shards
-from tidemill.weights.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
+from tidemill.weights.packed.base import Scheme
+from tidemill.weights.packed.scheme import gathered, read_scheme
+from tidemill.weights.slices import Inner
 
 _ROWS_AT_ONCE = 2048
 
@@ -46,26 +49,47 @@ class WeightTensor(Protocol):
         """One of a stack of matrices."""
         ...
 
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        """Neighbouring rows: `num_bytes` and what is read are theirs."""
+        ...
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        """Of a matrix, neighbouring columns; bytes as above, and those of blocks that the cut goes through."""
+        ...
+
 
 class RandomTensor:
-    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so."""
+    """Stands in for a stored tensor where only its shape matters. Norms near 1, matrices small enough to keep activations so. By
+    the name alone, so that ranks agree about what all of them have."""
 
     type_name = "BF16"
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], num_in: int = 0, place: str = "") -> None:
+        """`num_in`, `place`: of a part of a matrix, the columns of the whole, and which part it is."""
         self.name, self.shape, self.num_bytes = name, shape, 0
+        self._num_in, self._place = num_in or shape[-1], place
 
     def read_into(self, out: torch.Tensor) -> None:
         if len(self.shape) == 1:
             out.fill_(0.0 if self.name.endswith(".bias") else 1.0)
         else:
-            out.normal_(0.0, self.shape[-1] ** -0.5)
+            source = torch.Generator(out.device).manual_seed(zlib.crc32(f"{self.name}{self._place}".encode()))
+            out.normal_(0.0, self._num_in**-0.5, generator=source)
 
     def codes(self) -> None:
         return None
 
     def matrix(self, number: int) -> RandomTensor:
-        return RandomTensor(self.name, self.shape[1:])
+        return self._part(self.shape[1:], f"[{number}]")
+
+    def rows(self, begin: int, end: int) -> RandomTensor:
+        return self._part((end - begin, *self.shape[1:]), f"[{begin}:]")
+
+    def columns(self, begin: int, end: int) -> RandomTensor:
+        return self._part((self.shape[0], end - begin), f"[:, {begin}:]")
+
+    def _part(self, shape: tuple[int, ...], place: str) -> RandomTensor:
+        return RandomTensor(self.name, shape, self._num_in, self._place + place)
 
 
 class Checkpoint(Protocol):
@@ -107,7 +131,7 @@ class _FromGGUF:
     def codes(self) -> Codes | None:
         if self.type_name in PLAIN_TYPES:
             return None
-        rows = self._tensor.raw.reshape(self.shape[0], -1)
+        rows = np.ascontiguousarray(self._tensor.raw).reshape(self.shape[0], -1)
         if can_read(self.type_name):
             codes = read_codes(self.type_name, rows)
         else:  # a slice of rows at a time: the floats in between are several times the result
@@ -122,6 +146,19 @@ class _FromGGUF:
         num_rows = self._tensor.raw.shape[0] // self.shape[0]
         rows = self._tensor.raw[number * num_rows : (number + 1) * num_rows]
         return _FromGGUF(replace(self._tensor, raw=rows, shape=self.shape[1:]))
+
+    def rows(self, begin: int, end: int) -> WeightTensor:
+        if len(self.shape) == 1:  # stored as one row
+            return _FromGGUF(self._tensor.columns(begin, end))
+        per_row = self._tensor.raw.shape[0] // self.shape[0]
+        raw = self._tensor.raw[begin * per_row : end * per_row]
+        return _FromGGUF(replace(self._tensor, raw=raw, shape=(end - begin, *self.shape[1:])))
+
+    def columns(self, begin: int, end: int) -> WeightTensor:
+        block = self._tensor.block
+        first, last = begin // block * block, min(-(-end // block) * block, self.shape[1])
+        whole = _FromGGUF(self._tensor.columns(first, last))
+        return whole if (first, last) == (begin, end) else Inner(whole, 1, begin - first, end - first)
 
     def _quantized(self, raw: np.ndarray) -> Codes:
         part = replace(self._tensor, raw=raw, shape=(raw.shape[0], *self.shape[1:]))
@@ -178,12 +215,14 @@ class GGUFCheckpoint:
 
 
 class _FromSafetensors:
-    """`number`: of one of a stack of matrices, if only that is meant."""
+    """`at`: of one of a stack of matrices, of rows or of columns, what the stored tensor is indexed by; empty: the whole."""
 
-    def __init__(self, file: Any, name: str, path: Path, number: int | None = None) -> None:
-        self._file, self.name, self._path, self._number = file, name, path, number
+    def __init__(self, file: Any, name: str, path: Path, at: tuple[int | slice, ...] = ()) -> None:
+        self._file, self.name, self._path, self._at = file, name, path, at
         self._view = file.get_slice(name)
-        self.shape = tuple(self._view.get_shape())[0 if number is None else 1 :]
+        stored = tuple(self._view.get_shape())
+        places = zip(at + (slice(None),) * (len(stored) - len(at)), stored, strict=True)
+        self.shape = tuple(len(range(num)[place]) for place, num in places if isinstance(place, slice))
         self.type_name = str(self._view.get_dtype())
         self.num_bytes = math.prod(self.shape) * _SAFETENSORS_BYTES.get(self.type_name, 4)
 
@@ -193,14 +232,29 @@ class _FromSafetensors:
                 f"Tensor {self.name} in {self._path} has type {self.type_name}.",
                 fix=f"Only {', '.join(_SAFETENSORS_BYTES)} can be read.",
             )
-        values = self._file.get_tensor(self.name) if self._number is None else self._view[self._number]
+        values = self._view[self._at] if self._at else self._file.get_tensor(self.name)
         out.copy_(values.reshape(out.shape))
 
     def codes(self) -> Codes | None:
         return None
 
     def matrix(self, number: int) -> _FromSafetensors:
-        return _FromSafetensors(self._file, self.name, self._path, number)
+        return _FromSafetensors(self._file, self.name, self._path, (number,))
+
+    def rows(self, begin: int, end: int) -> _FromSafetensors:
+        return self._narrowed(0, begin, end)
+
+    def columns(self, begin: int, end: int) -> _FromSafetensors:
+        return self._narrowed(1, begin, end)
+
+    def _narrowed(self, dim: int, begin: int, end: int) -> _FromSafetensors:
+        at = list(self._at) + [slice(None)] * (dim + 1 - sum(isinstance(place, slice) for place in self._at))
+        number = [i for i, place in enumerate(at) if isinstance(place, slice)][dim]
+        before = at[number]
+        assert isinstance(before, slice)
+        first = before.start or 0
+        at[number] = slice(first + begin, first + end)
+        return _FromSafetensors(self._file, self.name, self._path, tuple(at))
 
 
 _SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -218,14 +272,7 @@ class SafetensorsCheckpoint:
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
             raise CheckpointError(f"{path / 'config.json'} names no architecture: key architectures is missing.")
         self.architecture = architectures[0]
-        settings = self.metadata.get("quantization_config")
-        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
-        self._is_mxfp4 = method == "mxfp4"
-        if method and not self._is_mxfp4:
-            raise CheckpointError(
-                f"{path} is quantized ({method}), which is not supported yet.",
-                fix="Use the unquantized checkpoint or a GGUF of it.",
-            )
+        self._scheme = read_scheme(self.metadata.get("quantization_config"), path)
 
     @property
     def has_weights(self) -> bool:
@@ -252,25 +299,30 @@ class SafetensorsCheckpoint:
         return sum(file.stat().st_size for file in self._files())
 
     def tensors(self) -> Iterator[WeightTensor]:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
-        waiting: dict[
-            str, tuple[Any, Any]
-        ] = {}  # halves of mxfp4 tensors, and their open files: the other may be in another file
-        for path in self._files():
-            try:
-                with safe_open(path, framework="pt") as file:
+        path = self.path
+        try:
+            if self._scheme is not None:
+                yield from self._gathered(self._scheme)
+                return
+            for path in self._files():
+                with _open(path) as file:
                     for name in file.keys():  # noqa: SIM118 - not a dict
-                        stem = name.removesuffix(BLOCKS).removesuffix(SCALES)
-                        if stem == name or not self._is_mxfp4:
-                            yield _FromSafetensors(file, name, path)
-                        elif stem not in waiting:
-                            waiting[stem] = file, file.get_slice(name)
-                        else:
-                            other = waiting.pop(stem)[1]
-                            halves = (file.get_slice(name), other) if name.endswith(BLOCKS) else (other, file.get_slice(name))
-                            yield Mxfp4Tensor(stem + BLOCKS, *halves)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
-        if waiting:
-            raise CheckpointError(f"{self.path}: of tensor {min(waiting)} in mxfp4, blocks or scales are missing.")
+                        yield _FromSafetensors(file, name, path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error
+
+    def _gathered(self, scheme: Scheme) -> Iterator[WeightTensor]:
+        """Of quantized matrices, several stored tensors are one; they may lie in different files, so all are open."""
+        for found in gathered(scheme, [(path, _open(path)) for path in self._files()]):
+            yield _FromSafetensors(*found) if isinstance(found, tuple) else found
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is corrupt or truncated: {error}.", fix="Download it again.") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,19 @@ class GGUFTensor:
     def num_bytes(self) -> int:
         return self.raw.nbytes
 
+    @property
+    def block(self) -> int:
+        """Values that are stored together."""
+        import gguf
+
+        return int(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(self.qtype)][0])
+
+    def columns(self, begin: int, end: int) -> GGUFTensor:
+        """Whole blocks of the last dimension."""
+        width = self.shape[-1]
+        raw = self.raw[:, begin * self.raw.shape[1] // width : end * self.raw.shape[1] // width]
+        return replace(self, raw=raw, shape=(*self.shape[:-1], end - begin))
+
     def read_into(self, out: np.ndarray) -> None:
         """Dequantize into float32, a slice of rows at a time."""
         import gguf
@@ -55,7 +68,7 @@ class GGUFTensor:
         rows = out.reshape(self.raw.shape[0], -1)
         qtype = gguf.GGMLQuantizationType(self.qtype)
         for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
-            part = self.raw[start : start + _ROWS_AT_ONCE]
+            part = np.ascontiguousarray(self.raw[start : start + _ROWS_AT_ONCE])
             if gguf_iq.can_read(qtype.name):
                 gguf_iq.dequantize(qtype.name, part, rows[start : start + _ROWS_AT_ONCE])
                 continue

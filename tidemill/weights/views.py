@@ -7,67 +7,45 @@ import torch
 from tidemill.errors import CheckpointError
 from tidemill.kernels.quantized_linear import Codes
 from tidemill.weights.checkpoint import WeightTensor
+from tidemill.weights.slices import take_rows
 
 
 class View:
     """The same tensor under another name. If it is stored as plain numbers: `transposed`, or with its `rows` in this order."""
 
     def __init__(self, tensor: WeightTensor, name: str, transposed: bool = False, rows: torch.Tensor | None = None) -> None:
-        self._tensor, self._transposed, self._rows = tensor, transposed, rows
-        self.name, self.type_name, self.num_bytes = name, tensor.type_name, tensor.num_bytes
-        self.shape = tensor.shape[::-1] if transposed else tensor.shape
+        self._source, self._transposed, self._rows = tensor, transposed, rows
+        self._tensor, self._order = (tensor, None) if rows is None else take_rows(tensor, rows)
+        self.name, self.type_name, self.num_bytes = name, tensor.type_name, self._tensor.num_bytes
+        self.shape = tensor.shape[::-1] if transposed else tensor.shape if rows is None else (rows.numel(), *tensor.shape[1:])
 
     def read_into(self, out: torch.Tensor) -> None:
-        is_plain = not self._transposed and self._rows is None
+        is_plain = not self._transposed and self._order is None
         stored = out if is_plain else torch.empty(self._tensor.shape, dtype=out.dtype, device=out.device)
         self._tensor.read_into(stored)
         if self._transposed:
             out.copy_(stored.t())
-        elif self._rows is not None:
-            out.copy_(stored[self._rows.to(out.device)])
+        elif self._order is not None:
+            out.copy_(stored[self._order.to(out.device)])
 
     def codes(self) -> Codes | None:
-        return self._tensor.codes()
+        codes = None if self._transposed else self._tensor.codes()
+        return codes if codes is None or self._order is None else codes.take(self._order)
 
     def matrix(self, number: int) -> View:
-        return View(self._tensor.matrix(number), self.name, self._transposed)
+        return View(self._source.matrix(number), self.name, self._transposed)
 
+    def rows(self, begin: int, end: int) -> View:
+        if self._transposed:
+            return View(self._source.columns(begin, end), self.name, True)
+        if self._rows is None:
+            return View(self._source.rows(begin, end), self.name)
+        return View(self._source, self.name, rows=self._rows[begin:end])
 
-class _Whole:
-    """A tensor that is read once for all its pieces, which keep it alive."""
-
-    def __init__(self, tensor: WeightTensor) -> None:
-        self.tensor = tensor
-        self._read: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._codes: list[Codes | None] = []
-
-    def values(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if (dtype, device) not in self._read:
-            self._read[dtype, device] = torch.empty(self.tensor.shape, dtype=dtype, device=device)
-            self.tensor.read_into(self._read[dtype, device])
-        return self._read[dtype, device]
-
-    def codes(self) -> Codes | None:
-        if not self._codes:
-            self._codes.append(self.tensor.codes())
-        return self._codes[0]
-
-
-class _Piece:
-    def __init__(self, whole: _Whole, begin: int, shape: tuple[int, ...]) -> None:
-        self._whole, self._rows, self.shape = whole, slice(begin, begin + shape[0]), shape
-        self.name, self.type_name = whole.tensor.name, whole.tensor.type_name
-        self.num_bytes = whole.tensor.num_bytes * shape[0] // whole.tensor.shape[0]
-
-    def read_into(self, out: torch.Tensor) -> None:
-        out.copy_(self._whole.values(out.dtype, out.device)[self._rows])
-
-    def codes(self) -> Codes | None:
-        codes = self._whole.codes()
-        return None if codes is None else codes.take(torch.arange(self._rows.start, self._rows.stop, device="cpu"))
-
-    def matrix(self, number: int) -> WeightTensor:
-        raise AssertionError("a piece of a matrix is no stack of them")
+    def columns(self, begin: int, end: int) -> View:
+        if self._transposed:
+            return View(self._source.rows(begin, end), self.name, True)
+        return View(self._source.columns(begin, end), self.name, rows=self._rows)
 
 
 def joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -84,8 +62,8 @@ def cut(tensor: WeightTensor, shapes: list[tuple[int, ...]]) -> list[WeightTenso
         raise CheckpointError(
             f"Tensor {tensor.name} has shape {list(tensor.shape)}; the model's configuration asks for {list(joined(shapes))}."
         )
-    whole, begin, pieces = _Whole(tensor), 0, list[WeightTensor]()
+    begin, pieces = 0, list[WeightTensor]()
     for shape in shapes:
-        pieces.append(_Piece(whole, begin, shape))
+        pieces.append(tensor.rows(begin, begin + shape[0]))
         begin += shape[0]
     return pieces

@@ -102,9 +102,11 @@ def _fix_keys() -> None:
         "hopper_attention",
         "lora",
         "moe",
+        "packed_gemm",
         "pooling",
         "sampling",
         "scaled_attention",
+        "scaled_gemm",
         "scan",
     ):
         for value in vars(import_module(f"{__package__}.{module}")).values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,19 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin, is_compiling, launch
 from tidemill.kernels.kv_cache import PLAIN, Angles, HeadWeights
 
-LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}  # of the values of a KV cache whose format has scales
+LARGEST = {torch.float8_e4m3fn: 448, torch.int8: 127}  # of the values of types that have scales
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A matrix [N, K] of 8-bit values; columns are padded with zeros to a multiple of ALIGN."""
+
+    values_NK: torch.Tensor  # float8_e4m3fn or int8
+    scales: torch.Tensor  # float32: [N], or [K / 128, N]
+
+    @property
+    def has_blocks(self) -> bool:
+        return self.scales.dim() == 2
 
 
 @triton.jit(do_not_specialize=["num", "slots_width"])
@@ -49,8 +63,10 @@ def look_up(
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, width, eps, factor, HAS_X: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
-):
+    x_ptr, residual_ptr, weight_ptr, out_ptr, codes_ptr, scales_ptr, width, eps, factor,
+    HAS_X: tl.constexpr, CODES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """`CODES`: the largest value of the 8-bit type in which the norm is written, too, with a scale for the row; 0: it is not."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -63,7 +79,12 @@ def _add_rms_norm(
         tl.store(residual_ptr + row * width + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(out_ptr + row * width + columns, (value * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    value = (value * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, value, mask=inside)
+    if CODES:
+        scale, codes = quantized(tl.where(inside, value.to(tl.float32), 0.0), 0, CODES, AHEAD)
+        tl.store(codes_ptr + row * width + columns, codes, mask=inside)
+        tl.store(scales_ptr + row, scale)
 
 
 def _of_a_row(width: int) -> dict[str, int]:
@@ -73,16 +94,28 @@ def _of_a_row(width: int) -> dict[str, int]:
 
 
 def add_rms_norm(
-    x_TH: torch.Tensor | None, residual_TH: torch.Tensor, weight_H: torch.Tensor, eps: float, scale: float = 1.0
+    x_TH: torch.Tensor | None,
+    residual_TH: torch.Tensor,
+    weight_H: torch.Tensor,
+    eps: float,
+    scale: float = 1.0,
+    codes: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum."""
+    """Adds x * scale, if there is an x, to the residual in place and returns the norm of the sum. `codes`: an 8-bit type, in
+    which the result has itself as `scaled`."""
     out = torch.empty_like(residual_TH)
     num_rows, width = residual_TH.shape
     x = residual_TH if x_TH is None else x_TH
+    made = None
+    if codes is not None:
+        made = Scaled(out.new_empty(out.shape, dtype=codes), out.new_empty(num_rows, dtype=torch.float32))
     launch(
-        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, width, eps, scale, HAS_X=x_TH is not None,
-        **_of_a_row(width), **HOW,
+        _add_rms_norm, (num_rows,), x, residual_TH, weight_H, out, out if made is None else made.values_NK.view(torch.int8),
+        out if made is None else made.scales, width, eps, scale, HAS_X=x_TH is not None,
+        CODES=0 if codes is None else LARGEST[codes], **_of_a_row(width), **HOW,
     )  # fmt: skip
+    if made is not None:
+        out.scaled = made  # type: ignore[attr-defined]
     return out
 
 
@@ -253,6 +286,26 @@ def _code_of(x, LARGEST: tl.constexpr):
         return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.int8)
     else:
         return ((x + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def rounded(x, LARGEST: tl.constexpr, AHEAD: tl.constexpr):
+    """To bytes; the largest stand for what is beyond them."""
+    if LARGEST == 448 and AHEAD:
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)  # one instruction for two
+    else:
+        return _code_of(x if LARGEST == 448 else tl.clamp(x, -127.0, 127.0), LARGEST)
+
+
+@triton.jit
+def quantized(x, axis: tl.constexpr, LARGEST: tl.constexpr, AHEAD: tl.constexpr):
+    """A scale for each row, which is NaN if a value is not finite, and the values over it."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)  # as integers, what is not finite is the largest
+    is_finite, top = bits < 0x7F800000, bits.to(tl.float32, bitcast=True)
+    factor = tl.where(is_finite & (top > 1e-30), tl.div_rn(tl.zeros_like(top) + LARGEST, top), 0.0)
+    scale = tl.where(is_finite, tl.div_rn(top, tl.zeros_like(top) + LARGEST), float("nan"))
+    x = x * tl.expand_dims(factor, axis)
+    return scale, rounded(tl.where(x == x, x, 0.0), LARGEST, AHEAD)
 
 
 @triton.jit

@@ -51,6 +51,12 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
 class Driver:
     """The calls of libcuda that are needed here, on one device."""
 
@@ -104,6 +110,27 @@ class Driver:
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
+
+    def allocate_shared(self, size: int) -> tuple[int, bytes]:
+        """Memory of zeros that other processes can open, and what they open it with."""
+        address, handle = ctypes.c_uint64(), _IpcHandle()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        self.wait()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return address.value, bytes(handle.reserved)
+
+    def fill_words(self, address: int, value: int, num: int, stream: int) -> None:
+        """From any thread, beside what other streams do."""
+        self.enter()
+        how = ctypes.c_uint(value), ctypes.c_size_t(num), ctypes.c_void_p(stream)
+        self._call("cuMemsetD32Async", ctypes.c_uint64(address), *how)
+
+    def open_shared(self, handle: bytes) -> int:
+        """Memory that another process allocated, on this GPU or one that this one can read."""
+        address = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle((ctypes.c_ubyte * 64)(*handle)), ctypes.c_uint(1))
+        return address.value
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._lib, name)(*arguments)

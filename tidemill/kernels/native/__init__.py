@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from tidemill.errors import WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
@@ -34,7 +35,10 @@ _VARIANTS: Final = {
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 # How a weight is stored; the numbers are linear.c's.
-KINDS: Final = {"F32": 0, "F16": 1, "BF16": 2, "Q8": 3, "Q8M": 4, "Q4": 5, "MX4": 6, "S4": 7}
+_KIND_NAMES = ("F32", "F16", "BF16", "Q8", "Q8M", "Q4", "MX4", "S4", "G8", "G8M", "G4", "GS4", "GT4", "W8", "T2")
+KINDS: Final = {name: number for number, name in enumerate(_KIND_NAMES)}  # of linear.h
+ORDERED: Final = 1 << 28  # of a kind: the input's columns have an order of their own
+SPARSE: Final = 1 << 29  # of a kind: single values are added to the matrix
 
 
 class LayerSpec(ctypes.Structure):
@@ -139,6 +143,19 @@ class MoE(ctypes.Structure):
     ]
 
 
+COLLECTIVE = ctypes.CFUNCTYPE(_INT, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG)
+
+
+class GroupSpec(ctypes.Structure):
+    """tm_group of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("rank", "size", "slot_bytes", "deadline_ns")),
+        ("shared", _POINTER),
+        ("call", COLLECTIVE),
+    ]
+
+
 class LoraPair(ctypes.Structure):
     """tm_lora_pair of tidemill.h."""
 
@@ -168,6 +185,19 @@ def _check(*tensors: torch.Tensor) -> None:
         assert tensor.is_contiguous()
 
 
+# What collectives return; the numbers are tidemill.h's.
+_GROUP_ERRORS: Final = {
+    -2: "a worker of the group is gone",
+    -3: "a worker of the group did not answer in time",
+    -4: "the workers of the group do not compute the same step",
+}
+
+
+def check_group(code: int) -> None:
+    if code in _GROUP_ERRORS:
+        raise WorkerLost(f"The engine cannot go on: {_GROUP_ERRORS[code]}.")
+
+
 class _Field(ctypes.Structure):
     """field of program.c."""
 
@@ -178,6 +208,7 @@ _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
+    ("tm_group", GroupSpec),
 )  # fmt: skip
 
 
@@ -250,6 +281,17 @@ class Library:
         self._gate.restype = None
         self._moe = lib.tm_run_moe
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._add = lib.tm_add
+        self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
+        self._add.restype = None
+        self._all_reduce = lib.tm_all_reduce
+        self._all_reduce.argtypes = [_POINTER, _POINTER, _LONG, _LONG]
+        self._all_gather = lib.tm_all_gather
+        self._all_gather.argtypes = [_POINTER] * 3 + [_LONG] * 3
+        self._take_ranges = lib.tm_take_ranges
+        self._take_ranges.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER]
+        self.fail_group = lib.tm_fail_group
+        self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
         self._replay = lib.tm_replay
         self._replay.argtypes = [_POINTER, _LONG, _POINTER, _LONG, _POINTER]
         lib.tm_op_name.restype, lib.tm_op_name.argtypes = ctypes.c_char_p, [_LONG]
@@ -352,6 +394,38 @@ class Library:
             )
         return out
 
+    def add(self, x_TH: torch.Tensor, residual_TH: torch.Tensor, scale: float = 1.0) -> None:
+        """To the residual, in place."""
+        _check(x_TH, residual_TH)
+        self._add(x_TH.data_ptr(), scale, residual_TH.data_ptr(), *x_TH.shape)
+        if self._recording:
+            self._recording.note("add", None, x_TH, residual_TH, width=x_TH.shape[1], scale=scale)
+
+    def all_reduce(self, group: int, x_TN: torch.Tensor) -> None:
+        """In place. `group`: the address of a GroupSpec."""
+        _check(x_TN)
+        check_group(self._all_reduce(group, x_TN.data_ptr(), *x_TN.shape))
+        if self._recording:
+            self._recording.note("all_reduce", None, None, x_TN, width=x_TN.shape[1], a=group)
+
+    def all_gather(self, group: int, x_TN: torch.Tensor, num_out: int) -> torch.Tensor:
+        """The ranks' columns side by side, `num_out` in all. `group`: the address of a GroupSpec."""
+        _check(x_TN)
+        out, (num_rows, width) = x_TN.new_empty(x_TN.shape[0], num_out), x_TN.shape
+        check_group(self._all_gather(group, x_TN.data_ptr(), out.data_ptr(), num_rows, width, num_out))
+        if self._recording:
+            self._recording.note("all_gather", out, x_TN, width=width, num_out=num_out, a=group)
+        return out
+
+    def take_ranges(self, group: int, shown: bytes, most: int, ranges: list[tuple[int, int]]) -> bytearray:
+        """All ranks show bytes, at most `most`; returned is of each rank's a range (first, how many)."""
+        starts, lens = ((_LONG * len(ranges))(*column) for column in zip(*ranges, strict=True))
+        out = bytearray(max(1, sum(lens)))
+        place = (ctypes.c_char * len(out)).from_buffer(out)
+        check_group(self._take_ranges(group, shown, len(shown), most, starts, lens, place))
+        del place
+        return out[: sum(lens)]
+
     def lora(self, lora: int, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
         """Adds to y what the rows' adapters do. `lora`: the address of a Lora."""
         _check(x_TK, y_TN)
@@ -424,7 +498,9 @@ class Library:
         _check(given_TH)
         arena, given, result_TH = program.buffers(given_TH.shape[0])
         given.copy_(given_TH)
-        if self._replay(ctypes.addressof(program.ops), len(program.ops), arena.data_ptr(), given_TH.shape[0], step):
+        failed = self._replay(ctypes.addressof(program.ops), len(program.ops), arena.data_ptr(), given_TH.shape[0], step)
+        if failed:
+            check_group(failed)
             raise MemoryError("no memory for a step")
         return result_TH
 

@@ -4,10 +4,22 @@
 
 #include <stdint.h>
 
-enum { F32 = 0, F16 = 1, BF16 = 2, Q8 = 3, Q8M = 4, Q4 = 5, MX4 = 6, S4 = 7 };
+#include "simd.h"
+#include "tidemill.h"
+
+/* The low byte of a kind. Above it, for the kinds from G8 on: values that share a scale / 32 (20 bits; 0: a whole row), and whether the
+   input's columns have an order of their own, and whether single values come on top. */
+enum { F32 = 0, F16, BF16, Q8, Q8M, Q4, MX4, S4, G8, G8M, G4, GS4, GT4, W8, T2 };
+#define KIND(kind) ((kind) & 255)
+#define KIND_GROUP(kind) (((kind) >> 8) & 0xfffff)
+#define ORDERED (1 << 28)
+#define SPARSE (1 << 29) /* single values are added to the matrix */
 #define GROUP 32
 #define LANES 8
+#define ROWS 4        /* of a tile of quantized kinds */
 
+typedef struct { int32_t place; float value; } sparse_value; /* of a panel: column * 8 + row */
+typedef struct linear_kind linear_kind;
 typedef struct {
     int kind;
     const float *x;
@@ -17,11 +29,78 @@ typedef struct {
     float *out;
     long num_rows, num_in, num_out, num_panels, panels_per_task;
     int8_t *xq;      /* [row][k] */
-    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes */
+    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; sum of codes */
+    /* set by linear_start */
+    const linear_kind *how;
+    long group;           /* groups of 32 that share a scale */
+    const int32_t *order; /* of the input's columns; NULL: as they are */
+    const int8_t *table;  /* what 4-bit numbers mean */
+    float static_scale;   /* of activations; 0: each row has its own */
+    const int32_t *sparse_first; /* [panels + 1]: where the values of each panel begin; NULL: there are none */
+    const sparse_value *sparse;
 } linear_job;
 
-/* Tasks (tm_task) of a job: a row of x to bytes, for the Q kinds; then some panels of the output. */
+/* One panel by all rows of a job; of `wide` ones, codes are bytes and scales floats. */
+typedef void (*panel_function)(const linear_job *job, long panel, const uint8_t *codes, const void *scales);
+
+struct linear_kind {
+    tm_task quantize;       /* a row of activations to bytes; NULL: they stay floats */
+    panel_function single;  /* of one row */
+    panel_function packed;  /* of any number of rows, as the codes are */
+    panel_function wide;    /* of unpacked codes: with many rows, a panel is unpacked once instead of once a tile */
+    void (*unpack)(const linear_job *job, const uint8_t *codes, uint8_t *to); /* NULL: codes are bytes */
+    int code_bytes;         /* of 32 columns of a panel */
+    int scale_bytes;        /* of a group of a panel */
+    int has_half_scales;    /* float16, which `wide` takes as floats */
+    int has_table, is_whole; /* a table before the scales; one scale for a whole row */
+};
+
+extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */
+
+/* Reads what lies before the scales. */
+void linear_start(linear_job *job);
+
+/* Tasks (tm_task) of a job: a row of x to bytes, for the kinds that multiply bytes; then some panels of the output. */
 void quantize_row(void *job, long row, int thread);
 void run_panels(void *job, long task, int thread);
+
+/* To `n` rows of outputs, the products of a panel's single values, in their order. */
+void add_sparse(const linear_job *job, long panel, long row, int n, f32x8 *values);
+
+static inline void store_tile(const linear_job *j, long panel, long row, int n, f32x8 *values) {
+    if (j->sparse_first) add_sparse(j, panel, row, n, values);
+    long first = panel * LANES, num = j->num_out - first < LANES ? j->num_out - first : LANES;
+    for (int r = 0; r < n; r++) {
+        float *to = j->out + (row + r) * j->num_out + first;
+        if (num == LANES) {
+            f32x8_store(to, j->bias ? f32x8_add(values[r], f32x8_load(j->bias + first)) : values[r]);
+            continue;
+        }
+        float lanes[LANES];
+        f32x8_store(lanes, values[r]);
+        for (long i = 0; i < num; i++) to[i] = j->bias ? lanes[i] + j->bias[first + i] : lanes[i];
+    }
+}
+
+/* A function of one panel and all rows, from one of tiles of `count` rows: tile(job, ..., row, count, values). */
+#define TILE(count, tile, ...) \
+    case count: tile(j, __VA_ARGS__, row, count, values); store_tile(j, panel, row, count, values); break;
+#define PANEL_OF(name, tile, kind, wide)                                                              \
+    static void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {     \
+        for (long row = 0; row < j->num_rows; row += ROWS) {                                          \
+            f32x8 values[ROWS];                                                                       \
+            long left = j->num_rows - row;                                                            \
+            switch (left < ROWS ? left : ROWS) {                                                      \
+                TILE(1, tile, kind, wide, codes, scales) TILE(2, tile, kind, wide, codes, scales)     \
+                TILE(3, tile, kind, wide, codes, scales) TILE(4, tile, kind, wide, codes, scales)     \
+            }                                                                                         \
+        }                                                                                             \
+    }
+#define SINGLE_OF(name, single, kind)                                                                 \
+    static __attribute__((noinline)) void name(const linear_job *j, long panel, const uint8_t *codes, const void *scales) { \
+        f32x8 value;                                                                                  \
+        single(j, kind, codes, scales, &value);                                                       \
+        store_tile(j, panel, 0, 1, &value);                                                           \
+    }
 
 #endif

@@ -187,6 +187,7 @@ static void add_job(moe_job *j, const tm_matrices *w, long expert, rows x, long 
         .out = out, .num_rows = num_rows, .num_in = w->num_in, .num_out = w->num_out, .num_panels = (w->num_out + LANES - 1) / LANES,
         .xq = x.xq, .xd = x.xd, .xs = x.xs,
     };
+    linear_start(j->jobs + j->num_jobs - 1);
 }
 
 static void run_task(void *arg, long task, int thread) {

@@ -30,6 +30,7 @@ typedef struct {
 #define POLICY(f) {"tm_policy." #f, offsetof(tm_policy, f)}
 #define SEGMENT(f) {"tm_segment." #f, offsetof(tm_segment, f)}
 #define ROUND(f) {"tm_round." #f, offsetof(tm_round, f)}
+#define GROUP(f) {"tm_group." #f, offsetof(tm_group, f)}
 #define MATRICES(f) {"tm_matrices." #f, offsetof(tm_matrices, f)}
 /* Offsets of the fields that Python writes; a struct's own name stands for its size. */
 TM_API const field *tm_layout(void) {
@@ -62,6 +63,7 @@ TM_API const field *tm_layout(void) {
         POLICY(kind), POLICY(capacity), POLICY(kept), POLICY(recent), POLICY(sinks), POLICY(first_observed), POLICY(dense_layers),
         POLICY(stride), POLICY(memory), SEGMENT(policy), SEGMENT(row), SEGMENT(token), SEGMENT(count), SEGMENT(position), SEGMENT(slot),
         SEGMENT(evicts), SEGMENT(num_read), SEGMENT(first_page), SEGMENT(num_pages), ROUND(num_segments), ROUND(segments), ROUND(tiles),
+        {"tm_group", sizeof(tm_group)}, GROUP(rank), GROUP(size), GROUP(slot_bytes), GROUP(deadline_ns), GROUP(shared), GROUP(call),
         {NULL, 0},
     };
     return fields;
@@ -122,6 +124,17 @@ static int run_gate(const tm_op *o, const tm_buffers *at) {
 }
 
 static int run_moe(const tm_op *o, const tm_buffers *at) { return moe_op(o->a, at->in, at->in_out, at->num_rows, at->out); }
+static int run_all_reduce(const tm_op *o, const tm_buffers *at) { return all_reduce_op(o->a, at->in_out, at->num_rows, o->width); }
+
+static int run_all_gather(const tm_op *o, const tm_buffers *at) {
+    return all_gather_op(o->a, at->in, at->out, at->num_rows, o->width, o->num_out);
+}
+
+static int run_add(const tm_op *o, const tm_buffers *at) {
+    add_op(at->in, o->scale, at->in_out, at->num_rows, o->width);
+    return 0;
+}
+
 static int run_lora(const tm_op *o, const tm_buffers *at) { return lora_op(o->a, at->in, at->in_out, o->num_out); }
 
 static const struct {
@@ -141,6 +154,9 @@ static const struct {
     {"gate", run_gate},
     {"moe", run_moe},
     {"lora", run_lora},
+    {"add", run_add},
+    {"all_reduce", run_all_reduce},
+    {"all_gather", run_all_gather},
 };
 
 /* The name of op number `i`; NULL after the last. */

@@ -56,6 +56,29 @@ TM_API void tm_add_rms_norm(const float *x, float scale, float *residual, const 
     tm_unlock();
 }
 
+/* ---- residual += scale * x, as a norm does it */
+
+static void add_row(void *arg, long row, int thread) {
+    (void)thread;
+    const norm_job *j = arg;
+    const float *x = j->x + row * j->width;
+    float *residual = j->residual + row * j->width;
+    long i = 0;
+    for (; i + 8 <= j->width; i += 8) f32x8_store(residual + i, f32x8_fma1(f32x8_load(residual + i), f32x8_load(x + i), j->scale));
+    for (; i < j->width; i++) residual[i] = fmaf(x[i], j->scale, residual[i]);
+}
+
+void add_op(const float *x, float scale, float *residual, long num_rows, long width) {
+    norm_job j = {.x = x, .residual = residual, .scale = scale, .width = width};
+    for_rows(num_rows, width, add_row, &j);
+}
+
+TM_API void tm_add(const float *x, float scale, float *residual, long num_rows, long width) {
+    tm_lock();
+    add_op(x, scale, residual, num_rows, width);
+    tm_unlock();
+}
+
 /* ---- out = residual + x / rms(x) * weight */
 
 typedef struct {

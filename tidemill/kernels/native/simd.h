@@ -123,6 +123,17 @@ TM_INLINE u8x32 u8x32_high(u8x32 x) {
     return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 4)),
                  vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 4))};
 }
+/* Codes of two bits. */
+TM_INLINE u8x32 u8x32_mask(u8x32 x, int bits) { return (u8x32){vandq_s8(x.a, vdupq_n_s8((int8_t)bits)), vandq_s8(x.b, vdupq_n_s8((int8_t)bits))}; }
+TM_INLINE u8x32 u8x32_shift_2(u8x32 x) {
+    return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 2)), vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 2))};
+}
+TM_INLINE u8x32 u8x32_shift_6(u8x32 x) {
+    return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 6)), vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 6))};
+}
+TM_INLINE i32x8 i32x8_set(int32_t x) { return (i32x8){vdupq_n_s32(x), vdupq_n_s32(x)}; }
+#define i32x8_shift_right(x, n) ((i32x8){vshrq_n_s32((x).a, n), vshrq_n_s32((x).b, n)})
+TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return (f32x8){vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
 /* Sixteen activations, used four at a time. Lane n of a dot: weights 4n .. 4n+3 by activations 4f .. 4f+3; f is a constant. */
 typedef int8x16_t i8x16;
 TM_INLINE i8x16 i8x16_load(const int8_t *p) { return vld1q_s8(p); }
@@ -250,6 +261,12 @@ TM_INLINE u8x32 u8x32_high_by_16(u8x32 x) { return _mm256_and_si256(x, _mm256_se
 TM_INLINE u8x32 u8x32_look_up(const int8_t table[16], u8x32 x) { /* of indices 0 .. 15 */
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), x);
 }
+TM_INLINE u8x32 u8x32_mask(u8x32 x, int bits) { return _mm256_and_si256(x, _mm256_set1_epi8((char)bits)); }
+TM_INLINE u8x32 u8x32_shift_2(u8x32 x) { return _mm256_srli_epi16(x, 2); } /* with bits of the next byte, which a mask takes off */
+TM_INLINE u8x32 u8x32_shift_6(u8x32 x) { return _mm256_and_si256(_mm256_srli_epi16(x, 6), _mm256_set1_epi8(3)); }
+TM_INLINE i32x8 i32x8_set(int32_t x) { return _mm256_set1_epi32(x); }
+TM_INLINE i32x8 i32x8_shift_right(i32x8 x, int n) { return _mm256_srai_epi32(x, n); }
+TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return _mm256_cvtepi32_ps(x); }
 typedef const int8_t *i8x16;
 TM_INLINE i8x16 i8x16_load(const int8_t *p) { return p; }
 TM_INLINE __m256i i8x16_four(i8x16 x, int f) {

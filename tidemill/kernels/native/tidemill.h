@@ -189,6 +189,25 @@ typedef struct {
 
 int lora_op(const tm_lora *lora, const float *x, float *y, long num_out);
 
+/* ---- group.c: processes that compute a step together. Field by field as in parallel/shared.py. */
+
+enum { TM_ALL_REDUCE, TM_ALL_GATHER };
+/* What collectives return besides 0; the numbers are parallel/group.py's, too. */
+enum { TM_PEER_LOST = -2, TM_PEER_LATE = -3, TM_PEERS_DIFFER = -4 };
+
+typedef struct {
+    long rank, size;
+    long slot_bytes;  /* of each rank's two slots, a multiple of 64 */
+    long deadline_ns; /* to wait for another rank */
+    char *shared;     /* a line for all, one for each rank, then the slots */
+    int (*call)(int what, float *x, float *out, long num_rows, long width, long num_out); /* for other transports; NULL: shared memory */
+} tm_group;
+
+/* x becomes the sum over ranks, added up in their order. */
+int all_reduce_op(const tm_group *group, float *x, long num_rows, long width);
+/* The ranks' columns side by side, which need not be as many from each. */
+int all_gather_op(const tm_group *group, const float *x, float *out, long num_rows, long width, long num_out);
+
 /* ---- a recorded op (program.c). A buffer is named by its first column in the arena. */
 
 typedef struct {
@@ -218,6 +237,8 @@ void kvquant_put(const tm_step *s, const tm_layer *l, char *keys, char *values, 
    they are in float32, those past the last as the last. */
 void kvquant_take(const tm_layer *l, long head, long first, long num, const char **keys, const char **values,
                   const char *const *key_extras, const char *const *value_extras, long num_rows, float *to);
+/* residual += scale * x */
+void add_op(const float *x, float scale, float *residual, long num_rows, long width);
 void norm_op(const float *x, float scale, float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void post_norm_op(const float *x, const float *residual, const float *weight, float eps, float *out, long num_rows, long width);
 void qk_norm_op(const float *x, const float *q_weight, long num_q, const float *k_weight, long num_k, float eps, float *out, long num_rows,

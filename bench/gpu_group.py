@@ -1,0 +1,169 @@
+"""Collectives on a GPU: ranks as processes that share one. `python -m bench.gpu_group [--ranks 2]`
+
+Without the multi-process service, a GPU runs kernels of several processes in turns of about a millisecond, and a rank that waits
+for another waits for its turn. So it is started, if it can be; the table says if it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SIZES = [(1, 4096), (16, 4096), (64, 4096), (256, 4096), (2048, 4096)]
+
+
+def measure(path: Path, rank: int, size: int) -> None:
+    import torch
+
+    from tidemill.kernels.cuda.collectives import all_reduce_reference
+    from tidemill.parallel.cuda import CudaGroup
+    from tidemill.parallel.shared import SharedGroup
+
+    group = CudaGroup(SharedGroup(path, rank, size))
+    group.begin()
+    for rows, width in SIZES:
+        parts = [torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + i)).bfloat16() for i in range(size)]
+        own = parts[rank].cuda()
+        wanted = all_reduce_reference(parts)
+        for _ in range(20):
+            made = group.all_reduce(own.clone())
+            assert torch.equal(made.cpu(), wanted), "wrong sum"
+        x = torch.zeros_like(own)
+        graph = torch.cuda.CUDAGraph()
+        group.all_reduce(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for _ in range(50):
+                group.all_reduce(x)
+        times = []
+        for _ in range(20):
+            group.barrier()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000 / 50)
+        if rank == 0:
+            moved = (2 + size) * own.nbytes / 4.0e12 * 1e6
+            print(
+                f"all_reduce {rows:5d} x {width} bf16: {sorted(times)[10]:8.1f} us, best {min(times):.1f}, floor {moved:.1f}",
+                flush=True,
+            )
+    widths = [64128 + 128 * i for i in range(size)]
+    logits = [torch.randn(17, width, generator=torch.Generator().manual_seed(i)) for i, width in enumerate(widths)]
+    for _ in range(5):
+        assert torch.equal(group.all_gather(logits[rank].cuda(), 1, widths).cpu(), torch.cat(logits, 1)), "wrong gather"
+    if rank == 0:
+        print("all_gather of 17 x 128k logits: right")
+    group.barrier()
+
+
+def check_engine(num_ranks: int) -> None:
+    """Ranks that share each layer: as near to float32 as one process, and the same bits alone and among others."""
+    from bench.gpu_engine_checks import ask, assert_near, random_llama
+    from tidemill.config import EngineOptions
+    from tidemill.engine.load import load_core
+    from tidemill.sampling import SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        reference = random_llama(Path(folder))
+        options = EngineOptions(model=folder, kv_memory_bytes=2**28, max_requests=64, tensor_parallel=num_ranks)
+        core = load_core(options)
+        requests = {
+            f"r{i}": ([(7 * i + j) % 250 + 2 for j in range(20 + 37 * i)], SamplingParams(max_tokens=24, logprobs=2, seed=i))
+            for i in range(12)
+        }
+        together = ask(core, requests)
+        for name, request in list(requests.items())[::5]:
+            assert ask(core, {name: request})[name] == together[name], "alone and among others differ"
+        assert_near(reference, core, list(range(2, 200)))
+        core.close()
+        print(f"engine of {num_ranks} ranks: right", flush=True)
+
+
+def time_engine(num_ranks: int) -> None:
+    """Decode steps of the 8B shape: one process, and ranks that share the GPU."""
+    from bench.gpu_workloads import MODELS
+    from tidemill.config import EngineOptions
+    from tidemill.engine.load import load_core
+    from tidemill.sampling import SamplingParams
+    from tidemill.wire import Submit
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS["llama8b"]))
+        for ranks in (1, num_ranks):
+            given = {"kv_memory_bytes": 2**32, "max_requests": 64, "max_context": 2048, "tensor_parallel": ranks}
+            core = load_core(EngineOptions(model=folder, load_format="dummy", **given))  # type: ignore[arg-type]
+            for num in (1, 64):
+                for i in range(num):
+                    params = SamplingParams(max_tokens=200, ignore_eos=True)
+                    core.submit(Submit(f"{num}-{i}", list(range(5 + i, 25 + i)), params))
+                times, last = [], time.perf_counter()
+                while core.has_work:
+                    core.step()
+                    now = time.perf_counter()
+                    times.append(now - last)
+                    last = now
+                print(f"llama8b, {ranks} rank(s), batch {num}: {sorted(times)[len(times) // 2] * 1000:.2f} ms a step", flush=True)
+            core.close()
+            del core
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--path", type=Path)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--engine", choices=["check", "time"])
+    given = parser.parse_args()
+    if given.rank is not None:
+        measure(given.path, given.rank, given.ranks)
+        return
+    if given.engine:
+        (check_engine if given.engine == "check" else time_engine)(given.ranks)
+        return
+    from tidemill.parallel.shared import make_shared
+
+    with tempfile.TemporaryDirectory() as folder, sharing(Path(folder)):
+        path = Path(folder) / "group"
+        make_shared(path, given.ranks)
+        command = [sys.executable, "-m", "bench.gpu_group", "--ranks", str(given.ranks)]
+        ranks = [subprocess.Popen([*command, "--path", str(path), "--rank", str(rank)]) for rank in range(given.ranks)]
+        try:
+            print("exit codes", [rank.wait(timeout=60) for rank in ranks], flush=True)
+        except subprocess.TimeoutExpired:
+            print("a rank waits for another that has failed", flush=True)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for what in ("check", "time"):
+            subprocess.run([*command, "--engine", what], timeout=240, check=False)
+
+
+@contextlib.contextmanager
+def sharing(folder: Path) -> Iterator[None]:
+    """The multi-process service, if it can be started."""
+    os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    try:
+        service = subprocess.run(["nvidia-cuda-mps-control", "-d"], capture_output=True, text=True, check=False)
+        print("multi-process service:", service.returncode, service.stdout.strip(), service.stderr.strip(), flush=True)
+    except OSError as error:
+        print("multi-process service: not there:", error, flush=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF; runs that are interrupted."""
+
+import pytest
+import torch
+
+from tests.helpers import byte_tokenizer, make_llama
+from tests.models.test_families import ALL, save
+from tidemill.compress.calibration import Calibration, calibration_ids
+from tidemill.compress.decoder import Decoder, matrix_of, set_matrix
+from tidemill.compress.source import Source
+from tidemill.compress.walk import walk
+from tidemill.compress.work import Work
+from tidemill.errors import CalibrationError, ConfigError
+
+OFTEN = {("Gemma3", "gguf"), ("SmolLM3", "gguf"), ("GPT2", "safetensors")}
+CASES = [pytest.param(*one, marks=() if one in OFTEN else pytest.mark.slow, id="-".join(one)) for one in ALL]
+
+
+@torch.no_grad()
+def logits(decoder, ids):
+    hidden = decoder.embed(ids)
+    for number in range(decoder.num_layers):
+        with decoder.layer(number):
+            hidden = decoder.run(number, hidden)
+    return decoder.logits(hidden)
+
+
+@pytest.mark.parametrize(("family", "how"), CASES)
+def test_layer_by_layer_is_the_same_model(family, how, tmp_path):
+    reference, path = save(family, how, tmp_path)
+    ids = torch.randint(0, 256, (2, 60))
+    decoder = Decoder(Source(path))
+    with torch.no_grad():
+        assert (logits(decoder, ids) - reference(ids).logits).abs().max() < 1e-3
+    assert all(weight.is_meta for layer in decoder.layers for weight in layer.parameters())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_llama(path, vocab_size=300, num_hidden_layers=4)
+    byte_tokenizer(path)
+    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and so on. " * 20)
+    return path
+
+
+def ids_of(folder, **asked):
+    return calibration_ids(
+        folder, 300, Calibration(**{"data": folder / "text.txt", "num_tokens": 512, "length": 64} | asked), folder
+    )
+
+
+def noisy(job):
+    """A change that depends on the inputs and on random numbers."""
+    kept = {}
+
+    def see(name, x):
+        kept[name + ".sum"] = kept.get(name + ".sum", 0) + x.sum(0)
+
+    job.observe(see)
+    for name, module in job.linears.items():
+        set_matrix(module, matrix_of(module) + 0.01 * torch.randn(matrix_of(module).shape))
+        kept[name + ".weight"] = matrix_of(module).clone()
+    return kept
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_run_ends_with_the_same_bytes(folder, tmp_path):
+    decoder, ids = Decoder(Source(folder)), ids_of(folder)
+
+    def stops_at_2(job):
+        if job.number == 2:
+            raise Interrupted
+        return noisy(job)
+
+    whole, parts = Work(tmp_path / "whole", {"a": 1}), Work(tmp_path / "parts", {"a": 1})
+    walk(decoder, whole, noisy, ids, needs_truth=True)
+    with pytest.raises(Interrupted):
+        walk(decoder, parts, stops_at_2, ids, needs_truth=True)
+    parts = Work(tmp_path / "parts", {"a": 1})
+    assert parts.num_finished == 2
+    walk(Decoder(Source(folder)), parts, noisy, ids, needs_truth=True)
+    files = [file.name for file in whole.folder.iterdir()]
+    assert "own-00004.npy" in files
+    assert "own-00003.npy" not in files
+    for name in files:
+        assert (parts.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    with pytest.raises(ConfigError, match="other settings"):
+        Work(tmp_path / "parts", {"a": 2})
+
+
+def test_activations_that_are_no_numbers(folder, tmp_path):
+    decoder = Decoder(Source(folder))
+
+    def broken(job):
+        next(iter(job.linears.values())).weight.data[0, 0] = float("nan")
+        return {}
+
+    with pytest.raises(CalibrationError, match="layer 0 are not finite"):
+        walk(decoder, Work(tmp_path / "out", {}), broken, ids_of(folder))
+
+
+def test_too_little_text(folder):
+    with pytest.raises(ConfigError, match=r"has 1[0-9]{3} tokens; 4096 were asked for.*--tokens 1"):
+        ids_of(folder, num_tokens=4096)
+    with pytest.raises(ConfigError, match="--tokens is 32"):
+        ids_of(folder, num_tokens=32)
+    assert ids_of(folder).shape == (8, 64)
+
+
+def test_an_output_that_is_there_is_kept(folder):
+    with pytest.raises(ConfigError, match="is there already"):
+        Work(folder, {})

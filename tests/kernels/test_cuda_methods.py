@@ -1,0 +1,151 @@
+"""How stored matrices become weights on the GPU, on a device that is the CPU under another name (test_cuda_runner.py)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("triton")
+
+from tests.runner.test_cuda_runner import OnCpu
+from tests.test_config import SMOLLM2
+from tidemill.config import EngineOptions, resolve
+from tidemill.errors import ConfigError
+from tidemill.kernels import machine
+from tidemill.kernels.glu import glu_reference
+from tidemill.kernels.quantized_linear import Activations, Codes
+from tidemill.quant import cuda_packed
+from tidemill.quant.cuda import CudaWeight
+from tidemill.quant.cuda_packed import CudaInt4, CudaPackedWeight, CudaQuantized
+from tidemill.quant.cuda_scaled import CudaFP8, CudaScaledWeight
+
+
+class Stored:
+    def __init__(self, codes):
+        self._codes, self.shape = codes, tuple(codes.codes_NK.shape)
+
+    def codes(self):
+        return self._codes
+
+
+def new_codes(bits=4, outs=32, ins=256, group=128, seed=0, **more):
+    generator = torch.Generator().manual_seed(seed)
+    low, high = {8: (-128, 128), 4: (0, 16), 2: (-1, 2)}[bits]
+    codes = torch.randint(low, high, (outs, ins), generator=generator).to(torch.int8)
+    scales = (torch.rand(outs, ins // group, generator=generator) + 0.5).bfloat16().float()
+    return Codes(bits, codes, scales, None, group=group, **more)
+
+
+def zeros_of(codes):
+    return torch.randint(0, 16, codes.scales_NG.shape, generator=torch.Generator().manual_seed(3)).float()
+
+
+def check(weight, values, x, atol=1e-2):
+    assert_close(weight(x), x @ values.t(), atol=atol, rtol=1e-2)
+    ids = torch.tensor([1, 0], dtype=torch.int32)
+    assert_close(weight.rows(ids), values[ids.long()], atol=max(1e-3, atol / 50), rtol=1e-2)
+    assert_close(weight.logits(x), x @ values.t(), atol=atol, rtol=1e-2)
+
+
+def joined(*codes):
+    method = CudaQuantized()
+    return method.join([method.read(Stored(one), None) for one in codes], None)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with OnCpu():
+        yield
+
+
+def test_packed_matrices_are_joined():
+    one, other = new_codes(), new_codes(seed=1)
+    one.zeros_NG, other.zeros_NG = zeros_of(one), zeros_of(other)
+    values, x = torch.cat([one.dequantize(), other.dequantize()]), torch.randn(3, 256)
+    weight = joined(one, other)
+    assert isinstance(weight, CudaPackedWeight)
+    assert weight.num_bytes == 64 * 256 // 2 + 64 * 2 * 4
+    check(weight, values, x)
+    gated = CudaQuantized().join_gated(one, other, None, "silu")
+    assert_close(gated(x), glu_reference(x @ values.t()), atol=1e-1, rtol=1e-2)
+
+
+def test_unlike_matrices_meet_in_bytes():
+    """As Q4_K and Q6_K in one file: groups and bits differ."""
+    one, other = new_codes(), new_codes(8, group=32, seed=1)
+    one.zeros_NG = zeros_of(one)
+    weight = joined(one, other)
+    assert isinstance(weight, CudaPackedWeight)
+    check(weight, torch.cat([one.dequantize(), other.dequantize()]), torch.randn(3, 256), atol=5.0)
+
+
+def test_columns_in_another_order():
+    codes = new_codes()
+    codes.zeros_NG, codes.order_K = zeros_of(codes), torch.randperm(256)
+    weight = joined(codes)
+    assert isinstance(weight, CudaPackedWeight)
+    x = torch.randn(3, 256)
+    assert_close(weight(x), x @ codes.dequantize().t(), atol=1e-2, rtol=1e-2)
+    other = replace(codes, order_K=torch.randperm(256))
+    assert isinstance(joined(codes, other), CudaWeight)  # there is no one order: bfloat16
+
+
+def test_integers_by_integers():
+    codes = new_codes(8, group=256, activations=Activations(None))
+    weight = joined(codes)
+    assert isinstance(weight, CudaScaledWeight)
+    assert weight.takes is torch.int8
+    x = torch.randn(3, 256)
+    assert_close(weight(x), x @ codes.dequantize().t(), atol=50.0, rtol=1e-1)
+    static = joined(replace(codes, activations=Activations(0.05)))
+    assert static.takes is None
+    assert_close(static(x), (x / 0.05).round().clamp(-127, 127) * 0.05 @ codes.dequantize().t(), atol=1e-1, rtol=1e-3)
+
+
+def test_ternary_and_groups_that_no_kernel_has():
+    codes = new_codes(2, ins=512, group=512)
+    weight = joined(codes)
+    assert weight.num_bytes == 32 * 512 // 4 + 32 * 4
+    check(weight, codes.dequantize(), torch.randn(3, 512))
+    assert isinstance(joined(new_codes(8, group=16)), CudaWeight)
+
+
+def test_many_rows_are_multiplied_by_the_dequantized_weight(monkeypatch):
+    monkeypatch.setattr(cuda_packed, "_MOST_ROWS", 4)
+    codes = new_codes()
+    codes.zeros_NG = zeros_of(codes)
+    weight, x = joined(codes), torch.randn(6, 256)
+    assert_close(weight(x), x @ codes.dequantize().t(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("method", "error"), [(CudaFP8, 0.05), (CudaInt4, 0.2)])
+def test_plain_weights_are_rounded(method, error):
+    torch.manual_seed(0)
+    plain, x = torch.randn(48, 128), torch.randn(4, 128)
+    weight = method().join([plain[:16], plain[16:]], None)
+    off = (weight(x) - x @ plain.t()).norm() / (x @ plain.t()).norm()
+    assert 0 < off < error
+
+
+def settled(model, **options):
+    here = replace(machine.detect(), gpu="some", gpu_bytes=2**36, gpu_free_bytes=2**36)
+    return resolve(EngineOptions(max_context=64, **options), model, here)
+
+
+def test_schemes_are_settled():
+    plain = replace(SMOLLM2, stored={})
+    stored = replace(plain, stored={"Q4_K": plain.num_parameters})
+    dense, packed, fp8, int4 = (
+        settled(model, device="cuda", quantization=asked)
+        for model, asked in ((plain, "auto"), (stored, "auto"), (plain, "fp8"), (plain, "int4"))
+    )
+    assert [one.scheme for one in (dense, packed, fp8, int4)] == ["dense", "quantized", "fp8", "int4"]
+    assert int4.weight_bytes < fp8.weight_bytes < dense.weight_bytes == 2 * plain.num_parameters
+    assert settled(stored, device="cuda", quantization="none").scheme == "dense"
+    with pytest.raises(ConfigError, match="is for plain checkpoints"):
+        settled(stored, device="cuda", quantization="fp8")
+    with pytest.raises(ConfigError, match="is for GPUs"):
+        settled(plain, device="cpu", quantization="fp8")
+    with pytest.raises(ConfigError, match="not available"):
+        settled(plain, device="cuda", quantization="int3")

@@ -1,0 +1,197 @@
+"""Groups of real processes: models of every kind cut in every way, other hosts, and what happens when one is killed."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import greedy, make_llama, run
+from tests.models.test_families import LAYERS, SIZES
+from tests.models.test_llama import prompts
+from tests.models.test_moe import make
+from tests.models.test_state_models import make_reference
+from tests.parallel.test_tensor_parallel import excused
+from tidemill.config import EngineOptions
+from tidemill.engine.client import EngineClient
+from tidemill.engine.load import inspect, load_core
+from tidemill.events import EngineRestarted
+from tidemill.sampling import SamplingParams
+from tidemill.wire import Submit
+
+pytestmark = pytest.mark.slow
+LONG_S = 280.0
+
+
+def children(pid: int) -> list[int]:
+    """Workers that a process has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if b"tidemill.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(state) -> None:
+    until = time.monotonic() + LONG_S
+    while not state():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# ---- every layout
+
+
+def dense(path):
+    make_llama(path, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True)
+
+
+def window(path):
+    import transformers
+
+    sizes = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = transformers.Gemma3TextConfig(**sizes, head_dim=24, sliding_window=20, layer_types=LAYERS)
+    transformers.Gemma3ForCausalLM(config).save_pretrained(path)
+
+
+def moe(path):
+    make("Qwen3Moe", num_attention_heads=8, num_key_value_heads=4).save_pretrained(path)
+
+
+def state(path):
+    make_reference("Mamba2", path, hidden_size=64, num_hidden_layers=4, num_heads=8, n_groups=4)
+
+
+MODELS = {"dense": dense, "window": window, "moe": moe, "state": state}
+LAYOUTS = {
+    "tp2": {"tensor_parallel": 2},
+    "tp4": {"tensor_parallel": 4},
+    "pp2": {"pipeline_parallel": 2},
+    "tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """A folder, requests, and their answers by one process."""
+    folder = tmp_path_factory.mktemp(request.param)
+    MODELS[request.param](folder)
+    vocab_size = inspect(str(folder))[2].vocab_size
+    asked = {name: (prompt, greedy(12, logprobs=2)) for name, prompt in prompts(6, vocab_size).items()}
+    return folder, asked, run(load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25)), asked)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(model, layout):
+    folder, asked, expected = model
+    core = load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**25, **LAYOUTS[layout]))
+    try:
+        answers = run(core, asked)
+        assert excused(answers, expected) <= 1
+        if layout == "pp2":
+            assert answers == expected  # nothing is summed otherwise
+        name = next(iter(asked))
+        assert run(core, {name: asked[name]})[name] == answers[name]  # batch-invariant, and with a cached prefix
+    finally:
+        core.close()
+
+
+# ---- ends
+
+
+def test_requests_go_on_after_a_worker_was_killed(tmp_path):
+    dense(tmp_path)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.9, seed=5)
+
+    async def tokens(client, name, kill):
+        seen = []
+        async with aclosing(client.submit(Submit(name, [5, 6, 7], params))) as deltas:
+            async for delta in deltas:
+                seen += delta.token_ids
+                if kill and len(seen) >= 5:
+                    (worker,) = children(client._link._process.pid)
+                    os.kill(worker, signal.SIGKILL)
+                    kill = False
+        return seen
+
+    async def whole():
+        events = []
+        client = EngineClient(on_events=events.extend)
+        try:
+            await client.start(EngineOptions(model=str(tmp_path), threads=1, tensor_parallel=2))
+            undisturbed = await tokens(client, "undisturbed", kill=False)
+            assert len(undisturbed) == 60
+            assert await asyncio.wait_for(tokens(client, "disturbed", kill=True), LONG_S) == undisturbed
+            assert client.num_restarts == 1
+            assert "orker" in next(event.reason for event in events if isinstance(event, EngineRestarted))
+            # Also while nothing is asked of it.
+            (worker,) = children(client._link._process.pid)
+            os.kill(worker, signal.SIGKILL)
+            async with asyncio.timeout(LONG_S):
+                while client.num_restarts < 2:
+                    await asyncio.sleep(0.01)
+            engine = client._link._process.pid
+            left = [engine, *children(engine)]
+        finally:
+            await client.close()
+        wait_until(lambda: all(map(is_gone, left)))
+
+    asyncio.run(whole())
+
+
+def test_workers_end_with_an_engine_that_was_killed(tmp_path):
+    dense(tmp_path)
+    code = (
+        "import time; from tidemill.engine.load import load_core, EngineOptions; "
+        f"core = load_core(EngineOptions(model={str(tmp_path)!r}, threads=1, tensor_parallel=2)); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        workers = children(process.pid)
+        assert len(workers) == 1
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: all(map(is_gone, workers)))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_worker_of_another_host(tmp_path, layout):
+    """Here it is this host: what differs is how it comes."""
+    dense(tmp_path)
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["worker", "--join", f"127.0.0.1:{port}", "--key-file", str(key), "--threads", "1"]
+    worker = subprocess.Popen([sys.executable, "-m", "tidemill", *command])
+    options = {"remote_workers": 1, "workers_address": f"127.0.0.1:{port}", "workers_key_file": str(key)}
+    asked = {name: (prompt, greedy(12)) for name, prompt in prompts(4, 256).items()}
+    expected = run(load_core(EngineOptions(model=str(tmp_path), threads=1)), asked)
+    try:
+        for _ in range(2):  # after a group that failed, the worker joins the next
+            core = load_core(EngineOptions(model=str(tmp_path), threads=1, **layout, **options))
+            answers = run(core, asked)
+            assert {name: answer.tokens for name, answer in answers.items()} == {
+                name: answer.tokens for name, answer in expected.items()
+            }
+            if core.runner.team.lost is None and _ == 0:
+                core.runner.team.fail(ConnectionError("as if"))
+            core.close()
+        assert worker.wait(LONG_S) == 0  # the second ended in good order
+    finally:
+        worker.kill()
+        worker.wait()

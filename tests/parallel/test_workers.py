@@ -1,0 +1,227 @@
+"""Groups of ranks behind one engine: the tokens of one process, starts that fail as a whole, ends that leave nothing behind.
+
+Most workers here are threads, to save the start of processes: they run a worker's code over the same sockets.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.helpers import greedy, make_llama, run
+from tidemill.config import EngineOptions
+from tidemill.engine.load import load_core
+from tidemill.engine.worker_rank import Worker
+from tidemill.errors import ConfigError, WorkerLost
+from tidemill.parallel.channel import connect
+from tidemill.parallel.world import World, split_layers
+from tidemill.runner import team as team_module
+from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.stage_runner import cut_items
+from tidemill.runner.team import Team, own_kernels
+from tidemill.runner.worker_messages import Hello, encode
+from tidemill.sampling import SamplingParams
+from tidemill.sched.plan import StepItem
+from tidemill.version import __version__
+from tidemill.wire import Submit
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_llama(path, num_hidden_layers=4, tie_word_embeddings=False)
+    return path
+
+
+@pytest.fixture
+def as_threads(monkeypatch):
+    """A recording belongs to the process, and a replay holds its kernels: ranks that are threads compute op by op."""
+    monkeypatch.setattr(CpuRunner, "_record", lambda runner: None)
+    monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=work, args=(team, rank)).start())
+
+
+def work(team, rank):
+    start = {"address": team.door.address, "key": team.key.hex(), "rank": rank}
+    Worker(start | {"listen": str(Path(team.door.address).with_name(f"{rank}.sock"))}).run()
+
+
+def core_of(folder, **options):
+    return load_core(EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**24, **options))
+
+
+def requests():
+    sampled = SamplingParams(max_tokens=10, temperature=0.8, seed=3, repetition_penalty=1.1)
+    prompts = {f"{i}": [(7 * i + 3 * j) % 250 + 2 for j in range(3 + 41 * i)] for i in range(5)}
+    kinds = [greedy(10, logprobs=2), sampled, greedy(10, prompt_logprobs=1), greedy(10), sampled]
+    return {name: (prompt, params) for (name, prompt), params in zip(prompts.items(), kinds, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return run(core_of(folder), requests())
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"pipeline_parallel": 3}])
+def test_stages_give_the_bits_of_one_process(folder, expected, as_threads, layout):
+    core = core_of(folder, **layout)
+    try:
+        assert run(core, requests()) == expected
+        assert run(core, requests()) == expected  # with cached prefixes
+    finally:
+        core.close()
+
+
+def test_ranks_that_share_layers(folder, expected, as_threads):
+    core = core_of(folder, tensor_parallel=2)
+    try:
+        answers = run(core, requests())
+        assert {name: answer.tokens for name, answer in answers.items()} == {
+            name: answer.tokens for name, answer in expected.items()
+        }
+        alone = {}
+        for name, request in requests().items():
+            alone |= run(core, {name: request})
+        assert alone == answers  # batch-invariant within a layout
+    finally:
+        core.close()
+
+
+def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expected):
+    core = core_of(folder, tensor_parallel=2)
+    try:
+        assert not core.runner.fallback  # collectives are ops of the recorded forward pass
+        folder = core.runner.team._folder
+        assert not folder.exists()  # a process that is killed leaves nothing behind
+        assert not Path("/dev/shm").joinpath(f"{folder.name}-0").exists()
+        tokens = {name: answer.tokens for name, answer in run(core, requests()).items()}
+        assert tokens == {name: answer.tokens for name, answer in expected.items()}
+        core.submit(Submit("last", [1, 2, 3], greedy(100, ignore_eos=True)))
+        core.step()
+        (process,) = core.runner.team._processes.values()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost, match=r"orker (1 )?of the group is gone"):
+            run(core, {})
+        with pytest.raises(WorkerLost):
+            core.step()
+    finally:
+        core.close()
+    assert process.poll() is not None
+
+
+# ---- starts that fail
+
+
+class Guest:
+    """Comes in the place of a worker, and says what it is told."""
+
+    def __init__(self, team, hello):
+        self.channel = connect(team.door.address, team.key, "rank 0", 30.0)
+        self.channel.send(encode(hello))
+
+
+def guests(monkeypatch, hello, then=lambda guest: None):
+    monkeypatch.setattr(Team, "_spawn", lambda team, rank: threading.Thread(target=lambda: then(Guest(team, hello))).start())
+
+
+HELLO = Hello(__version__, own_kernels(), "nowhere", 1)
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (msgspec.structs.replace(HELLO, version="0.0.1"), f"another version than rank 0: 0.0.1 instead of {__version__}"),
+        (msgspec.structs.replace(HELLO, kernels="other"), "another kernels than rank 0: other"),
+    ],
+)
+def test_workers_must_be_alike(folder, monkeypatch, hello, words):
+    guests(monkeypatch, hello)
+    with pytest.raises(ConfigError, match=words):
+        core_of(folder, tensor_parallel=2)
+
+
+def test_a_worker_that_dies_while_loading(folder, monkeypatch):
+    def leave(guest):
+        guest.channel.receive()  # Join
+        guest.channel.abort()
+
+    guests(monkeypatch, HELLO, leave)
+    with pytest.raises(WorkerLost, match="Worker 1 of the group is gone"):
+        core_of(folder, tensor_parallel=2)
+
+
+def test_a_worker_that_dies_before_it_comes(folder, monkeypatch):
+    monkeypatch.setattr(team_module.sys, "executable", "/bin/false")
+    with pytest.raises(WorkerLost, match="Worker 1 ended with code 1 while starting"):
+        core_of(folder, tensor_parallel=2)
+
+
+def test_workers_of_other_hosts_that_do_not_come(folder, monkeypatch, tmp_path):
+    (tmp_path / "key").write_text("0123456789abcdef")
+    monkeypatch.setattr(team_module, "COME_S", 0.0)
+    remote = {"remote_workers": 1, "workers_address": "127.0.0.1:0", "workers_key_file": str(tmp_path / "key")}
+    with pytest.raises(ConfigError, match=r"did not come to 127.0.0.1:\d+ in 0 s. Start on each: tidemill worker --join"):
+        core_of(folder, tensor_parallel=2, **remote)
+
+
+def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
+    make_llama(tmp_path, seed=1, num_hidden_layers=4, tie_word_embeddings=False)
+    told = Worker._prepare
+    monkeypatch.setattr(Worker, "_prepare", lambda self, join: setattr(self, "_model", str(tmp_path)) or told(self, join))
+    with pytest.raises(ConfigError, match="Worker 1 has another model than rank 0"):
+        core_of(folder, pipeline_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tensor_parallel": 0}, "It must be from 1 to 64"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 64}, "are 128 ranks"),
+        ({"tensor_parallel": 5}, "cannot be shared out among 5 ranks"),
+        ({"pipeline_parallel": 5}, "the model has 4 layers"),
+        ({"expert_parallel": True}, "needs several ranks"),
+        ({"remote_workers": 1}, "At least rank 0 is on this host"),
+        ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
+        ({"tensor_parallel": 2, "kv_policy": "streaming"}, "2 ranks cannot be combined with --kv-policy"),
+        ({"pipeline_parallel": 2, "kv_host_memory_bytes": 2**20}, "cannot be combined with --kv-host-memory"),
+        ({"pipeline_parallel": 2, "max_loras": 1}, "cannot be combined with --lora"),
+        ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
+    ],
+)
+def test_what_cannot_be(folder, options, words):
+    with pytest.raises(ConfigError, match=words):
+        core_of(folder, **options)
+
+
+# ---- plans
+
+
+def test_layers_are_shared_out_by_cost():
+    assert split_layers([1] * 10, 2) == (5, 10)
+    assert split_layers([1] * 10, 2, last=3) == (6, 10)
+    assert split_layers([9, 1, 1, 1], 2) == (1, 4)
+    assert split_layers([1] * 4, 4) == (1, 2, 3, 4)
+    world = World(2, (3, 5))
+    assert [(world.stage(rank).first, world.stage(rank).end, world.shard(rank).rank) for rank in range(4)] == [
+        (0, 3, 0), (0, 3, 1), (3, 5, 0), (3, 5, 1),
+    ]  # fmt: skip
+    assert world.sampler == 2
+    assert (world.before(3), world.after(1), world.after(2)) == (1, 3, None)
+
+
+def test_micro_batches_keep_the_order_and_all_tokens():
+    items = [StepItem(i, i, 5, count, True, 0) for i, count in enumerate([100, 3, 1, 1, 30])]
+    parts = cut_items(items, 4, [True, True, True, True, False])
+    assert 2 <= len(parts) <= 4
+    flat = [item for part in parts for item in part]
+    for item in items:
+        own = [each for each in flat if each.row == item.row]
+        assert sum(each.count for each in own) == item.count
+        assert [each.samples for each in own] == [False] * (len(own) - 1) + [True]
+        assert [each.start for each in own] == [5 + sum(other.count for other in own[:i]) for i in range(len(own))]
+    assert [item.row for item in flat] == sorted(item.row for item in flat)
+    assert len([item for item in flat if item.row == 4]) == 1
+    assert max(sum(item.count for item in part) for part in parts) < 60
+    assert cut_items(items[2:4], 1, [True, True]) == [items[2:4]]

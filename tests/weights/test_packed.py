@@ -1,0 +1,217 @@
+"""Quantized Hugging Face folders: what is read is what was written, and broken ones are refused with the fix."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers import greedy, load_model, make_core, make_llama, run
+from tests.models.test_llama import prompt_logits
+from tests.weights.packers import LAYOUTS, quantize_folder
+from tidemill.errors import CheckpointError
+from tidemill.kernels import native
+from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.weight_types import HELD
+from tidemill.weights.checkpoint import open_checkpoint
+
+SIZES = {"intermediate_size": 192, "hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "initializer_range": 0.08}
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+def one_matrix(folder, layout, shape=(96, 128), seed=0):
+    """A folder of one quantized matrix, and its values."""
+    pack, settings = LAYOUTS[layout]
+    tensors, values = pack(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
+    save_file({f"{MODULE}.{part}": tensor.contiguous() for part, tensor in tensors.items()}, folder / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def read(folder):
+    (tensor,) = open_checkpoint(folder).tensors()
+    values = torch.empty(tensor.shape)
+    tensor.read_into(values)
+    return tensor, values
+
+
+def change(folder, **parts):
+    """Replace parts; None removes one."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for part, made in parts.items():
+        name = f"{MODULE}.{part}"
+        value = made(weights[name]) if callable(made) else made
+        weights.pop(name, None)
+        if value is not None:
+            weights[name] = value.contiguous()
+    save_file(weights, path)
+
+
+def settings(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= changes
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_those_that_were_written(layout, tmp_path):
+    expected = one_matrix(tmp_path, layout)
+    tensor, values = read(tmp_path)
+    assert tensor.name == f"{MODULE}.weight"
+    assert tuple(tensor.shape) == (96, 128)
+    exact = layout not in ("bnb int8", "bitnet", "gobo")  # which multiply by a rounded inverse, or add a difference
+    torch.testing.assert_close(values, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-7)
+
+
+def test_parts_of_a_matrix_may_lie_in_different_files(tmp_path):
+    expected = one_matrix(tmp_path, "gptq act-order")
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for i, (name, tensor) in enumerate(weights.items()):
+        save_file({name: tensor}, tmp_path / f"model-{i}.safetensors")
+    assert torch.equal(read(tmp_path)[1], expected)
+
+
+def test_modules_that_were_not_converted_are_plain(tmp_path):
+    one_matrix(tmp_path, "fp8 deepseek")
+    change(tmp_path, weight=torch.ones(3, 4), weight_scale_inv=None)
+    tensor, values = read(tmp_path)
+    assert tensor.type_name == "F32"
+    assert torch.equal(values, torch.ones(3, 4))
+
+
+BROKEN = {
+    "truncated scales": ("gptq", {"scales": lambda t: t[:2]}, "2 groups of 32"),
+    "missing scales": ("gptq", {"scales": None}, "scales is missing"),
+    "scales that are not finite": ("awq", {"scales": lambda t: t * float("nan")}, "not finite"),
+    "zero points of another shape": ("gptq", {"qzeros": lambda t: t[:, :3]}, "qzeros"),
+    "codes of another type": ("awq", {"qweight": lambda t: t.float()}, "qweight is F32"),
+    "groups that are not": ("gptq act-order", {"g_idx": lambda t: torch.full_like(t, 99)}, "does not share the columns"),
+    "a shape that is not": ("int4", {"weight_shape": lambda t: torch.tensor([96, 2**40])}, "weight_shape says"),
+    "a shape of other words": ("int4", {"weight_shape": lambda t: torch.tensor([96, 4096])}, "weight_packed"),
+    "scales of too many rows": ("w8a8", {"weight_scale": lambda t: torch.cat([t, t])}, "does not fit a matrix"),
+    "scales of too many blocks": ("fp8 block", {"weight_scale": lambda t: t[:1]}, "does not fit a matrix"),
+    "a state that is no JSON": (
+        "nf4", {"weight.quant_state.bitsandbytes__nf4": lambda t: t[:20]}, "is no JSON",
+    ),
+    "too few codes": ("nf4", {"weight": lambda t: t[:100]}, "has 100 bytes"),
+    "no largest values": ("nf4", {"weight.nested_absmax": None}, "nested_absmax is missing"),
+    "codes that are not ternary": ("bitnet", {"weight": lambda t: t | 3}, "not ternary"),
+    "rows without scales": ("bnb int8", {"SCB": None}, "SCB is missing"),
+    "places outside the matrix": ("gobo", {"weight_places": lambda t: t + 96 * 128}, "outside the matrix"),
+    "a mask of too many": ("sparse 2:4", {"bitmask": lambda t: t | 255}, "half of each row"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_parts_are_refused(what, tmp_path):
+    layout, parts, message = BROKEN[what]
+    one_matrix(tmp_path, layout)
+    change(tmp_path, **parts)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "message"),
+    [
+        ("gptq", {"quant_method": "hqq"}, "'hqq', which cannot be read"),
+        ("gptq", {"bits": 5}, "5 bits cannot be read"),
+        ("gptq", {"bits": "4"}, "must be a whole number"),
+        ("gptq", {"group_size": 0}, "group_size is 0"),
+        ("gptq", {"checkpoint_format": "marlin"}, "'marlin' of GPTQ"),
+        ("awq", {"version": "gemv"}, "'gemv' cannot be read"),
+        ("int4", {"format": "marlin-24"}, "'marlin-24' cannot be read"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:(a+)+b"]}}}, "too complex"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4}, "targets": ["re:.*q_proj"]}}}, "no group"),
+        ("fp8 deepseek", {"weight_block_size": [0, 1]}, "two whole numbers"),
+        ("bitnet", {"linear_class": "autobitlinear", "quantization_mode": "online"}, "'online' cannot be read"),
+    ],
+)
+def test_unknown_settings_are_refused(layout, given, message, tmp_path):
+    one_matrix(tmp_path, layout)
+    settings(tmp_path, **given)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("layout", ["gptq act-order", "nf4"])
+def test_a_folder_loads_in_float32(layout, tmp_path):
+    reference = make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout, reference)
+    model = load_model(tmp_path)
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(prompt_logits(model, ids), expected, atol=1e-3, rtol=1e-4)
+
+
+# ---- multiplied as they are stored
+
+# Error of all logits as a part of them, against the same weights dequantized, in float32. Activations are rounded to 8 bits: with
+# a scale for 32 of them, for all of a token (W8A8, ternary), or one for ever (static); 8-bit floats become bfloat16.
+BOUNDS = {
+    "gptq": 0.025, "gptq act-order": 0.025, "gptq v2 per channel": 0.025, "gptq 8 bits": 0.025, "gptq 3 bits": 0.025,
+    "awq": 0.025, "int4": 0.025, "int4 asymmetric": 0.025, "int4 act-order": 0.025, "int8 groups": 0.025, "w8a16": 0.025,
+    "bnb int8": 0.025, "nf4": 0.035, "nf4 plain": 0.035, "fp4": 0.03, "fp8 tensor": 0.01, "fp8 block": 0.01,
+    "fp8 deepseek": 0.01, "w8a8": 0.035, "w8a8 static": 0.1, "bitnet": 0.025, "bitnet offline": 0.025, "gobo": 0.03,
+}  # fmt: skip
+OFTEN = ("gptq act-order", "nf4", "w8a8", "bitnet")
+
+
+def often(layouts):
+    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in layouts]
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", often(BOUNDS))
+def test_packed_logits_are_near_those_of_dequantized_weights(layout, tmp_path):
+    reference = make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout, reference)
+    model = load_model(tmp_path, "quantized")
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (prompt_logits(model, ids) - expected).norm() / expected.norm()
+    assert error < BOUNDS[layout]
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", often([name for name in BOUNDS if "plain" not in name]))
+def test_bytes_are_as_declared(layout, tmp_path):
+    if layout.startswith(("fp8", "sparse")):
+        pytest.skip("held dense")
+    one_matrix(tmp_path, layout, (96, 256))
+    (tensor,) = open_checkpoint(tmp_path).tensors()
+    codes = fit(tensor.codes())
+    held = QuantizedPanels(codes, None)
+    declared = HELD["quantized", "cpu"].bytes_of(tensor.type_name, True) * 96 * 256
+    rows = 8 * 96 if tensor.type_name.endswith("-C") or tensor.type_name == "TERNARY" else 0  # scales of rows
+    head = 32 + (4 * 256 if "act-order" in layout else 0)  # table, scale of activations; order of columns
+    if layout == "gobo":  # places and values of outliers
+        rows, head = rows + 8 * 96, head + 4 * 13 + 8 * codes.outliers.places.numel()
+    assert declared <= held.num_bytes <= declared + rows + head
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize(
+    "layout", often(["gptq", "gptq act-order", "awq", "int8 groups", "w8a8", "w8a8 static", "nf4", "bitnet"])
+)
+def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
+    make_llama(tmp_path, **SIZES)
+    quantize_folder(tmp_path, layout)
+    model = load_model(tmp_path, "quantized")
+    prompt = [5, 9, 30, 41, 7] * 4
+    params = greedy(8, logprobs=2)
+    alone = run(make_core(model), {"a": (prompt, params)})["a"]
+    others = {f"b{i}": ([i + 3] * (5 + 3 * i), greedy(12)) for i in range(6)}
+    assert run(make_core(model), {**others, "a": (prompt, params)})["a"] == alone
+    assert run(make_core(model, token_budget=7, max_requests=4), {"a": (prompt, params)})["a"] == alone
+    core = make_core(model)
+    run(core, {"first": (prompt, params)})
+    assert run(core, {"a": (prompt, params)})["a"] == alone

@@ -1,0 +1,1 @@
+"""Batch inference over a file of requests: `tidemill batch`."""

@@ -1,0 +1,121 @@
+"""`tidemill evaluate`: how good a model is as it is served, beside its original."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.cli.stages import Stages
+from tidemill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidemill.compress.evaluate import Evaluation
+    from tidemill.compress.evaluate_tasks import Suite
+
+_MAX_ITEMS = 10_000
+
+
+@takes("model", "dtype", "device", "threads", "max-context")
+def evaluate(
+    settings: Settings,
+    against: Annotated[str | None, typer.Option(help="The original: its figures stand beside, and distances to it.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help=".txt, or .jsonl with an object of text, messages or ids a line. Default: Python's documentation."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text; 0: none.")] = 4096,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Separated by commas: arithmetic, passkey, json, questions; files .jsonl of multiple choice, an object of "
+            "question (or context), choices and answer a line; all; none."
+        ),
+    ] = "all",
+    items: Annotated[int, typer.Option(help="Of each generated task.")] = 20,
+    lengths: Annotated[str, typer.Option(help="Of passkey prompts, in tokens. Default: 256,512,1024.")] = "",
+    seed: Annotated[int, typer.Option(help="Of generated tasks.")] = 0,
+    output: Annotated[Path | None, typer.Option("--json", help="Also write what was measured to this file.")] = None,
+) -> None:
+    """Measure a model as it is served: perplexity, KL divergence and top-1 agreement with the original, speed, small tasks."""
+    from tidemill.compress.evaluate import evaluate, text_windows  # brings torch
+    from tidemill.engine.llm import LLM
+
+    if not 0 <= tokens < 2**31 or not 1 <= items <= _MAX_ITEMS:
+        raise ConfigError(f"--tokens is {tokens}, --items {items}.", fix=f"They must be 0 or more, and 1 to {_MAX_ITEMS}.")
+    suites = _suites(tasks, items, lengths, seed)
+    console = Console(stderr=True, highlight=False)
+    raise_on_interrupt()
+    names = [settings["model"]] if against is None else [against, settings["model"]]
+    if len(set(names)) < len(names):
+        raise ConfigError("The model is its own original.", fix="Give another with --against.", param="against")
+    engine = {"max_requests": 32} | settings.engine
+    models = {name: LLM(progress=console.is_terminal, **engine | {"model": name}) for name in names}
+    windows = text_windows(models[settings["model"]], text, tokens) if tokens else []
+    with Stages(console) as shown:
+        made = evaluate(models, windows, suites, shown)
+    print_table(Console(highlight=False), made)
+    if output is not None:
+        output.write_text(json.dumps([one.to_json() for one in made], indent=2) + "\n")
+
+
+def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:
+    from tidemill.compress.evaluate_tasks import SUITES, passkey, read_choices
+
+    names = [name.strip() for name in tasks.split(",") if name.strip() and name.strip() != "none"]
+    names = [one for name in names for one in (SUITES if name == "all" else [name])]
+    try:
+        sizes = tuple(int(part) for part in lengths.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--lengths is {lengths!r}.", fix="Write numbers like 256,512.", param="lengths") from None
+    if any(size < 1 for size in sizes):
+        raise ConfigError(f"--lengths is {lengths!r}.", fix="They must be positive.", param="lengths")
+    made: list[Suite] = []
+    for name in names:
+        if name == "passkey":
+            made.append(passkey(num, seed, sizes))
+        elif name in SUITES:
+            made.append(SUITES[name](num, seed))
+        elif name.endswith(".jsonl"):
+            made.append(read_choices(Path(name).expanduser()))
+        else:
+            known = ", ".join(SUITES)
+            raise ConfigError(f"There is no task {name!r}.", fix=f"Give some of {known}, or a .jsonl file.", param="tasks")
+    return made
+
+
+def print_table(console: Console, made: list[Evaluation]) -> None:
+    """A column for each model."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for one in made:
+        table.add_column(Path(one.model).name, justify="right")
+    for name, values in _rows(made).items():
+        table.add_row(name, *values)
+    console.print(table)
+
+
+def _rows(made: list[Evaluation]) -> dict[str, list[str]]:
+    rows: dict[str, list[str]] = {
+        "bytes": [f"{one.num_bytes:,}" for one in made],
+        "KV bytes a token": [f"{one.kv_bytes_per_token:,}" for one in made],
+        "decode, tokens/s": [f"{one.tokens_per_s:.1f}" for one in made],
+    }
+    if all(one.quality is not None for one in made):
+        qualities: list[Any] = [one.quality for one in made]
+        rows["perplexity"] = [f"{one.perplexity:.4f}" for one in qualities]
+        if len(made) > 1:
+            rows["KL to the original"] = ["" if one.kl is None else f"{one.kl:.5f}" for one in qualities]
+            rows["top-1 agreement"] = ["" if one.top1 is None else f"{one.top1:.2%}" for one in qualities]
+    for name in made[0].scores:
+        scores = [one.scores[name] for one in made]
+        if scores[0].acc_norm is None:
+            rows[f"{name} ({scores[0].num_items})"] = [f"{one.acc:.1%}" for one in scores]
+        else:
+            rows[f"{name} ({scores[0].num_items}), acc / acc_norm"] = [f"{one.acc:.1%} / {one.acc_norm:.1%}" for one in scores]
+    return rows

@@ -1,0 +1,69 @@
+"""`tidemill prune`: fewer weights, neurons, heads or layers, or matrices of lower rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tidemill.cli.settings import Settings, raise_on_interrupt, takes
+from tidemill.cli.stages import Stages
+
+
+@takes("model")
+def prune(
+    settings: Settings,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    method: Annotated[
+        str,
+        typer.Option(
+            help="What goes: magnitude: the smallest weights. wanda: the smallest times their inputs. sparsegpt: the "
+            "same, and the other weights make up for it. svd: matrices of lower rank. asvd: those that are best on the inputs."
+        ),
+    ] = "sparsegpt",
+    structure: Annotated[
+        str, typer.Option(help="weights, neurons (of feed-forward blocks), heads (with their KV head) or layers.")
+    ] = "weights",
+    pattern: Annotated[
+        str, typer.Option(help="Of weights: unstructured, 2:4 (2 of 4 are kept), 4:8, or blocks like 4x4.")
+    ] = "unstructured",
+    sparsity: Annotated[float, typer.Option(help="The share that goes; of svd and asvd, of the matrices' bytes.")] = 0.5,
+    bits: Annotated[
+        int, typer.Option(help="Of sparsegpt: quantize what is left to so many bits, jointly (8 or 4); 0: do not.")
+    ] = 0,
+    merged: Annotated[
+        bool, typer.Option(help="Of svd and asvd: multiply the factors out, for programs that do not know them.")
+    ] = False,
+    damping: Annotated[float, typer.Option(help="Added to the diagonal of the inputs' second moments, times its mean.")] = 0.01,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Calibration text: .txt, or .jsonl with text, messages or ids a line. Default: the model writes its own."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of it.")] = 16_384,
+    length: Annotated[int, typer.Option(help="Of a sequence of it.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the text that the model writes.")] = 0,
+    out_dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model is stored.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Prune a model, layer by layer: a Hugging Face folder that can be served. The same command goes on where it was stopped."""
+    from tidemill.compress.calibration import Calibration  # brings torch
+    from tidemill.compress.prune import PruneOptions, prune
+
+    calibration = Calibration(data=data, num_tokens=tokens, length=length, seed=seed)
+    options = PruneOptions(
+        model=settings["model"], out=out.expanduser(), method=method, structure=structure, pattern=pattern, sparsity=sparsity,
+        bits=bits, merged=merged, damping=damping, out_dtype=out_dtype, device=device, calibration=calibration,
+    )  # fmt: skip
+    raise_on_interrupt()
+    with Stages(Console(stderr=True, highlight=False)) as shown:
+        made = prune(options, shown)
+    console = Console(highlight=False, soft_wrap=True)
+    share = made["zeros"] / made["values"]
+    console.print(
+        f"{out}: {made['bytes']:,} bytes, {made['layers']} layers; {share:.1%} of the matrices' values are 0.", markup=False
+    )
+    console.print(f"Compare it with: tidemill evaluate {out} --against {settings['model']}", markup=False)

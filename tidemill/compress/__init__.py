@@ -1,0 +1,1 @@
+"""Compression: checkpoints in, smaller checkpoints out."""

@@ -1,0 +1,92 @@
+"""Text that weights are fitted to, as tokens: what the model writes, a text file or a JSONL."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill.compress.walk import Quiet, Reporter
+from tidemill.draft.text import TextFile, read_text, write_text
+from tidemill.errors import ConfigError
+from tidemill.frontend.tokenizer import Tokenizer
+
+MAX_TOKENS = 2**24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """`data`: a .txt or .jsonl file; None: the model writes its own."""
+
+    data: Path | None = None
+    num_tokens: int = 16_384
+    length: int = 512  # of a sequence
+    seed: int = 0
+
+    def check(self) -> None:
+        if not 16 <= self.length <= 2**17:
+            raise ConfigError(f"--length is {self.length}.", fix="It must be 16 to 131072.", param="length")
+        if not self.length <= self.num_tokens <= MAX_TOKENS:
+            fix = f"It must be {self.length} (one sequence) to {MAX_TOKENS}."
+            raise ConfigError(f"--tokens is {self.num_tokens}.", fix=fix, param="tokens")
+
+    def settings(self) -> dict[str, Any]:
+        """What the result depends on."""
+        text = None
+        if self.data is not None:
+            try:
+                text = hashlib.sha256(self.data.read_bytes()).hexdigest()
+            except OSError as error:
+                raise ConfigError(f"--data {self.data} cannot be read: {error}.", param="data") from error
+        return {"text": text, "tokens": self.num_tokens, "length": self.length, "seed": self.seed}
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What reading text needs of a model."""
+
+    tokenizer: Tokenizer
+    model_config: _Vocabulary
+
+
+def calibration_ids(model: Path, vocab_size: int, asked: Calibration, work: Path, report: Reporter | None = None) -> torch.Tensor:
+    """[sequences, length]. Documents follow each other; `work`: where text that the model writes is kept meanwhile."""
+    asked.check()
+    report = report or Quiet()
+    if asked.data is not None:
+        report.stage("Reading text", 1)
+        texts = _Texts(Tokenizer.load(model), _Vocabulary(vocab_size))
+        made = read_text(texts, asked.data, asked.num_tokens, asked.length)
+        report.at(1)
+    else:
+        made = _written(model, asked, work, report)
+    ids = [token for one in made for token in one.ids]
+    num_sequences = asked.num_tokens // asked.length
+    if len(ids) < num_sequences * asked.length:
+        raise ConfigError(
+            f"The calibration text has {len(ids)} tokens; {num_sequences * asked.length} were asked for.",
+            fix=f"Give more text, or --tokens {max(len(ids) // asked.length, 1) * asked.length}.",
+            param="data",
+        )
+    return torch.tensor(ids[: num_sequences * asked.length]).view(num_sequences, asked.length)
+
+
+def _written(model: Path, asked: Calibration, work: Path, report: Reporter) -> Any:
+    from tidemill.engine.llm import LLM
+    from tidemill.engine.load import inspect
+
+    context = min(1024, inspect(str(model))[2].max_context)
+    llm = LLM(str(model), device="cpu", max_requests=32, max_context=context, progress=False)
+    try:
+        report.stage("Writing text", asked.num_tokens)
+        return write_text(llm, TextFile(work / "text.jsonl", ""), asked.num_tokens, asked.seed, report.at)
+    finally:
+        llm.close()

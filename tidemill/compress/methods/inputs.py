@@ -1,0 +1,75 @@
+"""What the calibration text sends into each linear of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.compress.walk import LayerJob
+from tidemill.errors import CalibrationError
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Of linears with the same inputs, shared among them."""
+
+    num_tokens: int
+    mean_K: torch.Tensor  # of absolute values
+    largest_K: torch.Tensor
+    squares_K: torch.Tensor  # sums
+    moments_KK: torch.Tensor | None  # sum of x xᵀ
+    sample_TK: torch.Tensor  # some tokens
+
+    def divide(self, scales_K: torch.Tensor) -> None:
+        """The layer before now gives inputs divided by these."""
+        self.mean_K, self.largest_K = self.mean_K / scales_K, self.largest_K / scales_K
+        self.sample_TK, self.squares_K = self.sample_TK / scales_K, self.squares_K / scales_K**2
+        if self.moments_KK is not None:
+            self.moments_KK = self.moments_KK / scales_K / scales_K[:, None]
+
+    @property
+    def largest(self) -> float:
+        return float(self.largest_K.max())
+
+
+def collect(job: LayerJob, *, moments: bool = False, num_samples: int = 0) -> dict[str, Inputs]:
+    """By linear."""
+    made: dict[str, Inputs] = {}
+    last: tuple[int, torch.Size] | None = None
+    owner = ""
+
+    def see(name: str, x_TK: torch.Tensor) -> None:
+        nonlocal last, owner
+        place = x_TK.data_ptr(), x_TK.shape
+        if place == last and (name not in made or made[name] is made[owner]):  # what the linear before got, too
+            made[name] = made[owner]
+            return
+        last, owner = place, name
+        largest, mean = x_TK.abs().amax(0), x_TK.abs().sum(0)
+        if name not in made:
+            zeros = torch.zeros_like(mean)
+            square = torch.zeros(mean.numel(), mean.numel(), device=mean.device) if moments else None
+            made[name] = Inputs(0, zeros, zeros, zeros, square, x_TK[:0])
+        own = made[name]
+        own.num_tokens += x_TK.shape[0]
+        own.largest_K, own.mean_K = torch.maximum(own.largest_K, largest), own.mean_K + mean
+        own.squares_K = own.squares_K + x_TK.square().sum(0)
+        if own.moments_KK is not None:
+            own.moments_KK.addmm_(x_TK.t(), x_TK)
+        if own.sample_TK.shape[0] < num_samples:
+            stride = max(1, x_TK.shape[0] // max(1, num_samples // 4))
+            own.sample_TK = torch.cat([own.sample_TK, x_TK[::stride]])[:num_samples]
+
+    job.observe(see)
+    for name, own in {id(one): (name, one) for name, one in made.items()}.values():
+        if not bool(own.mean_K.isfinite().all()):
+            raise CalibrationError(f"Inputs of {name} are not finite.", fix="Is the checkpoint whole? Try tidemill generate.")
+        own.mean_K = own.mean_K / max(own.num_tokens, 1)
+    return made
+
+
+def output_error(error_NK: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The mean square of what this error of a matrix adds to an output."""
+    assert inputs.moments_KK is not None
+    return ((error_NK @ inputs.moments_KK) * error_NK).sum() / (inputs.num_tokens * error_NK.shape[0])

@@ -1,0 +1,159 @@
+"""`tidemill quantize`: from a model to a folder or a GGUF file of its quantized weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidemill.compress.calibration import Calibration, calibration_ids
+from tidemill.compress.decoder import Decoder
+from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
+from tidemill.compress.layouts import GGUF, layout_class
+from tidemill.compress.methods import method_class
+from tidemill.compress.methods.base import Method
+from tidemill.compress.mixed import Budget, choose_bits
+from tidemill.compress.source import Source
+from tidemill.compress.stored import from_state
+from tidemill.compress.walk import Quiet, Reporter, walk
+from tidemill.compress.work import Work
+from tidemill.errors import ConfigError
+
+_IDS = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions:
+    """`options`: of the method, those that are given. `budget`: bits of matrices differ, by how much each matters."""
+
+    model: str
+    out: Path
+    method: str = "gptq"
+    options: dict[str, Any] = field(default_factory=dict)
+    layout: str | None = None  # None: the method's first
+    dtype: str | None = None  # of what stays floats; None: the model's own, 16 bits
+    budget: Budget | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    out: Path
+    layout: str
+    bytes_before: int
+    bytes_after: int
+    num_values: int  # of quantized matrices
+    num_matrix_bytes: int
+    bits_of: dict[str, int]  # of matrices, where they differ
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.num_matrix_bytes / max(self.num_values, 1)
+
+
+def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
+    """What is finished of an interrupted run is not done again."""
+    report = report or Quiet()
+    method = method_class(given.method)(given.options)
+    layout = _layout(given, method)
+    source = Source.open(given.model)
+    dtype = output_dtype(source, given.dtype or _half(source))
+    decoder = Decoder(source, given.device)
+    calibration = given.calibration
+    calibration.check()
+    needs_text = method.needs_text or given.budget is not None
+    if calibration.data is not None and not needs_text:
+        raise ConfigError(f"{method.name} as it is asked for needs no --data.", fix="Leave it out.", param="data")
+    work = Work(given.out, _settings(given, method, layout, dtype, source, needs_text))
+    ids = _text(source, calibration, work, report) if needs_text else None
+    if given.budget is not None:
+        assert ids is not None
+        method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
+    walk(
+        decoder,
+        work,
+        method,
+        ids if method.needs_text else None,
+        needs_truth=method.needs_truth,
+        seed=calibration.seed,
+        report=report,
+    )
+    if layout == GGUF:
+        from tidemill.compress.layouts.gguf import write_gguf
+
+        num_values, num_bytes = write_gguf(decoder, work, report)
+    else:
+        num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
+    work.publish()
+    return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of)
+
+
+def _layout(given: QuantizeOptions, method: Method) -> str:
+    layout = given.layout or (GGUF if given.out.suffix == ".gguf" and GGUF in method.formats else method.formats[0])
+    if layout not in method.formats:
+        fix = f"Choose {', '.join(method.formats)}."
+        raise ConfigError(f"--format {layout} cannot hold what {method.name} makes.", fix=fix, param="format")
+    if (layout == GGUF) != (given.out.suffix == ".gguf"):
+        raise ConfigError(f"--out is {given.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out")
+    return layout
+
+
+def _half(source: Source) -> str | None:
+    """Floats of a quantized model have 16 bits."""
+    stored = source.config.get("dtype") or source.config.get("torch_dtype")
+    return None if stored in ("bfloat16", "float16") else "float16"
+
+
+def _settings(
+    given: QuantizeOptions, method: Method, layout: str, dtype: str, source: Source, needs_text: bool
+) -> dict[str, Any]:
+    return {
+        "model": str(source.path.resolve()),
+        "model_bytes": source.num_bytes,
+        "method": method.name,
+        "options": method.options,
+        "layout": layout,
+        "dtype": dtype,
+        "budget": None if given.budget is None else given.budget.settings(),
+        "text": given.calibration.settings() if needs_text else None,
+        "seed": given.calibration.seed,
+    }
+
+
+def _text(source: Source, calibration: Calibration, work: Work, report: Reporter) -> torch.Tensor:
+    saved = work.saved(_IDS)
+    if saved is None:
+        saved = {"ids": calibration_ids(source.path, source.config["vocab_size"], calibration, work.folder, report)}
+        work.save(_IDS, saved)
+    return saved["ids"]
+
+
+def _write_folder(decoder: Decoder, work: Work, name: str, dtype: str, report: Reporter) -> tuple[int, int]:
+    """How many values were quantized, and the bytes they take."""
+    layout = layout_class(name)()
+    writer = FolderWriter(work.result, dtype)
+    num_values = num_bytes = 0
+    report.stage("Writing", decoder.num_layers)
+    for tensor_name, tensor in decoder.read(names_outside(decoder)).items():
+        writer.add(tensor_name, tensor)
+    for number in range(decoder.num_layers):
+        stored, changed = from_state(work.tensors(number))
+        for matrix, one in stored.items():
+            for tensor_name, tensor in layout.tensors(matrix, one).items():
+                writer.add(tensor_name, tensor, as_is=True)
+            num_values += one.dequantize().numel()
+            num_bytes += one.num_bytes
+        others = {one for one in decoder.tensor_names(number) if one.removesuffix(".weight") not in stored} - changed.keys()
+        for tensor_name, tensor in sorted({**changed, **decoder.read(others)}.items()):
+            writer.add(tensor_name, tensor)
+        report.at(number + 1)
+    writer.close(decoder.source, decoder.source.config | {"quantization_config": layout.config()})
+    return num_values, num_bytes
+
+
+def size_of(path: Path) -> int:
+    """Of a checkpoint's weights."""
+    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,0 +1,90 @@
+"""Decisions about several ranks that compute one model together."""
+
+from __future__ import annotations
+
+from tidemill.config.options import Decision, EngineOptions
+from tidemill.errors import ConfigError
+from tidemill.machine import Machine
+from tidemill.model_config import ModelConfig
+
+MAX_RANKS = 64
+_DRAFT_HEADS = ("medusa", "eagle", "exit", "exit-bandit")
+
+
+def decide_ranks(options: EngineOptions, device: str, model: ModelConfig, machine: Machine) -> Decision[tuple[int, int]]:
+    """Ranks that share a layer, and stages of layers. Refuses what several ranks cannot do."""
+    tensor, stages = options.tensor_parallel, options.pipeline_parallel
+    for name, value in (("tensor_parallel", tensor), ("pipeline_parallel", stages)):
+        if not 1 <= value <= MAX_RANKS:
+            raise ConfigError(f"{name} is {value}.", fix=f"It must be from 1 to {MAX_RANKS}.", param=name)
+    num = tensor * stages
+    if num > MAX_RANKS:
+        fix = f"At most {MAX_RANKS} ranks can work together."
+        raise ConfigError(f"tensor_parallel {tensor} and pipeline_parallel {stages} are {num} ranks.", fix=fix)
+    if not 0 <= options.remote_workers < max(num, 1) or (options.remote_workers and num == 1):
+        raise ConfigError(
+            f"remote_workers is {options.remote_workers}, and there are {num} ranks.",
+            fix="At least rank 0 is on this host: give fewer, or raise --tensor-parallel or --pipeline-parallel.",
+            param="remote_workers",
+        )
+    if num == 1:
+        if options.expert_parallel:
+            fix = "Give --tensor-parallel as well."
+            raise ConfigError("expert_parallel needs several ranks.", fix=fix, param="expert_parallel")
+        return (1, 1), "one process"
+    if stages > model.num_layers:
+        fix = f"Use --pipeline-parallel {model.num_layers} or less."
+        raise ConfigError(f"{stages} stages, but the model has {model.num_layers} layers.", fix=fix, param="pipeline_parallel")
+    if options.expert_parallel and not any(model.experts):
+        raise ConfigError("expert_parallel: the model has no experts.", fix="Leave it out.", param="expert_parallel")
+    _check_combinations(options, device, model, num)
+    _check_remote(options)
+    if device == "cuda" and num > machine.num_gpus:
+        return (tensor, stages), f"given; they share {machine.num_gpus} GPU, which is slower than one rank: a trial, not a layout"
+    return (tensor, stages), "given"
+
+
+def _check_combinations(options: EngineOptions, device: str, model: ModelConfig, num: int) -> None:
+    is_there = {
+        "device cuda and --pipeline-parallel": device == "cuda" and options.pipeline_parallel > 1,
+        "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
+        "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
+        "an encoder": model.pooler is not None,
+        "--kv-layout virtual": options.kv_layout != "paged",
+        "--kv-host-memory": options.kv_host_memory_bytes is not None,
+        "--kv-disk": options.kv_disk is not None,
+        "--kv-policy": options.kv_policy is not None,
+        "--kv-calibration": options.kv_calibration is not None,
+        "--lora and --max-loras": bool(options.loras) or options.max_loras is not None,
+        f"--speculate {options.speculate}": options.speculate in _DRAFT_HEADS,
+        "--fast-math": options.fast_math,
+    }
+    for what, is_asked in is_there.items():
+        if is_asked:
+            fix = "Leave one of them out."
+            raise ConfigError(f"{num} ranks cannot be combined with {what} yet.", fix=fix, param="tensor_parallel")
+
+
+def _check_remote(options: EngineOptions) -> None:
+    if not options.remote_workers:
+        return
+    for name in ("workers_address", "workers_key_file"):
+        if getattr(options, name) is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"remote_workers needs {flag}.", fix=f"Give {flag}.", param=name)
+    workers_address(options)
+
+
+def workers_address(options: EngineOptions) -> tuple[str, int] | None:
+    """Where workers of other hosts come to."""
+    given = options.workers_address
+    if not options.remote_workers or given is None:
+        return None
+    host, _, port = given.rpartition(":")
+    if not host or host == "0.0.0.0" or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(
+            f"workers_address is {given!r}.",
+            fix="Give HOST:PORT, by which other hosts reach this one, like 10.0.0.1:29500.",
+            param="workers_address",
+        )
+    return host, int(port)

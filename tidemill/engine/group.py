@@ -1,0 +1,65 @@
+"""Starting a group of ranks from the engine's process: all of them, or none."""
+
+from __future__ import annotations
+
+from tidemill.config import EngineConfig, EngineOptions
+from tidemill.config.keys import read_key
+from tidemill.config.parallel import workers_address
+from tidemill.errors import TidemillError, WorkerLost
+from tidemill.model_config import ModelConfig
+from tidemill.models.base import Model, ProgressFn
+from tidemill.parallel.group import use
+from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
+from tidemill.runner.rank import load_rank, make_rank_runner, world_of
+from tidemill.runner.team import Team
+from tidemill.runner.worker_group import WorkerGroup
+from tidemill.runner.worker_messages import Join, Loaded, Prepare, Prepared
+from tidemill.weights.checkpoint import Checkpoint
+from tidemill.weights.digest import fingerprint_of
+
+
+def start_group(
+    options: EngineOptions,
+    checkpoint: Checkpoint,
+    architecture: type[Model],
+    model_config: ModelConfig,
+    config: EngineConfig,
+    progress: ProgressFn | None = None,
+) -> tuple[Model, WorkerGroup]:
+    """Rank 0's part of the model, and the group."""
+    world = world_of(config, model_config)
+    key = read_key(options.workers_key_file) if options.remote_workers and options.workers_key_file else b""
+    team = Team(world, options.remote_workers, workers_address(options), key)
+    tell = progress or (lambda name, done, total: None)
+    try:
+        total = checkpoint.num_bytes if checkpoint.has_weights else 0
+        team.start(lambda text: tell(text, 0, total))
+        shared = {rank: team.shared_memory(rank) for rank in range(world.size)}
+        model_digest = fingerprint_of(checkpoint.path)
+        team.join(lambda rank: Join(rank, world, options, config, model_digest, team.addresses, shared[rank]))
+        peers = peers_of(0, world, by_sockets=world.tensor > 1 and not shared[0])
+        channels = meet_peers(0, peers, team.addresses, team.door, team.key, team.check)
+        take_device(0, config.device)
+        group = group_for(0, world, config.device, shared[0], channels)
+        team.on_lost += [group.fail, *(channel.abort for channel in channels.values())]
+        use(world.shard(0), group)
+        random = options.load_format == "dummy"
+        model = load_rank(architecture, checkpoint, model_config, config, world, 0, progress, random)
+        loaded = team.wait(Loaded, lambda rank, message: tell(f"worker {rank}", message.done_bytes, message.total_bytes))
+        team.all_are_here()
+        team.read_bytes = [model.num_bytes_read, *(loaded[rank].read_bytes for rank in sorted(loaded))]
+        team.send_all(Prepare())
+        own = make_rank_runner(model, config, world, 0, channels)
+        for prepared in team.wait(Prepared).values():
+            own.fallback = own.fallback or prepared.fallback
+        group.begin()
+        return model, WorkerGroup(own, team)
+    except WorkerLost as error:
+        team.fail(error)
+        team.close()
+        assert team.lost is not None
+        raise team.lost from error  # the first reason
+    except BaseException as error:
+        team.fail(error if isinstance(error, TidemillError) else WorkerLost("The group could not be started."))
+        team.close()
+        raise

@@ -1,0 +1,151 @@
+"""A rank of a group, other than the engine's: joins, loads its part, computes the plans it gets."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections import deque
+from typing import Any
+
+from tidemill.engine.load import inspect
+from tidemill.errors import ConfigError, TidemillError, WorkerLost
+from tidemill.kernels import machine
+from tidemill.parallel.channel import Address, Door, connect
+from tidemill.parallel.group import use
+from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
+from tidemill.runner.base import StepResult
+from tidemill.runner.rank import load_rank, make_rank_runner
+from tidemill.runner.team import error_of, own_kernels
+from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
+from tidemill.runner.worker_messages import (
+    Change,
+    Drawn,
+    Failed,
+    FromWorker,
+    Hello,
+    Join,
+    Loaded,
+    Loading,
+    Prepare,
+    Prepared,
+    Result,
+    Step,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+from tidemill.version import __version__
+from tidemill.weights.digest import fingerprint_of
+
+_FIRST_S = 60.0
+
+
+class Worker:
+    def __init__(self, start: dict[str, Any]) -> None:
+        """`start`: address and key of rank 0; the rank, or none; where to listen, or none; the model, if it lies elsewhere."""
+        given = start["address"]
+        address: Address = given if isinstance(given, str) else (given[0], int(given[1]))
+        self._key, self._model, self._rank = bytes.fromhex(start["key"]), start.get("model"), start.get("rank", -1)
+        self._threads = start.get("threads")
+        self._host = None if isinstance(address, str) else address[0]
+        self._channel = connect(address, self._key, "rank 0", start.get("within_s", _FIRST_S))
+        self._door = Door(start.get("listen") or (self._channel.own_host, 0), self._key)
+
+    def run(self) -> int:
+        """The process's exit code: 0 in good order, 1 if the group failed, 2 if it cannot be joined."""
+        is_remote = self._rank < 0
+        try:
+            self._run()
+            return 0
+        except TidemillError as error:
+            self._send(Failed(type(error).__name__, error.message, error.fix, error.param))
+            if is_remote:  # others are told by rank 0
+                print(error, file=sys.stderr)
+            return 2 if isinstance(error, ConfigError) else 1
+        except Exception as error:
+            traceback.print_exc()
+            self._send(Failed("WorkerLost", f"Worker {self._rank} failed: {type(error).__name__}: {error}"))
+            return 1
+        finally:
+            self._channel.close()
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.send(encode(message))
+
+    def _receive(self) -> ToWorker:
+        return decode_to_worker(self._channel.receive())
+
+    def _run(self) -> None:
+        self._send(Hello(__version__, own_kernels(), self._door.address, self._rank))
+        join = self._receive()
+        if isinstance(join, Failed):
+            raise error_of(join)
+        assert isinstance(join, Join)
+        self._rank = join.rank
+        runner = self._prepare(join)
+        if runner is not None:
+            self._compute(runner, join)
+
+    def _prepare(self, join: Join) -> RankRunner | None:
+        """The runner, or None if the group ends before."""
+        rank, world, config = join.rank, join.world, join.config
+        machine.set_threads(self._threads or config.threads)
+        checkpoint, architecture, model_config = inspect(self._model or join.options.model)
+        if fingerprint_of(checkpoint.path) != join.model:
+            what = f"Worker {rank} has another model than rank 0 at {checkpoint.path}."
+            raise ConfigError(what, fix="Give all hosts the same files.", param="model")
+        addresses = list(join.addresses)
+        if self._host is not None and not isinstance(addresses[0], str):
+            addresses[0] = (self._host, addresses[0][1])  # as this host reaches it
+        peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
+        channels = meet_peers(rank, peers, addresses, self._door, self._key)
+        take_device(rank, config.device)
+        group = group_for(rank, world, config.device, join.shared, channels)
+        use(world.shard(rank), group)
+        random = join.options.load_format == "dummy"
+        model = load_rank(
+            architecture,
+            checkpoint,
+            model_config,
+            config,
+            world,
+            rank,
+            lambda name, done, total: self._send(Loading(done, total)),
+            random,
+        )
+        self._send(Loaded(model.num_bytes_read))
+        if not isinstance(self._receive(), Prepare):
+            return None
+        runner = make_rank_runner(model, config, world, rank, channels)
+        self._send(Prepared(runner.fallback))
+        group.begin()
+        return runner
+
+    def _compute(self, runner: RankRunner, join: Join) -> None:
+        samples, is_heard = join.rank >= join.world.sampler, join.rank == join.world.sampler
+        flying, drawn = deque[Launched](), dict[int, list[Drawn]]()
+        while True:
+            message = self._receive()
+            if isinstance(message, Step):
+                if not samples:
+                    append(runner.state, message.drawn)
+                while samples and flying and flying[0].plan.step <= message.drawn_in:
+                    self._collect(runner, flying, drawn)
+                drawn = {step: tokens for step, tokens in drawn.items() if step >= message.drawn_in}
+                if samples and drawn.get(message.drawn_in, []) != message.drawn:
+                    raise WorkerLost(f"Worker {join.rank} drew other tokens than the rank whose tokens count.")
+                flying.append(launch(runner, message.plan))
+                while len(flying) > runner.steps_ahead:
+                    result = self._collect(runner, flying, drawn)
+                    if is_heard:
+                        self._send(Result.of(message.plan.step, result))
+            elif isinstance(message, Change):
+                runner.change_pages(message.plan)
+            else:
+                return
+
+    def _collect(self, runner: RankRunner, flying: deque[Launched], drawn: dict[int, list[Drawn]]) -> StepResult:
+        launched = flying.popleft()
+        result = runner.collect(launched.own)
+        drawn[launched.plan.step] = drawn_in(launched, result)
+        return result

@@ -1,0 +1,281 @@
+/* Kinds whose activations are bytes with a scale for 32 of them (layouts: linear.c). Sums over 32 are whole numbers; those over groups
+are floats, in the order of the groups. */
+#include "linear.h"
+
+static const int8_t MX4_CODES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+TM_INLINE int is_packed(int kind) { return kind == Q4 || kind == MX4 || kind == S4 || kind >= G4; }
+TM_INLINE int has_offsets(int kind) { return kind == Q8M || kind == Q4 || kind == G8M || kind == G4; }
+TM_INLINE long scale_halves(int kind) { return has_offsets(kind) || kind == S4 ? 2 * LANES : LANES; } /* of a group, 16 bits each */
+
+/* Two codes of each byte. */
+TM_INLINE void split(int kind, const int8_t *table, u8x32 both, u8x32 *low, u8x32 *high) {
+    if (kind == S4 || kind == GS4) {
+        *low = u8x32_low_by_16(both), *high = u8x32_high_by_16(both);
+        return;
+    }
+    *low = u8x32_low(both), *high = u8x32_high(both);
+    if (kind == MX4) table = MX4_CODES;
+    if (kind == MX4 || kind == GT4) *low = u8x32_look_up(table, *low), *high = u8x32_look_up(table, *high);
+}
+
+void quantize_row(void *arg, long row, int thread) {
+    (void)thread;
+    const linear_job *j = arg;
+    long num_groups = j->num_in / GROUP;
+    for (long g = 0; g < num_groups; g++) {
+        const float *x = j->x + row * j->num_in + g * GROUP;
+        float ordered[GROUP];
+        if (j->order) {
+            for (int i = 0; i < GROUP; i++) ordered[i] = j->x[row * j->num_in + j->order[g * GROUP + i]];
+            x = ordered;
+        }
+        f32x8 v0 = f32x8_load(x), v1 = f32x8_load(x + 8), v2 = f32x8_load(x + 16), v3 = f32x8_load(x + 24);
+        float top = f32x8_maximum(f32x8_max(f32x8_max(f32x8_abs(v0), f32x8_abs(v1)), f32x8_max(f32x8_abs(v2), f32x8_abs(v3))));
+        float inverse = top > 0 ? 127.0f / top : 0.0f;
+        i32x8 q0 = f32x8_to_i32x8(f32x8_mul1(v0, inverse)), q1 = f32x8_to_i32x8(f32x8_mul1(v1, inverse));
+        i32x8 q2 = f32x8_to_i32x8(f32x8_mul1(v2, inverse)), q3 = f32x8_to_i32x8(f32x8_mul1(v3, inverse));
+        int8_t *to = j->xq + row * j->num_in + g * GROUP;
+        i32x8_store_bytes(to, q0);
+        i32x8_store_bytes(to + 8, q1);
+        i32x8_store_bytes(to + 16, q2);
+        i32x8_store_bytes(to + 24, q3);
+        float d = top / 127.0f + 0 * f32x8_sum(f32x8_add(f32x8_add(v0, v1), f32x8_add(v2, v3))); /* not finite if any value is not */
+        j->xd[row * num_groups + g] = d;
+        j->xs[row * num_groups + g] = d * (float)i32x8_sum(i32x8_add(i32x8_add(q0, q1), i32x8_add(q2, q3)));
+    }
+}
+
+#define DOT(acc, w, x, f) (kind == Q4 || kind == G4 ? i32x8_dot_unsigned(acc, w, x, f) : i32x8_dot(acc, w, x, f))
+#define FOUR(f)                                                                  \
+    {                                                                            \
+        u8x32 low, high;                                                         \
+        split(kind, j->table, u8x32_load(codes + f * 32), &low, &high);                    \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], low, first[r], f);      \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], high, second[r], f);    \
+    }
+#define BYTES(at, half, f)                                               \
+    {                                                                    \
+        u8x32 w = u8x32_load(codes + at * 32);                           \
+        for (int r = 0; r < n; r++) dot[r] = DOT(dot[r], w, half[r], f); \
+    }
+
+TM_INLINE f32x8 load_scale(const void *scales, long at, int wide) {
+    return wide ? f32x8_load((const float *)scales + at) : f32x8_load_f16((const uint16_t *)scales + at);
+}
+
+/* One panel by `n` rows from `row` on. `kind`, `wide` and `n` are constants where this is called, so branches go and loops unroll.
+   wide: unpacked to a byte a code and float scales. */
+TM_INLINE void tile_q(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x8 *out) {
+    long num_groups = j->num_in / GROUP, num_scales = has_offsets(kind) ? 2 * LANES : LANES;
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups;
+    f32x8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
+    for (long g = 0; g < num_groups; g++) {
+        i32x8 dot[ROWS];
+        i8x16 first[ROWS], second[ROWS];
+        for (int r = 0; r < n; r++) dot[r] = i32x8_start();
+        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
+        if (is_packed(kind) && !wide) {
+            FOUR(0) FOUR(1) FOUR(2) FOUR(3)
+            codes += 128;
+        } else {
+            BYTES(0, first, 0) BYTES(1, first, 1) BYTES(2, first, 2) BYTES(3, first, 3)
+            BYTES(4, second, 0) BYTES(5, second, 1) BYTES(6, second, 2) BYTES(7, second, 3)
+            codes += 256;
+        }
+        f32x8 d = load_scale(scales, g * num_scales, wide || kind == S4);
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], i32x8_finish(dot[r]), f32x8_mul1(d, xd[r * num_groups + g]));
+        if (has_offsets(kind)) {
+            f32x8 m = load_scale(scales, g * num_scales + LANES, wide);
+            for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, xs[r * num_groups + g]);
+        }
+        x += GROUP;
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+#define SINGLE_FOUR(f)                                        \
+    {                                                         \
+        u8x32 low, high;                                      \
+        split(kind, j->table, u8x32_load(codes + f * 32), &low, &high); \
+        dot[p] = DOT(dot[p], low, first, f);                  \
+        dot[p] = DOT(dot[p], high, second, f);                \
+    }
+#define SINGLE_BYTES(at, half, f) dot[p] = i32x8_dot(dot[p], u8x32_load(codes + at * 32), half, f);
+
+/* `n` groups of one panel by one row, added to `acc`. */
+TM_INLINE f32x8 single_groups(const linear_job *j, int kind, const uint8_t *codes, const uint16_t *scales, long g, int n, f32x8 acc) {
+    long code_bytes = is_packed(kind) ? 128 : 256;
+    i32x8 dot[2];
+    codes += g * code_bytes, scales += g * scale_halves(kind);
+    for (int p = 0; p < n; p++) {
+        i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
+        dot[p] = i32x8_start();
+        if (is_packed(kind)) {
+            SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
+        } else {
+            SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
+            SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
+        }
+        codes += code_bytes;
+    }
+    for (int p = 0; p < n; p++) {
+        acc = f32x8_fma(acc, i32x8_finish(dot[p]), f32x8_mul1(load_scale(scales, 0, kind == S4), j->xd[g + p]));
+        if (has_offsets(kind)) acc = f32x8_fma1(acc, f32x8_load_f16(scales + LANES), j->xs[g + p]);
+        scales += scale_halves(kind);
+    }
+    return acc;
+}
+
+/* One panel by one row, two groups at a time: one group alone is a single chain of sums, and the processor would wait. */
+TM_INLINE void single_q(const linear_job *j, int kind, const uint8_t *codes, const void *scales, f32x8 *out) {
+    long num_groups = j->num_in / GROUP, g = 0;
+    f32x8 acc = f32x8_set(0);
+    for (; g + 2 <= num_groups; g += 2) acc = single_groups(j, kind, codes, scales, g, 2, acc);
+    if (g < num_groups) acc = single_groups(j, kind, codes, scales, g, 1, acc);
+    *out = acc;
+}
+
+/* ---- groups of any multiple of 32, float scales: a group's sum first, then its scale */
+
+TM_INLINE void tile_g(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *from, long row, int n, f32x8 *out) {
+    long num_groups = j->num_in / GROUP;
+    const int8_t *x = j->xq + row * j->num_in;
+    const float *xd = j->xd + row * num_groups, *xs = j->xs + row * num_groups, *scales = from;
+    f32x8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
+    for (long g = 0; g < num_groups;) {
+        long end = g + j->group < num_groups ? g + j->group : num_groups;
+        f32x8 part[ROWS];
+        float sum[ROWS];
+        for (int r = 0; r < n; r++) part[r] = f32x8_set(0), sum[r] = 0;
+        for (; g < end; g++) {
+            i32x8 dot[ROWS];
+            i8x16 first[ROWS], second[ROWS];
+            for (int r = 0; r < n; r++) dot[r] = i32x8_start();
+            for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
+            if (is_packed(kind) && !wide) {
+                FOUR(0) FOUR(1) FOUR(2) FOUR(3)
+                codes += 128;
+            } else {
+                BYTES(0, first, 0) BYTES(1, first, 1) BYTES(2, first, 2) BYTES(3, first, 3)
+                BYTES(4, second, 0) BYTES(5, second, 1) BYTES(6, second, 2) BYTES(7, second, 3)
+                codes += 256;
+            }
+            for (int r = 0; r < n; r++) part[r] = f32x8_fma1(part[r], i32x8_finish(dot[r]), xd[r * num_groups + g]);
+            if (has_offsets(kind)) for (int r = 0; r < n; r++) sum[r] += xs[r * num_groups + g];
+            x += GROUP;
+        }
+        f32x8 d = f32x8_load(scales);
+        for (int r = 0; r < n; r++) acc[r] = f32x8_fma(acc[r], part[r], d);
+        scales += LANES;
+        if (has_offsets(kind)) {
+            f32x8 m = f32x8_load(scales);
+            for (int r = 0; r < n; r++) acc[r] = f32x8_fma1(acc[r], m, sum[r]);
+            scales += LANES;
+        }
+    }
+    for (int r = 0; r < n; r++) out[r] = acc[r];
+}
+
+/* Where a group of a single row ends. */
+typedef struct {
+    f32x8 acc, part;
+    float sum;
+    long inside;
+    const float *scales;
+} single_sums;
+
+TM_INLINE void end_group(int kind, single_sums *s) {
+    s->acc = f32x8_fma(s->acc, s->part, f32x8_load(s->scales));
+    if (has_offsets(kind)) s->acc = f32x8_fma1(s->acc, f32x8_load(s->scales + LANES), s->sum);
+    s->scales += has_offsets(kind) ? 2 * LANES : LANES;
+    s->part = f32x8_set(0), s->sum = 0, s->inside = 0;
+}
+
+/* The sums of `n` groups of 32: whole numbers, several chains at once. */
+TM_INLINE void single_sum(const linear_job *j, int kind, const uint8_t *codes, long g, int n, single_sums *s) {
+    i32x8 dot[2];
+    for (int p = 0; p < n; p++) {
+        i8x16 first = i8x16_load(j->xq + (g + p) * GROUP), second = i8x16_load(j->xq + (g + p) * GROUP + 16);
+        dot[p] = i32x8_start();
+        if (is_packed(kind)) {
+            SINGLE_FOUR(0) SINGLE_FOUR(1) SINGLE_FOUR(2) SINGLE_FOUR(3)
+            codes += 128;
+        } else {
+            SINGLE_BYTES(0, first, 0) SINGLE_BYTES(1, first, 1) SINGLE_BYTES(2, first, 2) SINGLE_BYTES(3, first, 3)
+            SINGLE_BYTES(4, second, 0) SINGLE_BYTES(5, second, 1) SINGLE_BYTES(6, second, 2) SINGLE_BYTES(7, second, 3)
+            codes += 256;
+        }
+    }
+    for (int p = 0; p < n; p++) {
+        s->part = f32x8_fma1(s->part, i32x8_finish(dot[p]), j->xd[g + p]);
+        if (has_offsets(kind)) s->sum += j->xs[g + p];
+        if (++s->inside == j->group) end_group(kind, s);
+    }
+}
+
+TM_INLINE void single_g(const linear_job *j, int kind, const uint8_t *codes, const void *scales, f32x8 *out) {
+    long num_groups = j->num_in / GROUP, g = 0, code_bytes = is_packed(kind) ? 128 : 256;
+    single_sums s = {f32x8_set(0), f32x8_set(0), 0, 0, scales};
+    for (; g + 2 <= num_groups; g += 2) single_sum(j, kind, codes + g * code_bytes, g, 2, &s);
+    if (g < num_groups) single_sum(j, kind, codes + g * code_bytes, g, 1, &s);
+    if (s.inside) end_group(kind, &s);
+    *out = s.acc;
+}
+
+/* ---- the functions of each kind */
+
+SINGLE_OF(single_q4, single_q, Q4)
+PANEL_OF(panel_q4, tile_q, Q4, 0)
+SINGLE_OF(single_q8, single_q, Q8)
+PANEL_OF(panel_q8, tile_q, Q8, 0)
+SINGLE_OF(single_q8m, single_q, Q8M)
+PANEL_OF(panel_q8m, tile_q, Q8M, 0)
+SINGLE_OF(single_mx4, single_q, MX4)
+PANEL_OF(panel_mx4, tile_q, MX4, 0)
+SINGLE_OF(single_s4, single_q, S4)
+PANEL_OF(panel_s4, tile_q, S4, 0)
+PANEL_OF(wide_q4, tile_q, Q4, 1)
+PANEL_OF(wide_q8, tile_q, Q8, 1)
+PANEL_OF(wide_q8m, tile_q, Q8M, 1)
+SINGLE_OF(single_g8, single_g, G8)
+PANEL_OF(panel_g8, tile_g, G8, 0)
+SINGLE_OF(single_g8m, single_g, G8M)
+PANEL_OF(panel_g8m, tile_g, G8M, 0)
+SINGLE_OF(single_g4, single_g, G4)
+PANEL_OF(panel_g4, tile_g, G4, 0)
+SINGLE_OF(single_gs4, single_g, GS4)
+PANEL_OF(panel_gs4, tile_g, GS4, 0)
+SINGLE_OF(single_gt4, single_g, GT4)
+PANEL_OF(panel_gt4, tile_g, GT4, 0)
+PANEL_OF(wide_g4, tile_g, G4, 1)
+
+TM_INLINE void unpack_codes(const linear_job *j, int kind, const uint8_t *codes, uint8_t *to) {
+    for (long g = 0; g < j->num_in / GROUP; g++, to += 256)
+        for (int f = 0; f < 4; f++) {
+            u8x32 low, high;
+            split(kind, j->table, u8x32_load(codes + g * 128 + f * 32), &low, &high);
+            u8x32_store(to + f * 32, low);
+            u8x32_store(to + f * 32 + 128, high);
+        }
+}
+
+static void unpack_q4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, Q4, codes, to); }
+static void unpack_mx4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, MX4, codes, to); }
+static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, S4, codes, to); }
+static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, GT4, codes, to); }
+
+const linear_kind linear_codes[] = {
+    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0},
+    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0},
+    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0},
+    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0},
+    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_q8, unpack_s4, 128, 32, 0, 0, 0},
+    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0},
+    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0},
+    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0},
+    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_s4, 128, 32, 0, 0, 0},
+    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0},
+};

@@ -1,0 +1,158 @@
+"""Channel: messages between two processes of a group, over a Unix socket on one host and TCP between hosts.
+
+Both ends prove first that they know the key of the group (HMAC, as multiprocessing does it). Bytes only: there is no pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import SimpleQueue
+from threading import Thread
+
+from tidemill.errors import ConfigError, WorkerLost
+
+MAX_BYTES = 2**30  # of a message
+_HANDSHAKE_S = 10
+Address = str | tuple[str, int]  # a path, or host and port
+
+
+class Channel:
+    """`send` does not wait for the other end: a thread writes."""
+
+    def __init__(self, connection: Connection, peer: str) -> None:
+        """`peer`: in words, for errors."""
+        self._connection, self.peer = connection, peer
+        self._outbox: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._writer = Thread(target=self._write, name=f"to {peer}", daemon=True)
+        self._writer.start()
+
+    def send(self, message: bytes | memoryview) -> None:
+        """It must not be changed any more."""
+        self._outbox.put(message)
+
+    def receive(self) -> bytes:
+        try:
+            return self._connection.recv_bytes(MAX_BYTES)
+        except (EOFError, OSError) as error:
+            raise WorkerLost(f"The engine cannot go on: {self.peer} is gone.") from error
+
+    def has_message(self, wait_s: float = 0.0) -> bool:
+        """Or the other end is gone."""
+        try:
+            return self._connection.poll(wait_s)
+        except (EOFError, OSError):
+            return True
+
+    @property
+    def own_host(self) -> str:
+        """The address by which the other end sees this host."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+            return str(own.getsockname()[0])
+
+    def close(self) -> None:
+        """What was sent still goes out."""
+        self._outbox.put(None)
+        self._writer.join(1.0)
+        self._connection.close()
+
+    def abort(self) -> None:
+        """Whoever reads or writes here gets an error, at both ends."""
+        try:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+                own.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._connection.send_bytes(message)
+            except OSError:  # whoever reads notices
+                return
+
+
+class Door:
+    """Where others connect."""
+
+    def __init__(self, address: Address, key: bytes) -> None:
+        self._key = key
+        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
+        umask = os.umask(0o177)  # a socket file gets mode 0600
+        try:
+            if not isinstance(address, str):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+            self._socket.listen(64)
+        except OSError as error:
+            self._socket.close()
+            fix = "Choose another port, or an address of this host."
+            raise ConfigError(f"Cannot listen on {_words(address)}: {error.strerror or error}.", fix=fix) from error
+        finally:
+            os.umask(umask)
+
+    @property
+    def address(self) -> Address:
+        return self._socket.getsockname()
+
+    def accept(self, peer: str, within_s: float) -> Channel | None:
+        """None: nobody came, or one who does not know the key."""
+        self._socket.settimeout(within_s)
+        try:
+            accepted, _ = self._socket.accept()
+            return _proven(accepted, self._key, peer, is_door=True)
+        except (AuthenticationError, EOFError, OSError):
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(address: Address, key: bytes, peer: str, within_s: float) -> Channel:
+    """Tries again for a while: the other end may not listen yet."""
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            own = socket.socket(_family(address), socket.SOCK_STREAM)
+            own.settimeout(_HANDSHAKE_S)
+            own.connect(address)
+            return _proven(own, key, peer, is_door=False)
+        except AuthenticationError as error:
+            raise ConfigError(f"{peer} has another key.", fix="Give all workers the same key.") from error
+        except (OSError, EOFError) as error:
+            why = getattr(error, "strerror", "") or "nobody answers"
+        if time.monotonic() > until:
+            what = f"Cannot reach {peer} at {_words(address)}: {why}."
+            raise ConfigError(what, fix="Is it started, and can this host reach it?")
+        time.sleep(0.05)
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+
+
+def _words(address: Address) -> str:
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def _proven(own: socket.socket, key: bytes, peer: str, is_door: bool) -> Channel:
+    """Once both ends have shown that they know the key, within a few seconds."""
+    own.setblocking(True)
+    if own.family != socket.AF_UNIX:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages do not wait for an acknowledgement
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HANDSHAKE_S, 0))
+    connection = Connection(own.detach())
+    try:
+        for prove in (deliver_challenge, answer_challenge) if is_door else (answer_challenge, deliver_challenge):
+            prove(connection, key)
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection, peer)

@@ -1,0 +1,65 @@
+"""CudaGroup: ranks whose GPUs read each other's memory directly, or that share a GPU. What is on the host goes another way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tidemill.parallel.group import Group
+
+_ANY_TURN = 2**30
+
+
+class CudaGroup:
+    """`host`: of the same ranks."""
+
+    def __init__(self, host: Group) -> None:
+        from tidemill.kernels.cuda.collectives import MOST_PROGRAMS, Exchange, flags_offset, memory_bytes
+        from tidemill.kernels.cuda.virtual_memory import Driver
+
+        self.rank, self.size, self._host = host.rank, host.size, host
+        driver = Driver(torch.cuda.current_device())
+        self._driver, self._rescue = driver, torch.cuda.Stream()
+        own, handle = driver.allocate_shared(memory_bytes(self.size))
+        handles = [host.broadcast_bytes(handle, source) for source in range(self.size)]
+        table = [own if rank == self.rank else driver.open_shared(theirs) for rank, theirs in enumerate(handles)]
+        self._exchange = Exchange(self.rank, self.size, torch.tensor(table, dtype=torch.int64, device="cuda"))
+        self._flags, self._num_flags = own + flags_offset(), MOST_PROGRAMS * self.size
+        host.barrier()
+
+    def begin(self) -> None:
+        torch.cuda.synchronize()
+        self._host.barrier()
+        self._exchange.begin()
+        torch.cuda.synchronize()
+        self._host.barrier()
+
+    def all_reduce(self, x_TN: torch.Tensor) -> torch.Tensor:
+        return self._exchange.all_reduce(x_TN)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        sizes = sizes or [x.shape[dim]] * self.size
+        if dim % 2:
+            return self._exchange.all_gather(x, sizes)
+        flat = self._exchange.all_gather(x.reshape(1, -1), [num * x.shape[1] for num in sizes])
+        return flat.view(-1, x.shape[1])
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], counts: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Through the host: how many rows come is known there alone."""
+        made = self._host.all_to_all([part.float().cpu() for part in parts], counts)
+        return [part.to(parts[0].device, parts[0].dtype) for part in made]
+
+    def broadcast_bytes(self, data: bytes = b"", source: int = 0) -> bytes:
+        return self._host.broadcast_bytes(data, source)
+
+    def barrier(self) -> None:
+        self._host.barrier()
+
+    def fail(self) -> None:
+        """Kernels that wait for a rank that is gone go on, and what they compute is of no use."""
+        self._host.fail()
+        self._driver.fill_words(self._flags, _ANY_TURN, self._num_flags, self._rescue.cuda_stream)
+
+    def close(self) -> None:
+        self._host.close()

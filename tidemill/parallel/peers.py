@@ -1,0 +1,77 @@
+"""How the ranks of a group find each other: the lower listens, the higher connects and says which it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from tidemill.errors import WorkerLost
+from tidemill.parallel.channel import Address, Channel, Door, connect
+from tidemill.parallel.cuda import CudaGroup
+from tidemill.parallel.group import Alone, Group
+from tidemill.parallel.shared import SharedGroup
+from tidemill.parallel.sockets import SocketGroup
+from tidemill.parallel.world import World
+
+CONNECT_S = 60.0
+_LOOK_S = 0.2
+
+
+def peers_of(rank: int, world: World, by_sockets: bool) -> set[int]:
+    """Ranks that it has a channel to. `by_sockets`: also to those that share its layers."""
+    neighbours = {world.before(rank), world.after(rank)} - {None}
+    return {one for one in neighbours if one is not None} | (set(world.stage_ranks(rank)) - {rank} if by_sockets else set())
+
+
+def meet_peers(
+    rank: int,
+    peers: Iterable[int],
+    addresses: Sequence[Address],
+    door: Door,
+    key: bytes,
+    check: Callable[[], None] = lambda: None,
+) -> dict[int, Channel]:
+    """`check`: called again and again meanwhile; raises if there is no point in waiting."""
+    channels = dict[int, Channel]()
+    wanted = set(peers)
+    for peer in sorted(one for one in wanted if one < rank):
+        channels[peer] = connect(addresses[peer], key, f"worker {peer}", CONNECT_S)
+        channels[peer].send(rank.to_bytes(4, "little"))
+    until = time.monotonic() + CONNECT_S
+    while missing := wanted - set(channels):
+        check()
+        if time.monotonic() > until:
+            raise WorkerLost(f"Worker {min(missing)} did not connect to worker {rank} in {CONNECT_S:.0f} s.")
+        if (channel := door.accept("another worker", _LOOK_S)) is not None:
+            peer = int.from_bytes(channel.receive()[:4], "little")
+            if peer in missing:
+                channel.peer = f"worker {peer}"
+                channels[peer] = channel
+            else:
+                channel.abort()
+    return channels
+
+
+def group_for(rank: int, world: World, device: str, shared: str, channels: dict[int, Channel]) -> Group:
+    """Of the ranks that share the layers of this one. `shared`: a file of shared memory, or empty."""
+    host = _host_group(rank, world, shared, channels)
+    return CudaGroup(host) if device == "cuda" and host.size > 1 else host
+
+
+def take_device(rank: int, device: str) -> None:
+    """This process computes on the GPU of its rank. If there are fewer GPUs, ranks share them."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _host_group(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
+    shard = world.shard(rank)
+    if shard.size == 1:
+        return Alone()
+    if shared:
+        return SharedGroup(Path(shared), shard.rank, shard.size)
+    first = world.stage_ranks(rank).start
+    return SocketGroup(shard.rank, {peer - first: channels[peer] for peer in world.stage_ranks(rank) if peer != rank})

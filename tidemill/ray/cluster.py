@@ -1,0 +1,149 @@
+"""Cluster: the connection to Ray, and actors on its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tidemill.config import EngineOptions
+from tidemill.errors import ConfigError
+from tidemill.version import __version__
+
+INSTALL = "pip install 'tidemill[ray]'"
+_log = logging.getLogger("tidemill.ray")
+
+
+class NoRoom(OSError):
+    """No node of the cluster has what an actor needs, at the moment."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an actor takes of its node."""
+
+    num_cpus: int = 1
+    num_gpus: int = 0
+
+    def limit(self, options: EngineOptions) -> EngineOptions:
+        """Replicas of one node share its cores."""
+        return options if self.num_gpus else replace(options, device="cpu", threads=options.threads or self.num_cpus)
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus} CPUs" + (f" and {self.num_gpus} GPUs" if self.num_gpus else "")
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("Ray is not installed.", fix=f"Install it: {INSTALL}", param="ray") from error
+    return ray
+
+
+class Cluster:
+    """Connects to an existing cluster, or starts one on this machine. `wait_s`: for a node with room for an actor."""
+
+    def __init__(self, address: str | None = None, wait_s: float = 15.0) -> None:
+        ray = self._ray = import_ray()
+        self.wait_s = wait_s
+        address = address or os.environ.get("RAY_ADDRESS")
+        if address and address.startswith("ray://"):
+            fix = "Run this on a node of the cluster, with --ray-address auto."
+            raise ConfigError(f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address")
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            how: dict[str, Any] = {} if address else {"include_dashboard": False}
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            try:
+                ray.init(address=address or "local", logging_level=logging.ERROR, **how)
+            except Exception as error:  # of many types, also plain Exception
+                where = f"at {address}" if address else "on this machine"
+                fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`." if address else "See the messages above."
+                raise ConfigError(f"No Ray cluster can be used {where}: {_first(error)}", fix=fix, param="ray_address") from error
+
+    @property
+    def errors(self) -> tuple[type[BaseException], ...]:
+        """What a call of an actor raises that has failed or is not there any more."""
+        found = self._ray.exceptions
+        return (
+            found.RayActorError,
+            found.RayTaskError,
+            found.RaySystemError,
+            found.ObjectLostError,
+            found.NodeDiedError,
+            found.WorkerCrashedError,
+        )
+
+    def nodes(self) -> list[dict[str, float]]:
+        """Resources of each node that is alive."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+
+    def needs_of(self, options: EngineOptions, num_replicas: int, ranks: int = 1) -> Needs:
+        """On GPUs each rank has one. On CPUs a replica has as many as it has threads: by default its share of the cluster."""
+        nodes = self.nodes()
+        has_gpus = any(node.get("GPU", 0) for node in nodes)
+        if options.device == "cuda" or (options.device == "auto" and has_gpus):
+            return Needs(ranks, ranks)
+        if options.threads is not None:
+            return Needs(options.threads * ranks)
+        cpus = sorted((int(node.get("CPU", 0)) for node in nodes), reverse=True)
+        share = sum(cpus) // max(num_replicas, 1)
+        return Needs(max(min(share, cpus[0] if cpus else 1), ranks, 1))
+
+    async def place(self, kind: type, needs: Needs, num: int = 1) -> list[Any]:
+        """So many actors, spread over the nodes: all of them, or none and NoRoom."""
+        remote = self._ray.remote(kind).options(
+            num_cpus=needs.num_cpus,
+            num_gpus=needs.num_gpus,
+            scheduling_strategy="SPREAD",
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=1000,
+        )
+        actors = [remote.remote() for _ in range(num)]
+        try:
+            found = await asyncio.wait_for(asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors)), self.wait_s)
+        except TimeoutError:
+            self.kill(*actors)
+            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+        except self.errors as error:
+            self.kill(*actors)
+            raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
+        except BaseException:
+            self.kill(*actors)
+            raise
+        for about in found:
+            if about.version != __version__:
+                self.kill(*actors)
+                what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
+                raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
+        return actors
+
+    def described(self) -> str:
+        """What the cluster has, and what of it is free."""
+        free, total = self._ray.available_resources(), self._ray.cluster_resources()
+        parts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in ("CPU", "GPU") if total.get(name)]
+        return f"the cluster has {len(self.nodes())} nodes, and {' and '.join(parts) or 'nothing'} free"
+
+    def kill(self, *actors: Any) -> None:
+        for actor in actors:
+            try:
+                self._ray.kill(actor)
+            except Exception:  # it is gone already
+                _log.debug("an actor could not be killed", exc_info=True)
+
+    def close(self) -> None:
+        """Ends the actors, and the cluster if it was started here."""
+        if self._is_ours:
+            self._ray.shutdown()
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,109 @@
+"""WorkerGroup: several processes that compute one model, as one Runner. Rank 0 is in this process; all get the same plans.
+
+A rank that fails or ends takes the group down: its engine ends and is replaced, and requests go on there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+
+from tidemill.errors import TidemillError, WorkerLost
+from tidemill.layers.lora import Loras
+from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.page_moves import PageMover
+from tidemill.runner.state import RowState
+from tidemill.runner.team import Team
+from tidemill.runner.worker_messages import Change, Drawn, Step
+from tidemill.sched.plan import StepItem, StepPlan
+
+
+class RankRunner(Runner, Protocol):
+    """A rank's own runner."""
+
+    state: RowState
+
+
+class Launched(NamedTuple):
+    plan: StepPlan
+    drawing: list[StepItem]
+    own: Any  # what the rank's own runner gave
+
+
+def launch(runner: RankRunner, plan: StepPlan) -> Launched:
+    launched = runner.launch(plan)
+    return Launched(plan, [item for item in plan.items if item.samples and not runner.state.is_pooled(item.row)], launched)
+
+
+def drawn_in(launched: Launched, result: StepResult) -> list[Drawn]:
+    """What the rows of a step got."""
+    items = [item for item in launched.drawing if item.row in result.tokens]
+    return [Drawn(item.row, item.start + item.count - item.num_drafts, result.tokens[item.row]) for item in items]
+
+
+def append(state: RowState, drawn: list[Drawn]) -> None:
+    """Of a stage that does not sample: the tokens that others did."""
+    rows = [one.row for one in drawn for _ in one.token_ids]
+    positions = [one.position + i for one in drawn for i in range(len(one.token_ids))]
+    tokens = [token for one in drawn for token in one.token_ids]
+    if tokens:
+        state.append(torch.tensor(rows), torch.tensor(positions), torch.tensor(tokens))
+
+
+class WorkerGroup:
+    def __init__(self, own: RankRunner, team: Team) -> None:
+        """`own`: of rank 0."""
+        self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
+        self.fallback, self.cache = own.fallback, own.cache
+        self.mover: PageMover | None = None
+        self._samples = team.world.sampler == 0
+        self._drawn_in, self._drawn = -1, list[Drawn]()
+
+    @property
+    def loras(self) -> Loras | None:
+        return None
+
+    def launch(self, plan: StepPlan) -> Launched:
+        self.team.check()
+        self.team.send_all(Step(plan, self._drawn_in, self._drawn))
+        try:
+            return launch(self.own, plan)
+        except BaseException as error:
+            self._give_up(error)
+
+    def collect(self, launched: Launched) -> StepResult:
+        try:
+            own = self.own.collect(launched.own)
+            self.team.check()  # what was computed without a rank that is gone is of no use
+            result = own if self._samples else self.team.result(launched.plan.step).read()
+        except BaseException as error:
+            self._give_up(error)
+        self._drawn_in, self._drawn = launched.plan.step, drawn_in(launched, result)
+        if not self._samples:
+            append(self.own.state, self._drawn)
+        return result
+
+    def change_pages(self, plan: StepPlan) -> None:
+        self.team.check()
+        self.team.send_all(Change(plan))
+        try:
+            self.own.change_pages(plan)
+        except BaseException as error:
+            self._give_up(error)
+
+    def check(self) -> None:
+        """Raises if a worker is lost."""
+        self.team.check()
+
+    def close(self) -> None:
+        self.team.close()
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """The ranks are not at the same point any more."""
+        what = error.message if isinstance(error, TidemillError) else f"rank 0 failed: {type(error).__name__}: {error}"
+        self.team.fail(WorkerLost(what))
+        if not isinstance(error, Exception):
+            raise error
+        assert self.team.lost is not None
+        raise WorkerLost(self.team.lost.message) from error

@@ -1,0 +1,71 @@
+"""Bytes that weights take in memory: by the type they are stored in, for each way of holding them.
+
+Types are GGUF's and safetensors', and for quantized Hugging Face folders what a value is and how many share a scale: `INT4-G128`,
+`NF4-G64`, or `-C` where a row does."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+PLAIN_TYPES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2}  # stored types that are numbers, and their resident bytes
+SIGNED_4_BITS = platform.machine() in ("aarch64", "arm64")  # kernels of signed 4-bit codes, which need no offsets
+_GROUP = 32
+# Codes, and two or four bytes of scale and offset for 32 of them.
+_GGUF = {
+    "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
+    "MXFP4": 18 / 32,
+}  # fmt: skip
+_FLOATS_8 = {"F8_E4M3": 2.0, "F8_E5M2": 2.0}  # become bfloat16
+_ROUNDED = 34 / 32  # rounded anew to 8 bits
+_SCALE = 4
+# Of quantized folders: bytes of a code and of what a group has.
+_GROUPED = {
+    "INT4": (0.5, _SCALE if SIGNED_4_BITS else 2 * _SCALE), "UINT4": (0.5, 2 * _SCALE), "NF4": (0.5, _SCALE),
+    "FP4": (0.5, _SCALE),
+    "E2M1": (0.5, _SCALE), "INT8": (1.0, _SCALE), "UINT8": (1.0, 2 * _SCALE), "W8A8": (1.0, _SCALE), "TERNARY": (0.25, 0),
+    "CENTROIDS4": (0.5, 0),
+}  # fmt: skip
+
+
+def is_packed(kind: str) -> bool:
+    """Whether the compiled kernels of the CPU multiply values as they are stored."""
+    return kind in _GGUF or (kind not in PLAIN_TYPES and kind not in _FLOATS_8 and _grouped(kind) is not None)
+
+
+def _grouped(kind: str) -> float | None:
+    """Bytes a value; None if the kernels have no groups of this size."""
+    name, _, size = kind.partition("-")
+    if name not in _GROUPED:
+        return None
+    code, scale = _GROUPED[name]
+    if size in ("", "C"):
+        return code  # and a scale a row
+    group = int(size[1:])
+    return code + scale / group if group % _GROUP == 0 else None
+
+
+def _dense(kind: str, compiled: bool) -> float:
+    return PLAIN_TYPES.get(kind, 4) if compiled else 4
+
+
+def _quantized(kind: str, compiled: bool) -> float:
+    if kind in PLAIN_TYPES:
+        return _dense(kind, compiled)
+    found = _GGUF.get(kind) or _FLOATS_8.get(kind) or _grouped(kind)
+    return _ROUNDED if found is None else found
+
+
+def _bfloat16(kind: str, compiled: bool) -> float:
+    return 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a method of `quant.METHODS` makes of stored types: bytes a value, with or without the compiled kernels."""
+
+    bytes_of: Callable[[str, bool], float]
+
+
+HELD = {("dense", "cpu"): Held(_dense), ("quantized", "cpu"): Held(_quantized), ("dense", "cuda"): Held(_bfloat16)}

@@ -69,7 +69,7 @@ def test_short_common_prefix_does_not_gather_all_conversations():
     placement, names, chance = Placement(), ["a", "b", "c", "d"], random.Random(0)
     counts = Counter[str]()
     for _ in range(400):
-        keys = prefix_keys(b"", b"s" * 512 + chance.randbytes(2048), 256)
+        keys = prefix_keys(b"", b"s" * 256 + chance.randbytes(4096), 256)
         chosen = placement.choose(keys, idle(names)).name
         placement.note(chosen, keys)
         counts[chosen] += 1

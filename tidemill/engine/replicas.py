@@ -33,7 +33,7 @@ from tidemill.kv.manager import FIRST_OWNER
 from tidemill.sched.placement import Placement, prefix_keys
 from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Resumed, Submit
 
-BLOCK_LEN = 64  # tokens of a prompt that are remembered together
+BLOCK_LEN = 32  # tokens of a prompt that are remembered together
 _TOKEN_BYTES = 4
 
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
@@ -136,8 +136,7 @@ class Front(asyncio.Protocol):
     # ---- the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if isinstance(peer, tuple) else ""
         fronts = self._fronts
@@ -432,14 +431,14 @@ class Front(asyncio.Protocol):
 
 def forwarded_headers(request: Request, host: bytes, key: bytes) -> list[bytes]:
     """The lines of a request's head that go on to an upstream. `key`: of the upstream, instead of the client's; empty: none."""
-    dropped = {word.strip().lower() for name, value in request.headers if name == b"connection" for word in value.split(b",")}
+    named = request.get(b"connection")
+    dropped = {word.strip().lower() for word in named.split(b",")} if named else ()
     lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (request.method, request.target, host)]
-    origin, own = request.get(b"origin"), request.get(b"host")
     for name, value in request.headers:
-        if name in _REPLACED or name in HOP_BY_HOP or name in dropped:
+        if name in _NOT_FORWARDED or name in dropped or (key and name in _KEYS):
             continue
-        if (key and name in _KEYS) or (name == b"origin" and origin.partition(b"://")[2] == own):
-            continue
+        if name == b"origin" and value.partition(b"://")[2] == request.get(b"host"):
+            continue  # the page is the router's own, and the upstream knows another host
         lines.append(b"%b: %b\r\n" % (name, value))
     if key:
         lines.append(b"authorization: Bearer %b\r\n" % key)
@@ -451,5 +450,5 @@ def forwarded_headers(request: Request, host: bytes, key: bytes) -> list[bytes]:
     return lines
 
 
-_REPLACED = frozenset({b"host", b"content-length", b"expect", b"x-forwarded-for"})
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for"}  # the latter are written anew
 _KEYS = frozenset({b"authorization", b"x-api-key"})

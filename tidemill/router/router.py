@@ -27,6 +27,7 @@ from tidemill.server.guard import Access, Caller, NotFound, check_path
 UPSTREAMS_PATH = "/router/upstreams"
 MAX_UPSTREAMS = 256
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_NOBODY = Caller()
 _log = logging.getLogger("tidemill.router")
 
 
@@ -53,6 +54,8 @@ class Router:
         own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
         self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
         self.fronts = Fronts(self.handle, max_connections)
+        has_keys = self.access.keys or self.access.admin_keys
+        self._anybody = None if has_keys else Caller(is_admin=True)  # who sends a request, where there are no keys
         self.upstreams: dict[str, Upstream] = {}
         self._owners = Owners()
         self._exchanges: set[Exchange] = set()
@@ -126,17 +129,23 @@ class Router:
             request.keeps_alive = False
             raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
         check_path(request.target)
-        headers = {name: value.decode("latin-1") for name, value in request.headers}
-        if sum(name == b"host" for name, _ in request.headers) > 1:
+        num_hosts, host, origin = 0, "", ""
+        for name, value in request.headers:
+            if name == b"host":
+                num_hosts, host = num_hosts + 1, value.decode("latin-1")
+            elif name == b"origin":
+                origin = value.decode("latin-1").rstrip("/").lower()
+        if num_hosts > 1:
             raise InvalidRequest("There is more than one Host header.")
-        host, origin = headers.get(b"host", ""), headers.get(b"origin", "").rstrip("/").lower()
         self._check_host(host)
         if origin:
             self.access.check_origin(origin, host)
-        if request.method == b"OPTIONS":
-            caller = Caller()  # a preflight has no key
+        if request.method == b"OPTIONS":  # a preflight has no key
+            caller = _NOBODY
+        elif self._anybody is not None:
+            caller = self._anybody
         else:
-            caller = self.access.caller(request.path, headers)
+            caller = self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
         own = self._own.get(request.path)
         if own is not None:
             return own(self, front, request, caller)

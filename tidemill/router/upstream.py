@@ -7,7 +7,7 @@ import contextlib
 import re
 import ssl
 import time
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -20,6 +20,7 @@ MAX_IDLE = 512  # connections that are kept to one upstream
 IDLE_S = 60.0  # for which one is kept; servers keep them longer
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 MAX_RESPONSE_HEAD = 256 * 1024
+_JOINED_BYTES = 2**16
 # Between two hosts, not for whoever is behind them.
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
@@ -167,10 +168,11 @@ class Connection(asyncio.Protocol):
         self._sink, self._is_head = sink, is_head
         self._expect_response()
         self.upstream.under_way.add(self)
-        if body:
-            self._transport.writelines((request, body))
+        if len(body) < _JOINED_BYTES:  # one system call
+            self._transport.write(request + body)
         else:
             self._transport.write(request)
+            self._transport.write(body)
 
     def close(self) -> None:
         """Whatever is under way; its sink hears nothing more."""
@@ -190,8 +192,7 @@ class Connection(asyncio.Protocol):
     # ---- the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self.is_open = transport, True
+        self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop has classes of its own
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False

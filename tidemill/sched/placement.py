@@ -44,7 +44,7 @@ class Choice:
 class Placement:
     """`choose`, then `note` where the request went."""
 
-    def __init__(self, max_keys: int = MAX_KEYS, spread: float = 1.25, slack: int = 4, worth: float = 0.5) -> None:
+    def __init__(self, max_keys: int = MAX_KEYS, spread: float = 1.25, slack: int = 4, worth: float = 0.1) -> None:
         """`spread`, `slack`: a replica may have so many times the mean load, and so many requests more. `worth`: the part of the
         prompt's blocks that a replica must have computed to be preferred for it."""
         self._max_keys, self._spread, self._slack, self._worth = max_keys, spread, slack, worth

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -124,32 +123,59 @@ class SimConfig:
         )
 
 
+class SimEngine:
+    """An engine whose steps only cost time, on a clock of its own."""
+
+    def __init__(self, config: SimConfig, cost: CostModel | None = None) -> None:
+        self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
+        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
+        parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
+        self._core = EngineCore(parts, config.engine(), self.clock, buffer)
+        self._next_token = 0
+        self._under_way: set[str] = set()
+        self._result = SimResult()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    def submit(self, arrival: Arrival) -> None:
+        self._under_way.add(arrival.request_id)
+        self._result.token_times_s[arrival.request_id] = []
+        self._next_token = _submit(self._core, arrival, self._next_token)
+
+    def run_until(self, end_s: float) -> None:
+        """Steps that begin before `end_s`; if there is nothing to do, the clock goes on to it."""
+        while self.clock.now() < end_s and (self._core.has_work or end_s < math.inf):
+            num_steps = len(self._runner.times)
+            output, failed = self._core.step()
+            if failed:
+                raise TidemillError(failed[0].message, fix=failed[0].fix)
+            self._result.events += output.events
+            for delta in output.deltas:
+                self._result.token_times_s[delta.request_id] += [self.clock.now()] * len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    self._under_way.discard(delta.request_id)
+            if len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
+                self.clock.advance_to(min(self.clock.now() + (self._core.idle_s or math.inf), end_s))
+
+    def result(self) -> SimResult:
+        """When all has ended."""
+        self._core.scheduler.check_integrity()
+        planned = [event for event in self._result.events if isinstance(event, StepPlanned)]
+        for event, (begin_s, end_s) in zip(planned, self._runner.times, strict=True):
+            self._result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
+        return self._result
+
+
 def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | None = None) -> SimResult:
     """Every arrival to its end, in the engine's own step loop. Token values are arbitrary; only their number matters."""
-    clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
-    runner = SimRunner(cost or LinearCost(fixed_s=1.0), clock, config.steps_ahead)
-    core = EngineCore(Parts(runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER)), config.engine(), clock, buffer)
-    pending = deque(sorted(arrivals, key=lambda a: a.arrival_s))
-    result = SimResult(token_times_s={arrival.request_id: [] for arrival in arrivals})
-    next_token = 0
-    while pending or core.has_work:
-        while pending and pending[0].arrival_s <= clock.now():
-            next_token = _submit(core, pending.popleft(), next_token)
-        num_steps = len(runner.times)
-        output, failed = core.step()
-        if failed:
-            raise TidemillError(failed[0].message, fix=failed[0].fix)
-        result.events += output.events
-        for delta in output.deltas:
-            result.token_times_s[delta.request_id] += [clock.now()] * len(delta.token_ids)
-        if len(runner.times) == num_steps and not output.deltas and not core.is_in_flight:
-            forms_s = clock.now() + (core.idle_s or math.inf)  # a batch, at the latest
-            clock.advance_to(min(forms_s, pending[0].arrival_s) if pending else forms_s)
-    core.scheduler.check_integrity()
-    planned = [event for event in result.events if isinstance(event, StepPlanned)]
-    for event, (begin_s, end_s) in zip(planned, runner.times, strict=True):
-        result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
-    return result
+    engine = SimEngine(config, cost)
+    for arrival in sorted(arrivals, key=lambda one: one.arrival_s):
+        engine.run_until(arrival.arrival_s)
+        engine.submit(arrival)
+    engine.run_until(math.inf)
+    return engine.result()
 
 
 def _submit(core: EngineCore, arrival: Arrival, next_token: int) -> int:

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 from tidemill.kernels.cuda import sampling
-from tidemill.runner import base, cuda_sampler
+from tidemill.runner import reports, cuda_sampler
 from tidemill.models.base import CausalLM
 from tidemill.runner.cuda_sampler import CudaSampler
 from tidemill.runner.state import RowState
@@ -92,7 +92,7 @@ sampler.redraw(rows, rows, [17] * REQUESTS, logits, tokens)
 assert sampler.logprobs(rows, rows, logits, tokens).scores.values.shape == (REQUESTS, 20)
 state.num_prompt[2] = 90
 item = StepItem(seq=1, epoch=0, row=2, start=10, count=75, samples=False)
-report = base.look_at_prompt(Model(), state, item, torch.zeros(75, 16, device="meta"), cuda_sampler.score, logits)
+report = reports.look_at_prompt(Model(), state, item, torch.zeros(75, 16, device="meta"), cuda_sampler.score, logits)
 assert report.scores.ids.shape == (75, 3) and report.pooled.shape == (16,)
 """
 

@@ -58,6 +58,7 @@ def _refused(names: str, source: str, why: str, *, takes_value: bool = True) -> 
 
 _ONE = ("1",)
 _ONE_DEVICE = "the model runs on one device"
+_STORED = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # what the checkpoint says by itself
 FOREIGN = (
     _same("--max-model-len", VLLM, "--max-context", automatic=("-1", "auto")),
     _same("-c --ctx-size", LLAMA, "--max-context", automatic=("0",), why="Of each request: it is not divided among slots."),
@@ -93,7 +94,7 @@ FOREIGN = (
     _same("-pp --pipeline-parallel-size", VLLM, "--pipeline-parallel"),
     _switch("-ep --enable-expert-parallel", VLLM, "--expert-parallel"),
     _same("-dp --data-parallel-size", VLLM, "--data-parallel"),
-    _no_effect("-q --quantization", VLLM, "the checkpoint says how it is quantized", accepted=("gguf",)),
+    _same("-q", VLLM, "--quantization", automatic=_STORED),
     _same("--kv-cache-dtype", VLLM, "--kv-dtype", automatic=("auto",)),
     _no_effect("-ctk --cache-type-k -ctv --cache-type-v", LLAMA, "keys and values have one format, set by --kv-dtype",
                accepted=("f16", "bf16")),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tidemill.compress.decoder import matrix_of
+from tidemill.compress.decoder import is_linear, matrix_of
 from tidemill.compress.grid import CHANNEL, TENSOR, fake_activations, quantize, rounded
 from tidemill.compress.methods.base import TOKEN, Method, among, with_activations
 from tidemill.compress.methods.folds import Fold, folds
@@ -31,6 +31,8 @@ class SmoothQuant(Method):
         found = collect(job, num_samples=_SAMPLES)
         changed: dict[str, torch.Tensor] = {}
         for fold in folds(job):
+            if is_linear(fold.before):
+                continue  # as in the paper: inputs of attention and of the feed-forward block, which come from norms
             scales = self._search(job, fold, found)
             if scales is not None:
                 changed |= fold.apply(job, scales)

@@ -180,7 +180,7 @@ def test_asking_again_and_asking_otherwise(browser):
 
 
 def test_every_message_has_its_actions_and_they_can_be_undone(browser):
-    note(browser, max_tokens=5)
+    note(browser, max_tokens=5, temperature=0, ignore_eos=True)  # an answer without text has nothing to copy
     num = "document.querySelectorAll('article').length"
     for i, words in enumerate(("first", "second"), start=1):
         browser.say(words)
@@ -313,9 +313,15 @@ def test_a_server_with_keys_that_goes_away(chromium, roomy_folder):
 
 
 def test_the_engine_is_watched_under_load(browser, roomy):
+    was_seen = threading.Event()
+
     def ask(i):
-        body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 900, "ignore_eos": True}
-        httpx.post(f"{roomy.url}/v1/completions", json=body, timeout=60)
+        """Until it was seen, however long the browser takes."""
+        body = {"prompt": f"{'a prefix that all have in common ' * 4}{i}", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{roomy.url}/v1/completions", json=body, timeout=60) as response:
+            for _ in response.iter_lines():
+                if was_seen.is_set():
+                    return
 
     browser.click("#tab-engine")
     browser.until("document.querySelector('#requests').textContent.includes('No requests')")
@@ -334,6 +340,7 @@ def test_the_engine_is_watched_under_load(browser, roomy):
     )
     browser.until("document.querySelector('#steps-says').innerText !== arguments[0]", seen)
     assert "prefix hit" in browser.text("#decisions")
+    was_seen.set()
     for thread in asking:
         thread.join()
     browser.until("document.querySelector('#requests').textContent.includes('No requests')")

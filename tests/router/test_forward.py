@@ -232,6 +232,42 @@ async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_
         assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (503, "1", "upstream_unavailable")
 
 
+async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_another_server_answers_it():
+    reachable, going_on = asyncio.Event(), asyncio.Event()
+
+    async def stream(sent: Sent, writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"9\r\ndata: 1\n\n\r\n")
+        await going_on.wait()
+        writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    slow, good = Stub("slow"), Stub("good", answer=stream)
+    async with routed(slow, good, check_within_s=0.3) as (router, port):
+        good.health = response(b"{}", "503 Service Unavailable")
+        await until(lambda: not router.upstreams[good.url].is_healthy)
+        upstream = router.upstreams[slow.url]
+        connect = upstream.connect
+
+        async def connect_later():
+            await reachable.wait()
+            return await connect()
+
+        upstream.connect = connect_later
+        client = await Client.open(port)
+        client.send(post())
+        await until(lambda: router.num_under_way == 1)
+        good.health = response(b"{}")
+        assert b"data: 1" in await client.reader.readuntil(b"data: 1")  # the checks of the other fail, too
+        reachable.set()
+        await until(lambda: upstream.is_healthy)
+        await asyncio.sleep(0.02)
+        going_on.set()
+        assert (await client.reader.readuntil(b"0\r\n\r\n")).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
+        client.send(get("/load"))
+        assert (await client.answer())[0] == 200
+        assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
+
+
 async def test_servers_are_added_and_removed_while_requests_are_under_way():
     going_on = asyncio.Event()
 

@@ -53,7 +53,7 @@ class Router:
         self.upstream_key = upstream_key.encode()
         own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
         self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
-        self.fronts = Fronts(self.handle, max_connections)
+        self.fronts = Fronts(self.admit, self.handle, max_connections)
         has_keys = self.access.keys or self.access.admin_keys
         self._anybody = None if has_keys else Caller(is_admin=True)  # who sends a request, where there are no keys
         self.upstreams: dict[str, Upstream] = {}
@@ -124,10 +124,8 @@ class Router:
 
     # ---- requests
 
-    def handle(self, front: Front, request: Request) -> Job | None:
-        if self.fronts.is_draining:
-            request.keeps_alive = False
-            raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
+    def admit(self, request: Request) -> Caller:
+        """Who sends it, by its headers. Raises why it is refused."""
         check_path(request.target)
         num_hosts, host, origin = 0, "", ""
         for name, value in request.headers:
@@ -141,11 +139,16 @@ class Router:
         if origin:
             self.access.check_origin(origin, host)
         if request.method == b"OPTIONS":  # a preflight has no key
-            caller = _NOBODY
-        elif self._anybody is not None:
-            caller = self._anybody
-        else:
-            caller = self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
+            return _NOBODY
+        if self._anybody is not None:
+            return self._anybody
+        return self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
+
+    def handle(self, front: Front, request: Request) -> Job | None:
+        if self.fronts.is_draining:
+            request.keeps_alive = False
+            raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
+        caller = request.caller or self.admit(request)
         own = self._own.get(request.path)
         if own is not None:
             return own(self, front, request, caller)

@@ -64,7 +64,7 @@ class Exchange:
 
     def _nowhere(self) -> TidemillError:
         if self._owner is not None:
-            what = f"The server that has what this request refers to is not available: {self._owner.why}."
+            what = f"The server that has what this request refers to is not available: {self._owner.why or 'it is not ready'}."
             return NoUpstream(what, fix="Try again in a moment.")
         return NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
 

@@ -62,5 +62,10 @@ async def _serve(router: Router, listen: Listen, listening: socket.socket) -> as
             context.verify_mode = ssl.CERT_REQUIRED
     within_s = TLS_WITHIN_S if context is not None else None
     return await asyncio.get_running_loop().create_server(
-        router.fronts.make, sock=listening, ssl=context, backlog=2048, ssl_handshake_timeout=within_s, ssl_shutdown_timeout=within_s
+        router.fronts.make,
+        sock=listening,
+        ssl=context,
+        backlog=2048,
+        ssl_handshake_timeout=within_s,
+        ssl_shutdown_timeout=within_s,
     )

@@ -267,6 +267,18 @@ async def test_an_upstream_behind_a_unix_socket(tmp_path):
     server.close()
 
 
+async def test_the_routers_own_requests_for_a_client_have_one_end():
+    stub = Stub("a")
+    async with routed(stub, check_every_s=60) as (router, port):
+        assert (await ask(port, post(SMUGGLED, "/v1/models").replace(b"POST", b"GET", 1)))[0] == 200
+        client = await Client.open(port)
+        client.send(get("/v1/models", "connection: close").replace(b"GET", b"HEAD", 1))
+        assert (await client.rest()).startswith(b"HTTP/1.1 200")
+        assert router.upstreams[stub.url].is_usable  # a response without a body is no failure
+        assert (await ask(port, post()))[0] == 200
+        assert [sent.path for sent in stub.sent] == ["/v1/chat/completions"]
+
+
 async def test_bodies_of_clients_that_leave_are_given_back():
     async def never(sent: Sent, writer) -> None:
         await asyncio.Event().wait()

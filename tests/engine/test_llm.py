@@ -191,8 +191,8 @@ def test_prompts_as_vllm_takes_them(llm):
     [
         ({"max_contxt": 5}, "no option 'max_contxt'. Did you mean max_context?"),
         ({"max_model_length": 5}, "Did you mean max_model_len?"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
-        ({"quantization": "awq"}, "quantization='awq' is not supported"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        ({"quantization": "int5"}, "quantization"),
         ({"max_model_len": 5, "max_context": 5}, "max_context is given twice"),
         ({"sampling_defaults": "mine"}, "Choose model or neutral"),
         ({"default_max_tokens": -1}, "default_max_tokens is -1"),
@@ -205,7 +205,7 @@ def test_a_wrong_option_is_named(tiny_folder, options, words):
 
 def test_vllm_options(tiny_folder):
     asked = {"max_model_len": 128, "max_num_seqs": 3, "block_size": 8, "enable_prefix_caching": False, "dtype": "float"}
-    asked |= {"tensor_parallel_size": 1, "quantization": None, "tokenizer": str(tiny_folder), "kv_cache_memory_bytes": 2**24}
+    asked |= {"tensor_parallel_size": 1, "quantization": "gptq", "tokenizer": str(tiny_folder), "kv_cache_memory_bytes": 2**24}
     with pytest.warns(UserWarning, match=r"without effect: enforce_eager, gpu_memory_utilization\."):
         llm = LLM(str(tiny_folder), progress=False, gpu_memory_utilization=0.9, enforce_eager=True, seed=5, **asked)
     config = llm.config

@@ -518,7 +518,7 @@ types |= dict(tops_ptr=F, ids_ptr=I, chosen_ptr=F, norms_ptr=F)
 build(logprobs._summarize, types, 8, STRETCH=8192, BLOCK=128)
 build(logprobs._normalize, types, 1, STRETCHES=32)
 
-types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=I, live_ptr=I, starts_ptr=I)
+types = dict(x_ptr=B, out_ptr=B, table_ptr=L, turns_ptr=L, live_ptr=L, starts_ptr=I)
 how = dict(RANK=1, SIZE=2, BLOCK=8192, PROGRAMS=128, PIECE=16384)
 build(collectives._all_reduce, types, 8, **how)
 build(collectives._all_gather, types, 8, **how)

@@ -32,7 +32,7 @@ def test_columns_are_gathered_also_where_ranks_have_different_numbers():
 
 def test_turns_are_counted_and_told_once_all_begin():
     memories, group = ranks(2)
-    flags = [memory[flags_offset() :].view(torch.int32).view(MOST_PROGRAMS, 2) for memory in memories]
+    flags = [memory[flags_offset() :].view(torch.int64).view(MOST_PROGRAMS, 2) for memory in memories]
     flags[0][:, 1] = 3  # the other is there already
     group[0].begin()
     for turn in (1, 2, 3):

@@ -10,6 +10,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from tidemill.config import STORED_FORMATS
 from tidemill.errors import ConfigError
 
 VLLM, LLAMA = "vLLM", "llama.cpp"
@@ -58,7 +59,6 @@ def _refused(names: str, source: str, why: str, *, takes_value: bool = True) -> 
 
 _ONE = ("1",)
 _ONE_DEVICE = "the model runs on one device"
-_STORED = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # what the checkpoint says by itself
 FOREIGN = (
     _same("--max-model-len", VLLM, "--max-context", automatic=("-1", "auto")),
     _same("-c --ctx-size", LLAMA, "--max-context", automatic=("0",), why="Of each request: it is not divided among slots."),
@@ -94,7 +94,7 @@ FOREIGN = (
     _same("-pp --pipeline-parallel-size", VLLM, "--pipeline-parallel"),
     _switch("-ep --enable-expert-parallel", VLLM, "--expert-parallel"),
     _same("-dp --data-parallel-size", VLLM, "--data-parallel"),
-    _same("-q", VLLM, "--quantization", automatic=_STORED),
+    _same("-q", VLLM, "--quantization", automatic=STORED_FORMATS),
     _same("--kv-cache-dtype", VLLM, "--kv-dtype", automatic=("auto",)),
     _no_effect("-ctk --cache-type-k -ctv --cache-type-v", LLAMA, "keys and values have one format, set by --kv-dtype",
                accepted=("f16", "bf16")),

@@ -242,7 +242,7 @@ OPTIONS = (
     Option("threads", "integer", ENGINE, field="threads", low=1, high=256, automatic="the physical cores this process may use",
            help="CPU threads for computing, of each process."),
     Option("tensor-parallel", "integer", ENGINE, field="tensor_parallel", low=1, high=MAX_RANKS,
-           help="Processes that share every layer of the model: each has some heads and columns (CPU)."),
+           help="Processes that share every layer of the model: each has some heads and columns, and on a GPU machine a GPU."),
     Option("pipeline-parallel", "integer", ENGINE, field="pipeline_parallel", low=1, high=MAX_RANKS,
            help="Stages of layers, each in processes of its own (CPU). Multiplies with --tensor-parallel."),
     Option("expert-parallel", "switch", ENGINE, field="expert_parallel",

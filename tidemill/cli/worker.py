@@ -39,7 +39,7 @@ def worker(
     while True:
         console.print(f"Joining {join} …", markup=False)
         code = run_once(start)
-        if code != 1:
+        if code in (0, 2):  # else it failed, or was killed
             raise typer.Exit(0 if code == 0 else 1)
         time.sleep(_AGAIN_S)
 

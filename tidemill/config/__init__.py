@@ -1,7 +1,7 @@
 """The options of an engine, and one resolve() that settles every value and records why."""
 
 from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
-from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, decide_device, decide_dtype
+from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, STORED_FORMATS, decide_device, decide_dtype
 from tidemill.config.drafts import ACCEPTANCE, SPECULATE
 from tidemill.config.options import EngineOptions
 from tidemill.config.resolve import EngineConfig, resolve
@@ -16,6 +16,7 @@ __all__ = [
     "MAX_LORA_RANK",
     "QUANTIZATIONS",
     "SPECULATE",
+    "STORED_FORMATS",
     "EngineConfig",
     "EngineOptions",
     "decide_device",

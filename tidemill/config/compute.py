@@ -9,6 +9,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
+STORED_FORMATS = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # a checkpoint says so by itself
 QUANTIZATIONS = {"fp8": "8-bit floats", "int8": "8 bits", "int4": "4 bits"}  # that weights may be rounded to as they are read
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}

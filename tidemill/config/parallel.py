@@ -48,6 +48,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
     is_there = {
         "device cuda and --pipeline-parallel": device == "cuda" and options.pipeline_parallel > 1,
         "device cuda and --expert-parallel": device == "cuda" and options.expert_parallel,
+        "device cuda and quantized weights": device == "cuda" and _is_quantized(options, model),
         "device cuda and workers of other hosts": device == "cuda" and options.remote_workers > 0,
         "an encoder": model.pooler is not None,
         "--kv-layout virtual": options.kv_layout != "paged",
@@ -63,6 +64,10 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         if is_asked:
             fix = "Leave one of them out."
             raise ConfigError(f"{num} ranks cannot be combined with {what} yet.", fix=fix, param="tensor_parallel")
+
+
+def _is_quantized(options: EngineOptions, model: ModelConfig) -> bool:
+    return options.quantization != "none" and (options.quantization != "auto" or model.is_quantized)
 
 
 def _check_remote(options: EngineOptions) -> None:

@@ -458,12 +458,20 @@ class EngineClient:
     def _hand_over(self, is_blameless: bool) -> None:
         """Requests that the engine cannot have died of need not wait until it is started again. `is_blameless`: of none."""
         self._find_suspects()
-        for pending in [one for one in self._pending.values() if not one.is_over]:
-            if pending.request.priority != PROBE and not pending.num_deaths and (is_blameless or not pending.may_have_killed):
-                lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
-                lost.is_known = pending.is_known
-                self._end(pending, lost)
-                self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
+        self._end_as_lost([one for one in self._pending.values() if is_blameless or not one.may_have_killed])
+
+    def hand_over_waiting(self) -> None:
+        """While there is no engine: requests that wait for it may go on in another that there is."""
+        if self._hands_over and not self.working:
+            self._end_as_lost([one for one in self._pending.values() if not one.is_submitted])
+
+    def _end_as_lost(self, some: Iterable[Pending]) -> None:
+        """But for those that engines may have died of."""
+        for pending in [one for one in some if not one.is_over and not one.num_deaths and one.request.priority != PROBE]:
+            lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
+            lost.is_known = pending.is_known
+            self._end(pending, lost)
+            self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
 
     def _find_suspects(self) -> None:
         """If the engine died before it could say which requests it had begun with, those may be any that it had."""
@@ -493,6 +501,7 @@ class EngineClient:
     def _give_up(self, why: str) -> None:
         self.death = self.death or why
         self.adapters.engine_lost(EngineDead(self.death))
+        self.hand_over_waiting()
         self.fail_all(EngineDead(self.death, fix="Restart the server."))  # what was computed in full may still be read
         self.gave_up.set()
         if self.on_change:

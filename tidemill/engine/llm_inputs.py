@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from tidemill.config import EngineOptions, parse_bytes
+from tidemill.config import STORED_FORMATS, EngineOptions, parse_bytes
 from tidemill.errors import ConfigError, InvalidRequest
 from tidemill.sampling import SamplingParams
 
@@ -23,6 +23,9 @@ _SAME = {
     "enable_prefix_caching": "prefix_caching",
     "kv_cache_memory_bytes": "kv_memory_bytes",
     "served_model_name": "served_name",
+    "tensor_parallel_size": "tensor_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
+    "enable_expert_parallel": "expert_parallel",
     "kv_memory": "kv_memory_bytes",
     "kv_host_memory": "kv_host_memory_bytes",
 }
@@ -32,8 +35,8 @@ _WITHOUT_EFFECT = frozenset({
     "tokenizer_mode", "disable_cascade_attn", "compilation_config", "distributed_executor_backend",
 })  # fmt: skip
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,), "data_parallel_size": (1,), "quantization": (None, "gguf"),
-    "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,), "kv_cache_dtype": (None, "auto"),
+    "data_parallel_size": (1,), "tokenizer": (None,), "revision": (None,), "tokenizer_revision": (None,),
+    "kv_cache_dtype": (None, "auto"),
     "speculative_config": (None,), "hf_overrides": (None,), "skip_tokenizer_init": (False,),
     "runner": (None, "auto", "generate", "pooling"), "task": (None, "auto", "generate", "embed", "score"),
 }  # fmt: skip
@@ -67,6 +70,8 @@ def engine_options(given: dict[str, Any], model: str) -> dict[str, Any]:
     if "dtype" in made:  # also as torch.float32
         dtype = str(made["dtype"]).removeprefix("torch.")
         made["dtype"] = {"float": "float32"}.get(dtype, dtype)
+    if made.get("quantization") in STORED_FORMATS:
+        made["quantization"] = "auto"
     if isinstance(made.get("loras"), Mapping):
         made["loras"] = tuple(f"{name}={path}" for name, path in made["loras"].items())
     for name in ("kv_memory_bytes", "kv_host_memory_bytes"):

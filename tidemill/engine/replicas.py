@@ -27,7 +27,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.client import STALL_S, EngineClient, settled
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
-from tidemill.errors import EngineDead, TidemillError
+from tidemill.errors import ConfigError, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
 from tidemill.sched.placement import Placement, prefix_keys
@@ -78,6 +78,11 @@ class Replicas:
 
     async def start(self, options: EngineOptions, on_loading: Callable[[Loading], None] | None = None) -> Ready:
         """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
+        if len(self._clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
+            fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
+            raise ConfigError(
+                "data_parallel cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel"
+            )
         given = [self._options(options, number) for number in range(len(self._clients))]
         try:
             ready = await self._clients[0].start(given[0], on_loading)
@@ -112,9 +117,16 @@ class Replicas:
         for client in self._clients:
             client.release()
 
+    def _move_waiting(self) -> None:
+        """Requests that wait for an engine that is restarted go to one that works."""
+        if any(client.working for client in self._clients):
+            for client in self._clients:
+                client.hand_over_waiting()
+
     def _changed(self) -> None:
         if self.death:
             self.gave_up.set()
+        self._move_waiting()
         if self.on_change:
             self.on_change()
 
@@ -237,6 +249,7 @@ class Replicas:
     def _take_events(self, number: int, batch: list[Event]) -> None:
         if any(isinstance(event, events.EngineRestarted) for event in batch):
             self._placement.forget(str(number))  # its cache is empty
+            asyncio.get_running_loop().call_soon(self._move_waiting)
         if self._on_events:
             self._on_events([msgspec.structs.replace(event, replica=number) for event in batch] if number else batch)
 

@@ -12,7 +12,7 @@ from tidemill.errors import ConfigError, TidemillError, WorkerLost
 from tidemill.kernels import machine
 from tidemill.parallel.channel import Address, Door, connect
 from tidemill.parallel.group import use
-from tidemill.parallel.peers import group_for, meet_peers, peers_of, take_device
+from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
 from tidemill.runner.base import StepResult
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
@@ -100,7 +100,7 @@ class Worker:
         peers = peers_of(rank, world, by_sockets=world.tensor > 1 and not join.shared)
         channels = meet_peers(rank, peers, addresses, self._door, self._key)
         take_device(rank, config.device)
-        group = group_for(rank, world, config.device, join.shared, channels)
+        group = on_device(group_for(rank, world, join.shared, channels), config.device)
         use(world.shard(rank), group)
         random = join.options.load_format == "dummy"
         model = load_rank(

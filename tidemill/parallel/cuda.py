@@ -8,7 +8,7 @@ import torch
 
 from tidemill.parallel.group import Group
 
-_ANY_TURN = 2**30
+_ANY_TURN = 2**30  # in both halves of a count: later than any
 
 
 class CudaGroup:
@@ -25,7 +25,7 @@ class CudaGroup:
         handles = [host.broadcast_bytes(handle, source) for source in range(self.size)]
         table = [own if rank == self.rank else driver.open_shared(theirs) for rank, theirs in enumerate(handles)]
         self._exchange = Exchange(self.rank, self.size, torch.tensor(table, dtype=torch.int64, device="cuda"))
-        self._flags, self._num_flags = own + flags_offset(), MOST_PROGRAMS * self.size
+        self._flags, self._num_words = own + flags_offset(), 2 * MOST_PROGRAMS * self.size
         host.barrier()
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class CudaGroup:
     def fail(self) -> None:
         """Kernels that wait for a rank that is gone go on, and what they compute is of no use."""
         self._host.fail()
-        self._driver.fill_words(self._flags, _ANY_TURN, self._num_flags, self._rescue.cuda_stream)
+        self._driver.fill_words(self._flags, _ANY_TURN, self._num_words, self._rescue.cuda_stream)
 
     def close(self) -> None:
         self._host.close()

@@ -55,9 +55,8 @@ def meet_peers(
     return channels
 
 
-def group_for(rank: int, world: World, device: str, shared: str, channels: dict[int, Channel]) -> Group:
-    """Of the ranks that share the layers of this one. `shared`: a file of shared memory, or empty."""
-    host = _host_group(rank, world, shared, channels)
+def on_device(host: Group, device: str) -> Group:
+    """The group of the same ranks, for what is on their devices."""
     return CudaGroup(host) if device == "cuda" and host.size > 1 else host
 
 
@@ -67,7 +66,8 @@ def take_device(rank: int, device: str) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
 
 
-def _host_group(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
+def group_for(rank: int, world: World, shared: str, channels: dict[int, Channel]) -> Group:
+    """Of the ranks that share the layers of this one, on hosts. `shared`: a file of shared memory, or empty."""
     shard = world.shard(rank)
     if shard.size == 1:
         return Alone()

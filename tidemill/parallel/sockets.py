@@ -106,6 +106,9 @@ class SocketGroup:
             return -2
         except ValueError:
             return -4
+        except Exception as error:  # ctypes would take it for success
+            self._why = f"An exchange between ranks failed: {type(error).__name__}."
+            return -2
         return 0
 
     def _checked(self, call: object) -> None:

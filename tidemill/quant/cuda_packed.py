@@ -10,7 +10,7 @@ import torch
 
 from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
-from tidemill.kernels.quantized_linear import Codes
+from tidemill.kernels.quantized_linear import Activations, Codes
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
 from tidemill.quant.cuda import CudaDense, CudaWeight
@@ -181,8 +181,10 @@ def joined(parts: list[Codes]) -> Codes | None:
     first = parts[0]
     if any(not _equal(part.order_K, first.order_K) or not _equal(part.table, first.table) for part in parts):
         return None
+    static = [part.activations.scale for part in parts if part.activations is not None and part.activations.scale is not None]
     return replace(
         first,
+        activations=Activations(max(static)) if len(static) == len(parts) else first.activations and Activations(),
         codes_NK=torch.cat([part.codes_NK for part in parts]),
         scales_NG=torch.cat([part.scales_NG for part in parts]),
         offsets_NG=None if first.offsets_NG is None else torch.cat([part.offsets_NG for part in parts]),  # type: ignore[misc]

@@ -157,7 +157,7 @@ class Team:
             return ""
         folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else self._folder
         path = folder / f"{self._folder.name}-{ranks[0]}"
-        if not path.exists():
+        if path not in self._shared:  # one that somebody else made there is refused
             make_shared(path, len(ranks))
             self._shared.append(path)
         return str(path)
@@ -219,11 +219,12 @@ class Team:
             if self.lost is not None or self._is_closed:
                 return
             self.lost = why
-        for tell in self.on_lost:
-            tell()
         self._inbox.put((0, None))
         self._results.put(None)
         os.write(self._alarm, b"!")
+        for tell in self.on_lost:
+            with contextlib.suppress(Exception):  # of a device that is broken; the others are told all the same
+                tell()
 
     def _listen(self, rank: int, channel: Channel) -> None:
         while True:

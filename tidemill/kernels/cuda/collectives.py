@@ -20,7 +20,7 @@ import triton.language as tl
 from tidemill.kernels.cuda.launch import HOW, begin, launch
 
 PIECE_BYTES, MOST_PROGRAMS = 16384, 128  # few enough for ranks that share a GPU to be on it at the same time
-_FLAG_BYTES = 4  # a turn's count
+_FLAG_BYTES = 8  # a turn's count
 
 
 def memory_bytes(num_ranks: int) -> int:
@@ -53,13 +53,13 @@ def _exchange(
 ):
     """Show a piece to all, wait for theirs. Where they are in each rank's memory."""
     pid = tl.program_id(0)
-    place = (turn % 2) * PROGRAMS * BLOCK + pid * BLOCK + offsets
+    place = (turn % 2).to(tl.int32) * PROGRAMS * BLOCK + pid * BLOCK + offsets
     tl.store(_mine(table_ptr, RANK, like_ptr) + place, piece, mask=mask)
     tl.debug_barrier()
     for rank in tl.static_range(SIZE):
-        flags_ptr = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int32)) + PROGRAMS * 2 * PIECE // 4
+        flags_ptr = tl.load(table_ptr + rank).to(tl.pointer_type(tl.int64)) + PROGRAMS * 2 * PIECE // 8
         tl.atomic_xchg(flags_ptr + pid * SIZE + RANK, turn, sem="release", scope="sys")
-    own_ptr = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int32)) + PROGRAMS * 2 * PIECE // 4 + pid * SIZE
+    own_ptr = tl.load(table_ptr + RANK).to(tl.pointer_type(tl.int64)) + PROGRAMS * 2 * PIECE // 8 + pid * SIZE
     for rank in tl.static_range(SIZE):
         told = tl.atomic_add(own_ptr + rank, 0, sem="acquire", scope="sys")
         while told < turn:
@@ -145,8 +145,8 @@ class Exchange:
 
     def __init__(self, rank: int, size: int, table: torch.Tensor) -> None:
         self.rank, self.size, self._table = rank, size, table
-        self._turns = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=table.device)
-        self._live = torch.zeros(1, dtype=torch.int32, device=table.device)
+        self._turns = torch.zeros(MOST_PROGRAMS, dtype=torch.int64, device=table.device)
+        self._live = torch.zeros(1, dtype=torch.int64, device=table.device)
         self._starts: dict[tuple[int, ...], torch.Tensor] = {}
 
     def begin(self) -> None:

@@ -16,6 +16,8 @@ from tidemill.weights.packed.base import PackedTensor, Scheme, Stored, group_nam
 _STATE = "weight.quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 4096
 
+_LARGEST_OFFSET = 1e30
+
 
 class Int8Tensor(PackedTensor):
     """`weight` int8 [out, in]; `SCB`: the largest absolute value of each row."""
@@ -65,12 +67,15 @@ class FourBitTensor(PackedTensor):
             return stored.scales()
         lacks(self.name, self._parts, ("weight.nested_absmax", "weight.nested_quant_map"))
         block, offset = self._number("nested_blocksize"), self._state.get("nested_offset")
-        if not isinstance(offset, (int, float)) or not math.isfinite(offset):
+        if not isinstance(offset, (int, float)) or not abs(offset) < _LARGEST_OFFSET:
             raise stored.broken(f"has the nested_offset {str(offset)[:50]!r}")
         codes = stored.read().int()
         nested = self._parts["weight.nested_absmax"].scales((-(-codes.numel() // block),))
         numbers = self._parts["weight.nested_quant_map"].scales((256,))
-        return numbers[codes] * nested.repeat_interleave(block)[: codes.numel()] + offset
+        largest = numbers[codes] * nested.repeat_interleave(block)[: codes.numel()] + offset
+        if not largest.isfinite().all():
+            raise stored.broken("has scales that are not finite")
+        return largest
 
     def codes(self) -> Codes:
         num_out, width = self.shape

@@ -99,7 +99,10 @@ class ByteIntegers(_Integers):
     def codes(self) -> Codes:
         codes, stored, zeros = self._parts["weight"].read(), self._parts.get("weight_zero_point"), None
         if stored is not None:
-            zeros = stored.check(("I8",)).read().reshape(-1, self._num_groups).float().expand(self.shape[0], -1).contiguous()
+            values = stored.check(("I8",)).read()
+            if values.numel() not in (self._num_groups, self.shape[0] * self._num_groups):
+                raise stored.broken(f"has {values.numel()} zero points for {self.shape[0]} rows of {self._num_groups} groups")
+            zeros = values.reshape(-1, self._num_groups).float().expand(self.shape[0], -1).contiguous()
         return Codes(
             8, codes, self._scales(), None, group=self._group, zeros_NG=zeros,
             activations=None if zeros is not None else self._activations,
@@ -191,7 +194,11 @@ class _Group:
             raise scheme.refuse(f"weights of {self.bits} bits cannot be read", "1 to 8 bits can.")
         self._inputs = inputs
         block = weights.get("block_structure")
-        self.block = (int(block[0]), int(block[1])) if isinstance(block, list) and len(block) == 2 else None
+        if block is not None and not (
+            isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        ):
+            raise scheme.refuse(f"block_structure is {str(block)[:50]!r}", "It must be two whole numbers above 0.")
+        self.block = None if block is None else (block[0], block[1])
         targets = settings.get("targets") or []
         if not isinstance(targets, list) or not all(isinstance(one, str) and len(one) <= _MAX_PATTERN for one in targets):
             raise scheme.refuse("targets of a group of config_groups must be short names", "Quantize the model again.")
@@ -221,7 +228,7 @@ def _pattern(scheme: Scheme, target: str) -> str | re.Pattern[str]:
     if not target.startswith("re:"):
         return target
     text = target.removeprefix("re:")
-    if re.search(r"[*+}]\)?[*+{]", text) or text.count("*") + text.count("+") > 6:  # could take for ever on a long name
+    if re.search(r"[*+})][*+{?]", text) or text.count("*") + text.count("+") > 6:  # could take for ever on a long name
         raise scheme.refuse(f"the target {target!r} is too complex", "Name the modules.")
     try:
         return re.compile(text)

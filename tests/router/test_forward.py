@@ -283,12 +283,11 @@ async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_ano
         assert b"data: 1" in await client.reader.readuntil(b"data: 1")  # the checks of the other fail, too
         reachable.set()
         await until(lambda: upstream.is_healthy)
-        await asyncio.sleep(0.02)
+        assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
         going_on.set()
         assert (await client.reader.readuntil(b"0\r\n\r\n")).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
         client.send(get("/load"))
         assert (await client.answer())[0] == 200
-        assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
 
 
 async def test_servers_are_added_and_removed_while_requests_are_under_way():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 
 from tests.router.stub import Client, Sent, Stub, chat, get, post, response, routed
+from tidemill.router.limits import Limits
 
 
 async def ask(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -187,6 +189,22 @@ async def test_a_response_goes_on_at_the_server_that_has_it():
         assert (await ask(port, get("/v1/responses/resp_1")))[0] == 200
 
 
+async def test_what_a_server_that_is_down_may_have_is_not_said_to_be_missing():
+    async def missing(sent: Sent, writer) -> None:
+        writer.write(response(b'{"from": "home"}', "200 OK" if sent.path == "/v1/files" else "404 Not Found"))
+
+    stubs = [Stub(name, answer=missing) for name in "ab"]
+    async with routed(*stubs) as (router, port):
+        assert (await ask(port, get("/v1/files/file-1")))[0] == 404  # all say so
+        assert (await ask(port, get("/v1/files")))[0] == 200
+        home = next(stub for stub in stubs if any(sent.path == "/v1/files" for sent in stub.sent))
+        home.health = response(b"{}", "503 Service Unavailable")
+        await until(lambda: not router.upstreams[home.url].is_healthy)
+        for path in ("/v1/files/file-1", "/v1/files"):  # nor is a list made elsewhere
+            status, _, body = await ask(port, get(path))
+            assert (status, json.loads(body)["error"]["type"]) == (503, "upstream_unavailable")
+
+
 async def test_adapters_are_loaded_everywhere_and_the_first_refusal_is_told():
     async def refuse(sent: Sent, writer) -> None:
         writer.write(response(b'{"error": "no"}', "400 Bad Request"))
@@ -207,6 +225,11 @@ async def test_models_are_merged_and_a_request_goes_where_its_model_is():
         for number in range(6):
             body = chat(f"conversation {number}") | {"model": "only-b"}
             assert json.loads((await ask(port, post(body)))[2])["from"] == "b"
+            body = b"\r\n " + json.dumps(body).encode()
+            assert json.loads((await ask(port, post(body)))[2])["from"] == "b"
+        for name in ("only-a", "only-b"):
+            for _ in range(2):
+                assert json.loads((await ask(port, get(f"/v1/models/{name}")))[2])["from"] == name[-1]
 
 
 async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_goes_elsewhere():
@@ -232,6 +255,41 @@ async def test_a_server_that_fails_its_checks_gets_nothing_and_what_waits_there_
         assert (status, headers["retry-after"], json.loads(body)["error"]["type"]) == (503, "1", "upstream_unavailable")
 
 
+async def test_a_request_that_waited_for_a_connection_is_not_sent_there_once_another_server_answers_it():
+    reachable, going_on = asyncio.Event(), asyncio.Event()
+
+    async def stream(sent: Sent, writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"9\r\ndata: 1\n\n\r\n")
+        await going_on.wait()
+        writer.write(b"9\r\ndata: 2\n\n\r\n0\r\n\r\n")
+
+    slow, good = Stub("slow"), Stub("good", answer=stream)
+    async with routed(slow, good, check_within_s=0.3) as (router, port):
+        good.health = response(b"{}", "503 Service Unavailable")
+        await until(lambda: not router.upstreams[good.url].is_healthy)
+        upstream = router.upstreams[slow.url]
+        connect = upstream.connect
+
+        async def connect_later():
+            await reachable.wait()
+            return await connect()
+
+        upstream.connect = connect_later
+        client = await Client.open(port)
+        client.send(post())
+        await until(lambda: router.num_under_way == 1)
+        good.health = response(b"{}")
+        assert b"data: 1" in await client.reader.readuntil(b"data: 1")  # the checks of the other fail, too
+        reachable.set()
+        await until(lambda: upstream.is_healthy)
+        assert (len(slow.sent), len(good.sent), upstream.load) == (0, 1, 0)
+        going_on.set()
+        assert (await client.reader.readuntil(b"0\r\n\r\n")).endswith(b"data: 2\n\n\r\n0\r\n\r\n")
+        client.send(get("/load"))
+        assert (await client.answer())[0] == 200
+
+
 async def test_servers_are_added_and_removed_while_requests_are_under_way():
     going_on = asyncio.Event()
 
@@ -252,6 +310,25 @@ async def test_servers_are_added_and_removed_while_requests_are_under_way():
         going_on.set()
         assert json.loads((await waiting)[2])["from"] == "a"
     second.stop()
+
+
+async def test_requests_over_a_unix_socket_leave_their_limit(tmp_path):
+    async with routed(Stub("a"), limits=Limits(1)) as (router, _):
+        server = await asyncio.get_running_loop().create_unix_server(router.fronts.make, tmp_path / "s")
+        client = Client(*await asyncio.open_unix_connection(tmp_path / "s"))
+        for _ in range(3):
+            client.send(post({}, "/flush_cache"))
+            assert (await client.answer())[0] == 200
+        client.close()
+        server.close()
+
+
+async def test_a_host_that_is_gone_is_noticed_though_nothing_is_sent_to_it():
+    async with routed(Stub("a")) as (router, _):
+        (upstream,) = router.upstreams.values()
+        connection = await upstream.connect()
+        assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        connection.close()
 
 
 async def test_draining_lets_what_is_under_way_end():

@@ -193,6 +193,10 @@ async def test_keys_hosts_origins_and_paths_are_checked_as_by_a_server():
         assert (await ask(port, get("/router/upstreams", admin)))[0] == 200
         assert (await ask(port, get("/metri%63s", user)))[0] == 403
         assert b'tidemill_router_upstream_healthy{upstream="' in (await ask(port, get("/metrics", admin)))[2]
+        for path in ("/metrics", "/router/upstreams", "/flush_cache"):
+            assert json.loads((await ask(port, get(path).replace(b"GET", b"OPTIONS", 1)))[2]) == {"from": "a"}
+        stub.sent.clear()
+        assert (await ask(port, post().replace(b"POST", b"OPTIONS", 1)))[0] == 413  # it is taken without a key
         assert (await ask(port, get("/v1/../metrics", user)))[0] == 404
         assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user, "origin: http://evil.example")))[0] == 403
         assert (await ask(port, post(chat("hi"), "/v1/chat/completions", user).replace(b"localhost", b"evil.example")))[0] == 403
@@ -261,3 +265,61 @@ async def test_an_upstream_behind_a_unix_socket(tmp_path):
         assert json.loads((await ask(port, post()))[2])["from"] == "a"
         assert stub.sent[0].header("host") == "localhost"
     server.close()
+
+
+async def test_the_routers_own_requests_for_a_client_have_one_end():
+    stub = Stub("a")
+    async with routed(stub, check_every_s=60) as (router, port):
+        assert (await ask(port, post(SMUGGLED, "/v1/models").replace(b"POST", b"GET", 1)))[0] == 200
+        client = await Client.open(port)
+        client.send(get("/v1/models", "connection: close").replace(b"GET", b"HEAD", 1))
+        assert (await client.rest()).startswith(b"HTTP/1.1 200")
+        assert router.upstreams[stub.url].is_usable  # a response without a body is no failure
+        assert (await ask(port, post()))[0] == 200
+        assert [sent.path for sent in stub.sent] == ["/v1/chat/completions"]
+
+
+async def test_bodies_of_clients_that_leave_are_given_back():
+    async def never(sent: Sent, writer) -> None:
+        await asyncio.Event().wait()
+
+    stub = Stub("a", answer=never)
+    async with routed(stub) as (router, port):
+        client = await Client.open(port)
+        client.send(post() + post())
+        await until(lambda: stub.sent and router.fronts.num_buffered > len(stub.sent[0].body))
+        client.close()
+        await until(lambda: not router.fronts.all)
+        assert router.fronts.num_buffered == 0
+
+
+async def test_a_key_is_checked_before_the_body_is_taken():
+    access = Access.of(["key-of-the-first-user"], None, [], [], [])
+    async with routed(Stub("a"), access=access) as (router, port):
+        client = await Client.open(port)
+        client.send(HEAD + b"expect: 100-continue\r\ncontent-length: 1000\r\n\r\n")
+        status, headers, _ = await client.answer()  # without one byte of the body
+        assert (status, headers["connection"]) == (401, "close")
+        client.close()
+        client = await Client.open(port)
+        client.send(HEAD + b"x-api-key: key-of-the-first-user\r\ntransfer-encoding: chunked\r\n\r\n" + b"2\r\n[]\r\n" * 100)
+        await until(lambda: router.fronts.num_buffered == 200)
+        (held,) = (one for one in router.fronts.all if one._body)
+        assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
+        client.close()
+        await until(lambda: not router.fronts.all)
+        assert router.fronts.num_buffered == 0
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(front, "REST_WITHIN_S", 60.0)
+    async with routed(Stub("a"), max_connections=1) as (router, port):
+        kept = await Client.open(port)
+        kept.send(post())
+        assert (await kept.answer())[0] == 200
+        refused = await Client.open(port)
+        assert (await refused.answer())[0] == 503
+        await until(lambda: len(router.fronts.all) == 1)  # though the client has not closed its side
+        refused.close()
+        kept.send(post())
+        assert (await kept.answer())[0] == 200

@@ -64,7 +64,7 @@ class Exchange:
 
     def _nowhere(self) -> TidemillError:
         if self._owner is not None:
-            what = f"The server that has what this request refers to is not available: {self._owner.why}."
+            what = f"The server that has what this request refers to is not available: {self._owner.why or 'it is not ready'}."
             return NoUpstream(what, fix="Try again in a moment.")
         return NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
 
@@ -72,15 +72,17 @@ class Exchange:
         try:
             connection = await upstream.connect()
         except OSError as error:
+            if self._connecting is not asyncio.current_task():  # it is asked of another by now
+                return
             self._connecting = None
             upstream.failed(f"it cannot be reached: {error}")
             self._again(NoUpstream("A server could not be reached.", fix="Try again in a moment."))
             return
-        self._connecting = None
-        if self._is_over:
+        if self._connecting is not asyncio.current_task():
             connection.close()
-        else:
-            self._send(connection)
+            return
+        self._connecting = None
+        self._send(connection)
 
     def _send(self, connection: Connection) -> None:
         request, upstream = self._request, self.upstream
@@ -91,6 +93,8 @@ class Exchange:
 
     def _again(self, why: TidemillError) -> None:
         """Nothing has been passed on so far: to another upstream, or else the client is told why not."""
+        if self._has_begun:
+            return
         self._leave_upstream()
         if self._is_over:
             return
@@ -111,6 +115,9 @@ class Exchange:
         self._front.answer_error(why)
 
     def _leave_upstream(self) -> None:
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
             upstream.load -= 1
@@ -131,8 +138,6 @@ class Exchange:
     # ---- Job: from the client's connection
 
     def client_left(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
         self._leave_upstream()
         self._finish()
 

@@ -60,10 +60,10 @@ async def fetch(
     try:
         lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\nconnection: close\r\n" % (method, target, upstream.host)]
         lines += [b"%b: %b\r\n" % header for header in headers]
-        if method != b"GET":
+        if body or method != b"GET":
             lines.append(b"content-length: %d\r\n" % len(body))
         sink = _Fetch()
-        connection.send(b"".join([*lines, b"\r\n"]), body, sink)
+        connection.send(b"".join([*lines, b"\r\n"]), body, sink, method == b"HEAD")
         return await sink.done
     finally:
         connection.close()

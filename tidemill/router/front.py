@@ -21,6 +21,7 @@ from tidemill.errors import Draining, InvalidRequest, QueueFull, RequestTooLarge
 from tidemill.router.upstream import HOP_BY_HOP, Headers
 from tidemill.server.body import MAX_BODY_BYTES, MAX_UPLOAD_BYTES
 from tidemill.server.errors import error_body, headers_of, shaped
+from tidemill.server.guard import Caller
 from tidemill.server.protocol import (
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
@@ -51,7 +52,7 @@ class Timeout(InvalidRequest):
 class Request:
     """A client's request, whole."""
 
-    __slots__ = ("address", "body", "headers", "is_http10", "keeps_alive", "method", "path", "target")
+    __slots__ = ("address", "body", "caller", "headers", "is_http10", "keeps_alive", "method", "path", "target")
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -59,6 +60,7 @@ class Request:
         self.path = ""  # decoded, without the query
         self.headers: Headers = []
         self.body: bytes = b""
+        self.caller: Caller | None = None  # once it is known
         self.is_http10 = self.keeps_alive = False
 
     def get(self, name: bytes) -> bytes:
@@ -79,9 +81,12 @@ class Job(Protocol):
 class Fronts:
     """All connections of clients."""
 
-    def __init__(self, handle: Callable[[Front, Request], Job | None], max_connections: int) -> None:
-        """`handle`: answers a request through its connection, now or later; it returns what does so later."""
-        self.handle, self.max_connections = handle, max_connections
+    def __init__(
+        self, admit: Callable[[Request], Caller], handle: Callable[[Front, Request], Job | None], max_connections: int
+    ) -> None:
+        """`admit`: who sends a request, by its headers, or why it is refused; asked before a body is taken. `handle`: answers a
+        request through its connection, now or later; it returns what does so later."""
+        self.admit, self.handle, self.max_connections = admit, handle, max_connections
         self.max_idle = max(max_connections // 2, 1)  # of one address
         self.all: set[Front] = set()
         self.num_idle: Counter[str] = Counter()  # by address: without a request under way
@@ -129,7 +134,7 @@ class Front(asyncio.Protocol):
     def _expect_head(self) -> None:
         self._request: Request | None = None
         self._in_head, self._num_head = True, 0
-        self._parts: list[bytes] = []
+        self._body = bytearray()
         self._num_body = self._max_body = 0
         self._body_until_s = 0.0
 
@@ -142,9 +147,9 @@ class Front(asyncio.Protocol):
         fronts = self._fronts
         fronts.all.add(self)
         if len(fronts.all) > fronts.max_connections:
-            self._refuse(Draining("There are too many connections.", fix="Try again in a moment."))
+            self._turn_away(Draining("There are too many connections.", fix="Try again in a moment."))
         elif fronts.num_idle[self.address] >= fronts.max_idle:
-            self._refuse(QueueFull("This address has too many idle connections.", fix="Use the ones there are."))
+            self._turn_away(QueueFull("This address has too many idle connections.", fix="Use the ones there are."))
         else:
             self._set_idle(True)
             self.deadline_s = time.monotonic() + HEADERS_WITHIN_S
@@ -155,6 +160,8 @@ class Front(asyncio.Protocol):
         self._fronts.all.discard(self)
         self._fronts.num_buffered -= self._num_body + sum(len(one.body) for one in self._queue)
         self._queue.clear()
+        if self._is_busy:
+            self._give_body_back()
         job, self._job = self._job, None
         if job is not None:
             job.client_left()
@@ -269,14 +276,21 @@ class Front(asyncio.Protocol):
         request.path = unquote(path) if "%" in path else path
         self._in_head, self._num_head = False, 0
         self._max_body = MAX_UPLOAD_BYTES if request.path == "/v1/files" else MAX_BODY_BYTES
-        length = 0
+        if request.method == b"OPTIONS":
+            self._max_body = 0  # a preflight has no key, so nothing is kept of it
+        length, has_body = 0, False
         for name, value in request.headers:
             if name == b"content-length":
                 length = int(value)
-            elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                raise InvalidRequest("The only transfer encoding that is taken is chunked.")
+                has_body = has_body or length > 0
+            elif name == b"transfer-encoding":
+                has_body = True
+                if value.lower() != b"chunked":
+                    raise InvalidRequest("The only transfer encoding that is taken is chunked.")
         if length > self._max_body:
             raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
+        if has_body:
+            request.caller = self._fronts.admit(request)
         now = time.monotonic()
         self._body_until_s = now + BODY_WITHIN_S
         self._expect_by(now + PART_WITHIN_S)
@@ -290,12 +304,12 @@ class Front(asyncio.Protocol):
             raise RequestTooLarge(f"The body may have {self._max_body} bytes.")
         if self._fronts.num_buffered > MAX_BUFFERED_BYTES:
             raise QueueFull("The router holds too many bytes of requests.", fix="Try again in a moment.")
-        self._parts.append(body)
+        self._body += body
 
     def on_message_complete(self) -> None:
         request = self._request
         assert request is not None
-        request.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        request.body = bytes(self._body)
         self._expect_head()
         self._expect_by(float("inf"))
         self._set_idle(False)
@@ -361,8 +375,8 @@ class Front(asyncio.Protocol):
         if parts:
             self.write(parts)
         request = self._current
-        self._fronts.num_buffered -= len(request.body)
-        self._is_busy, self._job, request.body = False, None, b""
+        self._give_body_back()
+        self._is_busy, self._job = False, None
         if self._is_closed:
             return
         if not request.keeps_alive:
@@ -407,10 +421,18 @@ class Front(asyncio.Protocol):
 
     def break_off(self) -> None:
         """A response that has begun cannot be completed: the client must see that it is not."""
-        self._fronts.num_buffered -= len(self._current.body)
-        self._current.body = b""
+        self._give_body_back()
         self._is_busy, self._job = False, None
         self.abort()
+
+    def _give_body_back(self) -> None:
+        self._fronts.num_buffered -= len(self._current.body)
+        self._current.body = b""
+
+    def _turn_away(self, error: TidemillError) -> None:
+        """A connection that is one too many: it does not wait for what its client may send."""
+        self._is_busy, self._current = True, Request(self.address)
+        self.answer_error(error)
 
     def _refuse(self, error: TidemillError) -> None:
         """What the client sends is not taken, so nothing more can be read from it. What is under way goes on."""

@@ -12,6 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from tidemill.errors import NoUpstream
 from tidemill.router.fetch import fetch
 from tidemill.router.upstream import Headers, Upstream
 
@@ -38,7 +39,8 @@ class Owners:
         self._found: OrderedDict[tuple[bytes, str, str], str] = OrderedDict()  # by tenant, kind and id: an upstream's URL
 
     async def find(self, tenant: bytes, kind: str, name: str, upstreams: Iterable[Upstream], headers: Headers) -> Upstream | None:
-        """None: no server that answers has it. `headers`: with the key of whoever asks."""
+        """None: no server has it. Raises NoUpstream if one that cannot be asked may have it. `headers`: with the key of whoever
+        asks."""
         asked = list(upstreams)
         known = self._found.get((tenant, kind, name))
         for upstream in asked:
@@ -47,19 +49,26 @@ class Owners:
         if not _ID.fullmatch(name):
             return None
         target = f"/v1/{kind}/{name}" + ("/explain" if kind == "requests" else "")
-        answers = await asyncio.gather(*(_has(upstream, target.encode(), headers) for upstream in asked if upstream.is_healthy))
-        found = next((upstream for upstream in answers if upstream is not None), None)
+        answers = await asyncio.gather(*(_has(upstream, target.encode(), headers) for upstream in asked))
+        found = next((upstream for upstream, has in zip(asked, answers, strict=True) if has), None)
         if found is not None:
             self._found[tenant, kind, name] = found.url
             while len(self._found) > MAX_OWNED:
                 self._found.popitem(last=False)
+        elif None in answers:
+            raise NoUpstream(
+                "The server that may have what this request refers to is not available.", fix="Try again in a moment."
+            )
         return found
 
 
-async def _has(upstream: Upstream, target: bytes, headers: Headers) -> Upstream | None:
+async def _has(upstream: Upstream, target: bytes, headers: Headers) -> bool | None:
+    """None: it does not tell."""
+    if not upstream.is_healthy:
+        return None
     try:
         async with asyncio.timeout(ASK_WITHIN_S):
             found = await fetch(upstream, b"GET", target, headers)
     except (OSError, TimeoutError):
         return None
-    return upstream if found.status == 200 else None
+    return None if found.status == 429 or found.status >= 500 else found.status == 200

@@ -19,13 +19,15 @@ from tidemill.router.front import Front, Fronts, Job, Request
 from tidemill.router.health import Checks, models_of
 from tidemill.router.keys import Prompt, read_prompt
 from tidemill.router.limits import Limits
-from tidemill.router.owners import EVERYWHERE, HOMES, Owners, referred
+from tidemill.router.owners import ASK_WITHIN_S, EVERYWHERE, HOMES, Owners, referred
 from tidemill.router.upstream import Headers, Upstream
 from tidemill.sched.placement import Placement, hash_of
 from tidemill.server.guard import Access, Caller, NotFound, check_path
 
 UPSTREAMS_PATH = "/router/upstreams"
+MODEL_PATH = "/v1/models/"  # and its name
 MAX_UPSTREAMS = 256
+CHANGE_WITHIN_S = 300.0  # what every server is to do, such as loading an adapter
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _NOBODY = Caller()
 _log = logging.getLogger("tidemill.router")
@@ -53,7 +55,7 @@ class Router:
         self.upstream_key = upstream_key.encode()
         own: Headers = [(b"authorization", b"Bearer " + self.upstream_key)] if upstream_key else []
         self.checks = Checks(check_every_s, own, self._recovered, self._lost, check_within_s)
-        self.fronts = Fronts(self.handle, max_connections)
+        self.fronts = Fronts(self.admit, self.handle, max_connections)
         has_keys = self.access.keys or self.access.admin_keys
         self._anybody = None if has_keys else Caller(is_admin=True)  # who sends a request, where there are no keys
         self.upstreams: dict[str, Upstream] = {}
@@ -110,8 +112,9 @@ class Router:
         return usable[self.placement.choose(prompt.keys, loads, prompt.anchor).name]
 
     def _home(self, tenant: bytes) -> Upstream | None:
-        usable = [url for url, one in self.upstreams.items() if one.is_usable]
-        return self.upstreams[self.placement.ranked(hash_of(tenant), usable)[0]] if usable else None
+        """Also while it is not available: what the tenant has there would not be found elsewhere."""
+        ranked = self.placement.ranked(hash_of(tenant), list(self.upstreams))
+        return self.upstreams[ranked[0]] if ranked else None
 
     def _lost(self, upstream: Upstream) -> None:
         """What waits for an upstream that does not answer goes to another."""
@@ -124,10 +127,8 @@ class Router:
 
     # ---- requests
 
-    def handle(self, front: Front, request: Request) -> Job | None:
-        if self.fronts.is_draining:
-            request.keeps_alive = False
-            raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
+    def admit(self, request: Request) -> Caller:
+        """Who sends it, by its headers. Raises why it is refused."""
         check_path(request.target)
         num_hosts, host, origin = 0, "", ""
         for name, value in request.headers:
@@ -141,13 +142,18 @@ class Router:
         if origin:
             self.access.check_origin(origin, host)
         if request.method == b"OPTIONS":  # a preflight has no key
-            caller = _NOBODY
-        elif self._anybody is not None:
-            caller = self._anybody
-        else:
-            caller = self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
+            return _NOBODY
+        if self._anybody is not None:
+            return self._anybody
+        return self.access.caller(request.path, {name: value.decode("latin-1") for name, value in request.headers})
+
+    def handle(self, front: Front, request: Request) -> Job | None:
+        if self.fronts.is_draining:
+            request.keeps_alive = False
+            raise Draining("The router is stopping and accepts no new requests.", fix="Try again in a moment.")
+        caller = request.caller or self.admit(request)
         own = self._own.get(request.path)
-        if own is not None:
+        if own is not None and request.method != b"OPTIONS":
             return own(self, front, request, caller)
         tenant = caller.tenant or request.address
         self.limits.enter(tenant)
@@ -158,15 +164,19 @@ class Router:
             raise
 
     def _forward(self, front: Front, request: Request, tenant: str) -> Job:
+        if request.method == b"OPTIONS":
+            return self._exchange(front, request, Prompt(), tenant, True, None)
         key = b"" if self.upstream_key else request.get(b"authorization") or request.get(b"x-api-key")
         is_json = request.method == b"POST" and request.path != "/v1/files"
         prompt = read_prompt(request.body, key, request.get(b"x-session-id")) if is_json else Prompt()
+        if request.path.startswith(MODEL_PATH):
+            prompt = Prompt(model=request.path.removeprefix(MODEL_PATH))
         repeats, owner = True, None
         if request.path in EVERYWHERE:
             return self._later(front, self._send_everywhere(front, request), tenant)
         reference = referred(request.path) or prompt.refers_to
         if reference is not None and len(self.upstreams) > 1:
-            return self._later(front, self._send_to_owner(front, request, prompt, key, reference, tenant), "")
+            return self._later(front, self._send_to_owner(front, request, prompt, key, reference, tenant), None)
         if request.path in HOMES:
             repeats, owner = request.method == b"GET", self._home(key or tenant.encode())
             if owner is None:
@@ -192,10 +202,10 @@ class Router:
 
     # ---- requests to one owner, and to all
 
-    def _later(self, front: Front, work: Coroutine[Any, Any, None], tenant: str) -> Job:
-        """`tenant`: whose limit counts it until it is done; empty: nobody's."""
+    def _later(self, front: Front, work: Coroutine[Any, Any, None], tenant: str | None) -> Job:
+        """`tenant`: whose limit counts it until it is done; None: nobody's."""
         job = _Task(asyncio.get_running_loop().create_task(self._answer_errors(front, work)))
-        if tenant:
+        if tenant is not None:
             job.task.add_done_callback(lambda _: self.limits.leave(tenant))
         return job
 
@@ -235,7 +245,7 @@ class Router:
         usable = [one for one in self.upstreams.values() if one.is_healthy]
         if not usable:
             raise NoUpstream("No server can take the request at the moment.", fix="Try again in a moment.")
-        answers = await asyncio.gather(*(_ask(one, request, headers) for one in usable))
+        answers = await asyncio.gather(*(_ask(one, request, headers, CHANGE_WITHIN_S) for one in usable))
         chosen = next((one for one in answers if one.status >= 400), answers[0])
         kept = [(name, value) for name, value in chosen.headers if name == b"content-type"]
         front.answer(chosen.status, chosen.body, kept[0][1] if kept else b"text/plain")
@@ -251,7 +261,7 @@ class Router:
         front.answer_json({"server_load": len(self._exchanges)})
 
     def _models(self, front: Front, request: Request, caller: Caller) -> Job:
-        return self._later(front, self._merge_models(front, request), "")
+        return self._later(front, self._merge_models(front, request), None)
 
     async def _merge_models(self, front: Front, request: Request) -> None:
         """What each upstream lists for this client; the first that lists a name describes it."""
@@ -351,11 +361,12 @@ class _Task:
     resume = pause
 
 
-async def _ask(upstream: Upstream, request: Request, headers: Headers) -> Fetched:
+async def _ask(upstream: Upstream, request: Request, headers: Headers, within_s: float = ASK_WITHIN_S) -> Fetched:
     try:
-        return await fetch(upstream, request.method, request.target, headers, request.body)
-    except OSError as error:
-        upstream.failed(f"it cannot be reached: {error}")
+        async with asyncio.timeout(within_s):
+            return await fetch(upstream, request.method, request.target, headers, request.body)
+    except OSError as error:  # a timeout is one
+        upstream.failed(f"it cannot be reached: {error or f'no answer in {within_s:g} s'}")
         return Fetched(502, [], msgspec.json.encode({"error": {"message": "A server could not be reached."}}))
 
 

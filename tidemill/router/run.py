@@ -13,6 +13,8 @@ from collections.abc import Callable
 from tidemill.router.router import Router
 from tidemill.server.listen import Listen
 
+TLS_WITHIN_S = 10.0  # a handshake, and a goodbye
+
 
 async def route(
     router: Router, listen: Listen, on_ready: Callable[[Router, int], None] | None = None, drain_s: float = 30.0
@@ -58,4 +60,12 @@ async def _serve(router: Router, listen: Listen, listening: socket.socket) -> as
         if listen.tls_client_ca is not None:
             context.load_verify_locations(listen.tls_client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-    return await asyncio.get_running_loop().create_server(router.fronts.make, sock=listening, ssl=context, backlog=2048)
+    within_s = TLS_WITHIN_S if context is not None else None
+    return await asyncio.get_running_loop().create_server(
+        router.fronts.make,
+        sock=listening,
+        ssl=context,
+        backlog=2048,
+        ssl_handshake_timeout=within_s,
+        ssl_shutdown_timeout=within_s,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
 import ssl
 import time
 from typing import Protocol, cast
@@ -21,6 +22,7 @@ IDLE_S = 60.0  # for which one is kept; servers keep them longer
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 1.0, 30.0
 MAX_RESPONSE_HEAD = 256 * 1024
 _JOINED_BYTES = 2**16
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed in a minute
 # Between two hosts, not for whoever is behind them.
 HOP_BY_HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
@@ -141,6 +143,14 @@ def _not_an_address(url: str) -> ConfigError:
     return ConfigError(f"The upstream is {url!r}.", fix="Write it like http://HOST:PORT, or unix:PATH for a socket.", param="url")
 
 
+def _keep_alive(made: socket.socket) -> None:
+    """So that the loss of a host is noticed though nothing is to be sent to it."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 class Connection(asyncio.Protocol):
     """To an upstream: one request at a time. The response goes to the request's sink as it comes, piece by piece."""
 
@@ -193,6 +203,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self.is_open = cast(asyncio.Transport, transport), True  # uvloop has classes of its own
+        made = transport.get_extra_info("socket")
+        if made is not None and made.family != socket.AF_UNIX:
+            _keep_alive(made)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False

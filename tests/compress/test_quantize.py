@@ -206,6 +206,12 @@ def test_training_a_layer_brings_it_closer(folder, tmp_path):
     assert errors[24] < 0.9 * errors[0]
 
 
+def test_quantized_gpt2_is_served(tmp_path):
+    make("GPT2").save_pretrained(tmp_path / "model")
+    quantize(QuantizeOptions(model=str(tmp_path / "model"), out=tmp_path / "out", method="rtn", options={"weights": "channel"}))
+    load_model(tmp_path / "out")
+
+
 GGUF_TYPES = [(4, True, "Q4_0"), (4, False, "Q4_1"), (5, False, "Q5_1"), (8, True, "Q8_0")]
 
 
@@ -256,7 +262,10 @@ WRONG = [
     ({"method": "nf4", "layout": "gptq"}, "--format gptq cannot hold what nf4 makes"),
     ({"method": "rtn", "options": {"bits": 5}, "layout": "gptq"}, "it has 5 bits"),
     ({"method": "gptq", "options": {"act_order": "group", "group": 32}, "layout": "compressed-tensors"}, "in another order"),
-    ({"method": "nf4", "budget": Budget(4.0)}, "has bits of its own"),
+    ({"method": "nf4", "budget": Budget(4.0)}, "nf4 has bits of its own"),
+    ({"method": "llm-int8", "budget": Budget(4.0)}, "llm-int8 has bits of its own"),
+    ({"method": "gobo", "budget": Budget(4.0)}, "the same bits for all"),
+    ({"method": "gobo", "options": {"bits": 5}}, "--bits is 5.* 2 to 4"),
     ({"method": "rtn", "layout": "gguf"}, "ends in .gguf"),
 ]
 

@@ -59,6 +59,8 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     report = report or Quiet()
     method = method_class(given.method)(given.options)
     layout = _layout(given, method)
+    if given.budget is not None:
+        given.budget.check(method)
     source = Source.open(given.model)
     dtype = output_dtype(source, given.dtype or _half(source))
     decoder = Decoder(source, given.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tidemill.compress.calibration import Calibration
-from tidemill.compress.decoder import Decoder
+from tidemill.compress.decoder import Decoder, compute_device
 from tidemill.compress.folder import names_outside, output_dtype
 from tidemill.compress.prune import calibration_tokens
 from tidemill.compress.source import Source
@@ -48,6 +48,7 @@ def convert(
     options: ConvertOptions, report: Reporter | None = None, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
     """Writes the folder. What was done, in numbers."""
+    compute_device(options.device)
     options.learning.check()
     if options.learning.steps:
         options.calibration.check()

@@ -1,5 +1,6 @@
 """Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF; runs that are interrupted."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -93,6 +94,8 @@ def test_an_interrupted_run_ends_with_the_same_bytes(folder, tmp_path):
         assert (parts.folder / name).read_bytes() == (whole.folder / name).read_bytes()
     with pytest.raises(ConfigError, match="other settings"):
         Work(tmp_path / "parts", {"a": 2})
+    with pytest.raises(ConfigError, match="--out is"):
+        Work(Path("."), {"a": 1})
 
 
 def test_activations_that_are_no_numbers(folder, tmp_path):

@@ -267,6 +267,9 @@ WRONG = [
     ({"method": "gobo", "budget": Budget(4.0)}, "the same bits for all"),
     ({"method": "gobo", "options": {"bits": 5}}, "--bits is 5.* 2 to 4"),
     ({"method": "rtn", "layout": "gguf"}, "ends in .gguf"),
+    ({"method": "rtn", "budget": Budget(float("nan"))}, "--budget is nan"),
+    ({"method": "rtn", "budget": Budget(4.0, how="best")}, "--sensitivity is best"),
+    ({"method": "rtn", "budget": Budget(2.0)}, "the fewest bits take"),
 ]
 
 
@@ -283,7 +286,15 @@ def test_wrong_wishes(folder, tmp_path, given, words):
                 calibration=calibration if uses_text else Calibration(), **given,
             )
         )  # fmt: skip
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_default_groups_that_do_not_fit_become_smaller(tmp_path):
+    make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=64, intermediate_size=192)
+    wish = {"model": str(tmp_path / "model"), "method": "rtn"}
+    assert quantize(QuantizeOptions(out=tmp_path / "out", **wish)).smaller_group == 64
+    with pytest.raises(ConfigError, match="192 columns are no whole groups of 128"):
+        quantize(QuantizeOptions(out=tmp_path / "other", options={"group": 128}, **wish))
 
 
 def test_every_method_is_there_and_says_its_layouts():

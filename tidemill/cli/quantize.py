@@ -117,6 +117,8 @@ def quantize(
             f"{made.bits_per_weight:.2f} bits for each of {made.num_values:,} quantized weights.",
             markup=False,
         )
+        if made.smaller_group is not None:
+            console.print(f"Scales are of {made.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
         if evaluate:
             console.print(summarize(settings["model"], made, evaluate, text, plot, shown))
 

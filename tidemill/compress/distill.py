@@ -62,7 +62,8 @@ def distill(
     decoder = Decoder(source)
     chosen = spread(decoder.num_layers, options.layers)
     work = Work(options.out, options.settings())
-    ids = calibration_tokens(source, decoder, options.calibration, work, report)
+    with work.begins():
+        ids = calibration_tokens(source, decoder, options.calibration, work, report)
     outside = decoder.read(names_outside(decoder))
     config = with_layers(source.config, chosen)
     teacher = build(source.config, outside | layer_tensors(decoder, list(range(decoder.num_layers))), options.device)

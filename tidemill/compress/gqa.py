@@ -63,7 +63,8 @@ def convert(
     config = source.config | {"num_key_value_heads": options.num_kv_heads}
     student = build(config, _pooled(tensors, num_before, options.num_kv_heads), options.device)
     if options.learning.steps:
-        ids = calibration_tokens(source, decoder, options.calibration, work, report)
+        with work.begins():
+            ids = calibration_tokens(source, decoder, options.calibration, work, report)
         learn(student, build(source.config, tensors, options.device), layers, ids, options.learning, work, report, is_stopped)
     num_bytes = write_student(student, decoder, config, work, dtype)
     return {"kv_heads": options.num_kv_heads, "of": num_before, "bytes": num_bytes}

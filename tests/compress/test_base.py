@@ -1,12 +1,16 @@
 """Checkpoints as Transformers' modules layer by layer: every family, from folders and from GGUF; runs that are interrupted."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 from tests.helpers import byte_tokenizer, make_llama
 from tests.models.test_families import ALL, save
 from tidemill.compress.calibration import Calibration, calibration_ids
-from tidemill.compress.decoder import Decoder, matrix_of, set_matrix
+from tidemill.compress.decoder import Decoder, compute_device, matrix_of, set_matrix
 from tidemill.compress.source import Source
 from tidemill.compress.walk import walk
 from tidemill.compress.work import Work
@@ -90,6 +94,8 @@ def test_an_interrupted_run_ends_with_the_same_bytes(folder, tmp_path):
         assert (parts.folder / name).read_bytes() == (whole.folder / name).read_bytes()
     with pytest.raises(ConfigError, match="other settings"):
         Work(tmp_path / "parts", {"a": 2})
+    with pytest.raises(ConfigError, match="--out is"):
+        Work(Path("."), {"a": 1})
 
 
 def test_activations_that_are_no_numbers(folder, tmp_path):
@@ -114,3 +120,27 @@ def test_too_little_text(folder):
 def test_an_output_that_is_there_is_kept(folder):
     with pytest.raises(ConfigError, match="is there already"):
         Work(folder, {})
+
+
+def test_bloom_is_walked_with_text(tmp_path):
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    reference = BloomForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path / "model")
+    ids = torch.randint(0, 64, (3, 16))
+    work = Work(tmp_path / "out", {})
+    walk(Decoder(Source(tmp_path / "model")), work, lambda job: {}, ids)
+    with torch.no_grad():
+        expected = reference.transformer.ln_f(work.states("own", 2))
+        assert (reference.transformer(ids).last_hidden_state - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_refused(key):
+    with pytest.raises(ConfigError, match="experts"):
+        Decoder(SimpleNamespace(config={key: 8}))
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:", "mps"])
+def test_devices_that_are_not_there(device):
+    with pytest.raises(ConfigError, match=device):
+        compute_device(device)

@@ -161,3 +161,24 @@ def test_mistakes(folders, llms, tmp_path):
     (tmp_path / "short.txt").write_text("Too short a text, with few tokens.")
     with pytest.raises(ConfigError, match="at least 64"):
         text_windows(llms[0], tmp_path / "short.txt", 512)
+
+
+def test_results_that_cannot_be_written_are_refused_first(folders, tmp_path):
+    for path in (tmp_path / "nope/x.json", tmp_path):
+        made = CliRunner().invoke(app, ["evaluate", str(folders[0]), "--json", str(path)])
+        assert isinstance(made.exception, ConfigError)
+        assert "cannot be written" in str(made.exception)
+
+
+def test_a_comparison_needs_a_number_of_tokens(folders, tmp_path):
+    made = CliRunner().invoke(app, ["quantize", str(folders[0]), "-o", str(tmp_path / "out"), "--evaluate", "-5"])
+    assert isinstance(made.exception, ConfigError)
+    assert "--evaluate is -5" in str(made.exception)
+
+
+@pytest.mark.slow
+def test_quantize_compares_models_of_short_contexts(folders, tmp_path):
+    wish = ["quantize", str(folders[0]), "--method", "rtn", "--weights", "channel", "-o", str(tmp_path / "out")]
+    made = CliRunner().invoke(app, [*wish, "--evaluate", "64"])
+    assert made.exit_code == 0, made.output
+    assert "perplexity" in made.output

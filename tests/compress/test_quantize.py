@@ -206,6 +206,12 @@ def test_training_a_layer_brings_it_closer(folder, tmp_path):
     assert errors[24] < 0.9 * errors[0]
 
 
+def test_quantized_gpt2_is_served(tmp_path):
+    make("GPT2").save_pretrained(tmp_path / "model")
+    quantize(QuantizeOptions(model=str(tmp_path / "model"), out=tmp_path / "out", method="rtn", options={"weights": "channel"}))
+    load_model(tmp_path / "out")
+
+
 GGUF_TYPES = [(4, True, "Q4_0"), (4, False, "Q4_1"), (5, False, "Q5_1"), (8, True, "Q8_0")]
 
 
@@ -256,8 +262,14 @@ WRONG = [
     ({"method": "nf4", "layout": "gptq"}, "--format gptq cannot hold what nf4 makes"),
     ({"method": "rtn", "options": {"bits": 5}, "layout": "gptq"}, "it has 5 bits"),
     ({"method": "gptq", "options": {"act_order": "group", "group": 32}, "layout": "compressed-tensors"}, "in another order"),
-    ({"method": "nf4", "budget": Budget(4.0)}, "has bits of its own"),
+    ({"method": "nf4", "budget": Budget(4.0)}, "nf4 has bits of its own"),
+    ({"method": "llm-int8", "budget": Budget(4.0)}, "llm-int8 has bits of its own"),
+    ({"method": "gobo", "budget": Budget(4.0)}, "the same bits for all"),
+    ({"method": "gobo", "options": {"bits": 5}}, "--bits is 5.* 2 to 4"),
     ({"method": "rtn", "layout": "gguf"}, "ends in .gguf"),
+    ({"method": "rtn", "budget": Budget(float("nan"))}, "--budget is nan"),
+    ({"method": "rtn", "budget": Budget(4.0, how="best")}, "--sensitivity is best"),
+    ({"method": "rtn", "budget": Budget(2.0)}, "the fewest bits take"),
 ]
 
 
@@ -274,7 +286,15 @@ def test_wrong_wishes(folder, tmp_path, given, words):
                 calibration=calibration if uses_text else Calibration(), **given,
             )
         )  # fmt: skip
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_default_groups_that_do_not_fit_become_smaller(tmp_path):
+    make_llama(tmp_path / "model", num_hidden_layers=1, hidden_size=64, intermediate_size=192)
+    wish = {"model": str(tmp_path / "model"), "method": "rtn"}
+    assert quantize(QuantizeOptions(out=tmp_path / "out", **wish)).smaller_group == 64
+    with pytest.raises(ConfigError, match="192 columns are no whole groups of 128"):
+        quantize(QuantizeOptions(out=tmp_path / "other", options={"group": 128}, **wish))
 
 
 def test_every_method_is_there_and_says_its_layouts():

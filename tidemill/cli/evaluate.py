@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,8 @@ def evaluate(
 
     if not 0 <= tokens < 2**31 or not 1 <= items <= _MAX_ITEMS:
         raise ConfigError(f"--tokens is {tokens}, --items {items}.", fix=f"They must be 0 or more, and 1 to {_MAX_ITEMS}.")
+    if output is not None:
+        _check_output(output)
     suites = _suites(tasks, items, lengths, seed)
     console = Console(stderr=True, highlight=False)
     raise_on_interrupt()
@@ -62,6 +65,12 @@ def evaluate(
     print_table(Console(highlight=False), made)
     if output is not None:
         output.write_text(json.dumps([one.to_json() for one in made], indent=2) + "\n")
+
+
+def _check_output(path: Path) -> None:
+    """Before anything is measured."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written.", fix="Give a file in a folder that is there.", param="json")
 
 
 def _suites(tasks: str, num: int, lengths: str, seed: int) -> list[Suite]:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.cli.stages import Stages
+from tidemill.errors import ConfigError
 
 
 @takes("model")
@@ -106,6 +107,8 @@ def quantize(
         options={name: value for name, value in given.items() if value is not None}, device=device,
         calibration=Calibration(data=data, num_tokens=tokens, length=length, seed=seed),
     )  # fmt: skip
+    if evaluate < 0:
+        raise ConfigError(f"--evaluate is {evaluate}.", fix="Give a number of tokens, or 0.", param="evaluate")
     if plot is not None:
         check_plot(plot, evaluate)
     raise_on_interrupt()
@@ -117,13 +120,13 @@ def quantize(
             f"{made.bits_per_weight:.2f} bits for each of {made.num_values:,} quantized weights.",
             markup=False,
         )
+        if made.smaller_group is not None:
+            console.print(f"Scales are of {made.smaller_group} columns: larger groups do not fit the matrices.", markup=False)
         if evaluate:
             console.print(summarize(settings["model"], made, evaluate, text, plot, shown))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    from tidemill.errors import ConfigError
-
     try:
         return tuple(int(one) for one in text.split(","))
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 from tidemill.compress.source import Source
 from tidemill.errors import CheckpointError, ConfigError
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYERS = ("layers", "h", "blocks")  # what families call their list of decoder layers
 
 
@@ -28,7 +30,8 @@ class Decoder:
     """`layer(i)` fills layer i; `embed`, `calls` and `logits` are the model's own code around the layers."""
 
     def __init__(self, source: Source, device: str = "cpu") -> None:
-        self.source, self.device = source, torch.device(device)
+        _refuse_experts(source.config)
+        self.source, self.device = source, compute_device(device)
         self.model = without_weights(source.config)
         self.layers = _decoder_layers(self.model)
         self._names = {module: name for name, module in self.model.named_modules()}
@@ -41,6 +44,11 @@ class Decoder:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether `calls` hold for several sequences: Bloom's biases of positions are made for each."""
+        return bool(self.model.config.model_type != "bloom")
 
     def name_of(self, module: nn.Module) -> str:
         """As in stored names."""
@@ -160,6 +168,26 @@ class Decoder:
             if table != name:
                 return self.stored_name(table)
         raise CheckpointError(f"{self.source.path}: tensor {name} is missing.", fix="Is it the whole checkpoint?")
+
+
+def compute_device(name: str) -> torch.device:
+    """Of --device: one that is there."""
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+        raise ConfigError(f"--device is {name}.", fix="It must be cpu or cuda.", param="device")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"There is no device {name}.", fix="Give --device cpu.", param="device")
+    return device
+
+
+def _refuse_experts(config: dict[str, Any]) -> None:
+    """Their matrices are stored in ways of their own."""
+    text = config.get("text_config")
+    for one in (config, text if isinstance(text, dict) else {}):
+        if any(isinstance(num := one.get(key), int) and num > 0 for key in _EXPERTS):
+            raise ConfigError(
+                "The model has experts, which quantize, prune, distill and convert do not support yet.", fix="Give a dense model."
+            )
 
 
 def is_linear(module: nn.Module) -> bool:

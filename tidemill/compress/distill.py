@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tidemill.compress.calibration import Calibration
-from tidemill.compress.decoder import Decoder
+from tidemill.compress.decoder import Decoder, compute_device
 from tidemill.compress.folder import names_outside, output_dtype
 from tidemill.compress.prune import calibration_tokens, with_layers
 from tidemill.compress.source import Source
@@ -31,6 +31,7 @@ class DistillOptions:
     calibration: Calibration = field(default_factory=Calibration)
 
     def check(self) -> None:
+        compute_device(self.device)
         self.learning.check()
         self.calibration.check()
 
@@ -61,7 +62,8 @@ def distill(
     decoder = Decoder(source)
     chosen = spread(decoder.num_layers, options.layers)
     work = Work(options.out, options.settings())
-    ids = calibration_tokens(source, decoder, options.calibration, work, report)
+    with work.begins():
+        ids = calibration_tokens(source, decoder, options.calibration, work, report)
     outside = decoder.read(names_outside(decoder))
     config = with_layers(source.config, chosen)
     teacher = build(source.config, outside | layer_tensors(decoder, list(range(decoder.num_layers))), options.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tidemill.compress.calibration import Calibration
-from tidemill.compress.decoder import Decoder
+from tidemill.compress.decoder import Decoder, compute_device
 from tidemill.compress.folder import names_outside, output_dtype
 from tidemill.compress.prune import calibration_tokens
 from tidemill.compress.source import Source
@@ -48,6 +48,7 @@ def convert(
     options: ConvertOptions, report: Reporter | None = None, is_stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
     """Writes the folder. What was done, in numbers."""
+    compute_device(options.device)
     options.learning.check()
     if options.learning.steps:
         options.calibration.check()
@@ -62,7 +63,8 @@ def convert(
     config = source.config | {"num_key_value_heads": options.num_kv_heads}
     student = build(config, _pooled(tensors, num_before, options.num_kv_heads), options.device)
     if options.learning.steps:
-        ids = calibration_tokens(source, decoder, options.calibration, work, report)
+        with work.begins():
+            ids = calibration_tokens(source, decoder, options.calibration, work, report)
         learn(student, build(source.config, tensors, options.device), layers, ids, options.learning, work, report, is_stopped)
     num_bytes = write_student(student, decoder, config, work, dtype)
     return {"kv_heads": options.num_kv_heads, "of": num_before, "bytes": num_bytes}

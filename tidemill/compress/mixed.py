@@ -30,7 +30,14 @@ class Budget:
     choices: tuple[int, ...] = (3, 4, 8)
     how: str = KL
 
-    def check(self) -> None:
+    def check(self, method: Method) -> None:
+        """Before the work begins."""
+        if "bits" not in method.defaults:
+            raise ConfigError(f"{method.name} has bits of its own.", fix="Leave out --budget.", param="budget")
+        if "gobo" in method.formats:
+            raise ConfigError("gobo has the same bits for all matrices.", fix="Leave out --budget.", param="budget")
+        if not 0 < self.bits <= 32:
+            raise ConfigError(f"--budget is {self.bits}.", fix="Give bits a weight, like 4.5.", param="budget")
         if self.how not in (KL, SECOND_ORDER):
             raise ConfigError(f"--sensitivity is {self.how}.", fix=f"It must be {KL} or {SECOND_ORDER}.", param="sensitivity")
         if len(set(self.choices)) < 2 or not all(2 <= one <= 8 for one in self.choices):
@@ -54,9 +61,6 @@ def choose_bits(
     decoder: Decoder, method: Method, ids: torch.Tensor, budget: Budget, work: Work, report: Reporter
 ) -> dict[str, int]:
     """By matrix."""
-    budget.check()
-    if "bits" not in method.options:
-        raise ConfigError(f"{method.name} has bits of its own.", fix="Leave out --budget.", param="budget")
     grid = method.grid("")
     names = [name for number in range(decoder.num_layers) for name in decoder.linears(number)]
     saved = work.saved(_SAVED)

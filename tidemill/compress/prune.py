@@ -99,10 +99,11 @@ def prune(options: PruneOptions, report: Reporter | None = None) -> dict[str, An
     report = report or Quiet()
     source = Source.open(options.model)
     output_dtype(source, options.out_dtype)  # checked before the work
-    work = Work(options.out, options.settings())
     decoder = Decoder(source, options.device)
     change = _change(options, decoder)
-    ids = calibration_tokens(source, decoder, options.calibration, work, report) if options.needs_text else None
+    work = Work(options.out, options.settings())
+    with work.begins():
+        ids = calibration_tokens(source, decoder, options.calibration, work, report) if options.needs_text else None
     walk(decoder, work, change, ids, seed=options.calibration.seed, report=report)
     result = _low_rank(options, decoder, work) if options.is_low_rank else _result(options, decoder, work)
     made = _write(decoder, work, result, output_dtype(source, options.out_dtype))

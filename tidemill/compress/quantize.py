@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,19 +11,21 @@ from typing import Any
 import torch
 
 from tidemill.compress.calibration import Calibration, calibration_ids
-from tidemill.compress.decoder import Decoder
+from tidemill.compress.decoder import Decoder, matrix_of
 from tidemill.compress.folder import FolderWriter, names_outside, output_dtype
 from tidemill.compress.layouts import GGUF, layout_class
+from tidemill.compress.layouts.gguf import block_type, write_gguf
 from tidemill.compress.methods import method_class
 from tidemill.compress.methods.base import Method
 from tidemill.compress.mixed import Budget, choose_bits
 from tidemill.compress.source import Source
-from tidemill.compress.stored import from_state
+from tidemill.compress.stored import IntWeight, from_state
 from tidemill.compress.walk import Quiet, Reporter, walk
 from tidemill.compress.work import Work
 from tidemill.errors import ConfigError
 
 _IDS = "text"
+_SMALLER_GROUPS = (64, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Result:
     num_values: int  # of quantized matrices
     num_matrix_bytes: int
     bits_of: dict[str, int]  # of matrices, where they differ
+    smaller_group: int | None = None  # columns that share a scale, if the method's default did not fit
 
     @property
     def bits_per_weight(self) -> float:
@@ -59,7 +64,12 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     report = report or Quiet()
     method = method_class(given.method)(given.options)
     layout = _layout(given, method)
+    if given.budget is not None:
+        given.budget.check(method)
     source = Source.open(given.model)
+    if layout == GGUF and not source.is_gguf:
+        why = f"{source.path} is a folder: a GGUF file is written from one."
+        raise ConfigError(why, fix="Choose another --format.", param="format")
     dtype = output_dtype(source, given.dtype or _half(source))
     decoder = Decoder(source, given.device)
     calibration = given.calibration
@@ -67,11 +77,14 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
     needs_text = method.needs_text or given.budget is not None
     if calibration.data is not None and not needs_text:
         raise ConfigError(f"{method.name} as it is asked for needs no --data.", fix="Leave it out.", param="data")
+    smaller_group = _fit_group(decoder, method, layout, "group" in given.options)
     work = Work(given.out, _settings(given, method, layout, dtype, source, needs_text))
-    ids = _text(source, calibration, work, report) if needs_text else None
-    if given.budget is not None:
-        assert ids is not None
-        method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
+    with work.begins():
+        ids = _text(source, calibration, work, report) if needs_text else None
+        if given.budget is not None:
+            assert ids is not None
+            method.bits_of = choose_bits(decoder, method, ids, given.budget, work, report)
+            _check_matrices(decoder, method, layout)
     walk(
         decoder,
         work,
@@ -82,13 +95,11 @@ def quantize(given: QuantizeOptions, report: Reporter | None = None) -> Result:
         report=report,
     )
     if layout == GGUF:
-        from tidemill.compress.layouts.gguf import write_gguf
-
         num_values, num_bytes = write_gguf(decoder, work, report)
     else:
         num_values, num_bytes = _write_folder(decoder, work, layout, dtype, report)
     work.publish()
-    return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of)
+    return Result(given.out, layout, source.num_bytes, size_of(given.out), num_values, num_bytes, method.bits_of, smaller_group)
 
 
 def _layout(given: QuantizeOptions, method: Method) -> str:
@@ -99,6 +110,32 @@ def _layout(given: QuantizeOptions, method: Method) -> str:
     if (layout == GGUF) != (given.out.suffix == ".gguf"):
         raise ConfigError(f"--out is {given.out}, and the format {layout}.", fix="A GGUF file's name ends in .gguf.", param="out")
     return layout
+
+
+def _fit_group(decoder: Decoder, method: Method, layout: str, is_given: bool) -> int | None:
+    """Refuses what the layout cannot hold. Groups that were not asked for become smaller, where that helps: their size."""
+    size = method.options.get("group")
+    try:
+        _check_matrices(decoder, method, layout)
+        return None
+    except ConfigError:
+        for smaller in () if is_given or size is None else [one for one in _SMALLER_GROUPS if one < size]:
+            method.options["group"] = smaller
+            with suppress(ConfigError):
+                _check_matrices(decoder, method, layout)
+                return smaller
+        raise
+
+
+def _check_matrices(decoder: Decoder, method: Method, layout: str) -> None:
+    """By their shapes, bits and groups."""
+    holds: Callable[[str, IntWeight], object] = block_type if layout == GGUF else layout_class(layout)().check
+    for number in range(decoder.num_layers):
+        for name, module in decoder.linears(number).items():
+            num_out, num_in = matrix_of(module).shape
+            planned = method.planned(name, (num_out, num_in))
+            if planned is not None:
+                holds(name, planned)
 
 
 def _half(source: Source) -> str | None:

@@ -10,6 +10,7 @@ from tidemill.compress.evaluate import Evaluation, evaluate, text_windows
 from tidemill.compress.quantize import Result
 from tidemill.compress.walk import Reporter
 from tidemill.engine.llm import LLM
+from tidemill.engine.load import inspect
 from tidemill.errors import ConfigError
 from tidemill.weights.locate import locate
 
@@ -32,9 +33,10 @@ def summarize(model: str, made: Result, num_tokens: int, text: Path | None, plot
     """Both are served as they are stored, and take turns."""
     before, after = str(locate(model)), str(made.out)
     llms: dict[str, LLM] = {}
+    context = min(_CONTEXT, inspect(before)[2].max_context)
     try:
         for name in (before, after):
-            llms[name] = LLM(name, device="cpu", max_requests=2, max_context=_CONTEXT, progress=False)
+            llms[name] = LLM(name, device="cpu", max_requests=2, max_context=context, progress=False)
         found = evaluate(llms, text_windows(llms[before], text, num_tokens), [], report)
     finally:
         for llm in llms.values():

@@ -58,7 +58,7 @@ class LayerJob:
         """Of hidden states before the layer, [B, length, H]."""
         states = self.inputs if states is None else states
         assert states is not None, "this needs calibration text"
-        size = max(1, _TOKENS_AT_ONCE // states.shape[1])
+        size = max(1, _TOKENS_AT_ONCE // states.shape[1]) if self.decoder.takes_batches else 1
         for first in range(0, states.shape[0], size):
             yield states[first : first + size].to(self.device)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,17 @@ class Work:
     """`settings`: everything the result depends on. A folder of other settings is refused."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        self.out, self.folder = out, out.with_name(out.name + ".partial")
+        if out.name in ("", ".."):
+            raise ConfigError(f"--out is {out}.", fix="Give the name of a new folder.", param="out")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} is there already.", fix="Delete it, or give another --out.", param="out")
         if not out.parent.is_dir():
             raise ConfigError(f"There is no folder {out.parent}.", fix="Make it, or give another --out.", param="out")
-        self.folder.mkdir(exist_ok=True)
+        self.out, self.folder = out, out.with_name(out.name + ".partial")
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be made: {error}.", fix="Give another --out.", param="out") from error
         state = self.folder / _STATE
         text = json.dumps(settings, indent=2, sort_keys=True)
         if not state.exists():
@@ -39,6 +46,16 @@ class Work:
                 fix="Delete it, give the same settings, or another --out.",
                 param="out",
             )
+
+    @contextmanager
+    def begins(self) -> Iterator[None]:
+        """What comes before the first layer. Settings that turn out wrong leave no folder, unless layers are finished."""
+        try:
+            yield
+        except ConfigError:
+            if self.num_finished == 0:
+                shutil.rmtree(self.folder)
+            raise
 
     @property
     def num_finished(self) -> int:

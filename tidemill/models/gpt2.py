@@ -18,6 +18,7 @@ from tidemill.models.base import optional, required, stored_values
 from tidemill.models.llama import ACTS, Llama, check_numbers, table_rows
 from tidemill.quant import WeightPlan
 from tidemill.weights.checkpoint import Checkpoint, WeightTensor
+from tidemill.weights.packed.base import PackedTensor
 from tidemill.weights.views import View
 
 _PREFIX = "transformer."
@@ -74,7 +75,8 @@ class GPT2(Llama):
             return tensor
         has_prefix = tensor.name.startswith((_PREFIX, "lm_head."))
         name = tensor.name if has_prefix else _PREFIX + tensor.name
-        return View(tensor, name, transposed=name.endswith(_TRANSPOSED))
+        is_packed = isinstance(tensor, PackedTensor)  # quantized matrices are [out, in] in every layout
+        return View(tensor, name, transposed=name.endswith(_TRANSPOSED) and not is_packed)
 
     def row_order(self, checkpoint_format: str, part: str) -> None:
         """Nothing is rotated."""

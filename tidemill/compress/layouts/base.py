@@ -17,6 +17,10 @@ class Layout(ABC):
 
     name: str
 
+    def check(self, name: str, stored: IntWeight) -> None:
+        """Refuses integers that the layout cannot hold, by all but their values: they may not be there yet."""
+        return
+
     @abstractmethod
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
         """Of the matrix `name`, by stored name; refuses what the layout cannot hold."""

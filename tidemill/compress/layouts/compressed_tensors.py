@@ -30,15 +30,19 @@ class CompressedTensors(Layout):
         self._groups.setdefault(repr(scheme), (scheme, []))[1].append(name)
         return {f"{name}.{part}": value for part, value in made.items()}
 
-    def _integers(self, name: str, stored: IntWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def check(self, name: str, stored: IntWeight) -> None:
         if stored.threshold is not None:
             raise self.refuse(name, "activations above a threshold stay floats", "Choose --format bitsandbytes.")
         if stored.groups_K is not None:
             raise self.refuse(name, "its groups are of columns in another order", "Choose --act-order static or --format gptq.")
-        num_out, width = stored.codes_NK.shape
+        width = stored.codes_NK.shape[1]
         if stored.group < width and width % stored.group:
             fix = f"Choose a --group that divides {width}, or --format gptq."
             raise self.refuse(name, f"its {width} columns are no whole groups of {stored.group}", fix)
+
+    def _integers(self, name: str, stored: IntWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        self.check(name, stored)
+        num_out, width = stored.codes_NK.shape
         is_grouped = stored.group < width
         weights: dict[str, Any] = {
             "num_bits": stored.bits,

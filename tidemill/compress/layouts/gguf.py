@@ -65,10 +65,6 @@ def write_gguf(decoder: Decoder, work: Work, report: Reporter) -> tuple[int, int
     import gguf
 
     source = decoder.source
-    if not source.is_gguf:
-        raise ConfigError(
-            f"{source.path} is a folder: a GGUF file is written from one.", fix="Choose another --format.", param="format"
-        )
     files = [GGUFFile(part) for part in parts(source.path)]
     writer = gguf.GGUFWriter(work.result, files[0].metadata["general.architecture"])
     _copy_keys(writer, source.path)

@@ -13,28 +13,28 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the columns of a word, from its lowest 
 
 
 class _Grouped(Layout):
+    bits: tuple[int, ...]  # that it can hold
+
     def __init__(self) -> None:
         self._seen: set[tuple[int, int]] = set()  # bits and groups
         self._bits: set[int] = set()
         self._widest = 0  # of the matrices whose rows have one scale
 
-    def _checked(self, name: str, stored: Stored, bits: tuple[int, ...]) -> IntWeight:
-        one = self.integers(name, stored)
-        if one.bits not in bits:
-            raise self.refuse(name, f"it has {one.bits} bits", f"Choose --bits {' or '.join(map(str, bits))}.")
-        if one.act_scale is not None or one.threshold is not None:
+    def check(self, name: str, stored: IntWeight) -> None:
+        if stored.bits not in self.bits:
+            raise self.refuse(name, f"it has {stored.bits} bits", f"Choose --bits {' or '.join(map(str, self.bits))}.")
+        if stored.act_scale is not None or stored.threshold is not None:
             raise self.refuse(name, "its activations are quantized", "Choose --format compressed-tensors.")
-        num_out, width = one.codes_NK.shape
+        num_out, width = stored.codes_NK.shape
         for what, size in (("rows", num_out), ("columns", width)):
-            if size * one.bits % 32:
+            if size * stored.bits % 32:
                 raise self.refuse(name, f"its {size} {what} are no whole words of 32 bits", "Choose --format compressed-tensors.")
-        if one.group < width:
-            self._seen.add((one.bits, one.group))
+        if stored.group < width:
+            self._seen.add((stored.bits, stored.group))
         else:
             self._widest = max(self._widest, width)
-        self._bits.add(one.bits)
+        self._bits.add(stored.bits)
         self._size()
-        return one
 
     def _size(self) -> tuple[int, int]:
         """Bits and group size of all matrices. Rows that fit one group have one scale in either case."""
@@ -46,13 +46,15 @@ class _Grouped(Layout):
 
 class GPTQLayout(_Grouped):
     name = "gptq"
+    bits = (2, 3, 4, 8)
 
     def __init__(self) -> None:
         super().__init__()
         self._is_symmetric, self._is_ordered = True, False
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
-        one = self._checked(name, stored, (2, 3, 4, 8))
+        one = self.integers(name, stored)
+        self.check(name, one)
         codes, zeros = unsigned(one)
         self._is_symmetric &= one.zeros_NG is None
         self._is_ordered |= one.groups_K is not None
@@ -80,15 +82,20 @@ class GPTQLayout(_Grouped):
 
 class AWQLayout(_Grouped):
     name = "awq"
+    bits = (4,)
+
+    def check(self, name: str, stored: IntWeight) -> None:
+        super().check(name, stored)
+        if stored.groups_K is not None:
+            raise self.refuse(name, "its columns are not in order", "Choose --format gptq.")
+        width = stored.codes_NK.shape[1]
+        if width % min(stored.group, width):
+            fix = f"Choose a --group that divides {width}, or --format gptq."
+            raise self.refuse(name, f"its {width} columns are no whole groups of {stored.group}", fix)
 
     def tensors(self, name: str, stored: Stored) -> dict[str, torch.Tensor]:
-        one = self._checked(name, stored, (4,))
-        if one.groups_K is not None:
-            raise self.refuse(name, "its columns are not in order", "Choose --format gptq.")
-        width = one.codes_NK.shape[1]
-        if width % min(one.group, width):
-            fix = f"Choose a --group that divides {width}, or --format gptq."
-            raise self.refuse(name, f"its {width} columns are no whole groups of {one.group}", fix)
+        one = self.integers(name, stored)
+        self.check(name, one)
         codes, zeros = unsigned(one)
         return {
             f"{name}.qweight": _interleaved(codes.t()),

@@ -85,6 +85,19 @@ class Method(ABC):
         bits = self.bits_of.get(name, self.options.get("bits", 8))
         return Grid(bits, group, self.options.get("symmetric", True))
 
+    def planned(self, name: str, shape: tuple[int, int]) -> IntWeight | None:
+        """The matrix as it will be stored, without values; None: the method makes no integers."""
+        if "symmetric" not in self.options:
+            return None
+        grid, how = self.grid(name), self.options.get("activations", NONE)
+        width = grid.width(shape[1])
+        empty = torch.empty(shape, device="meta")
+        one = IntWeight(grid.bits, empty, empty, width, zeros_NG=None if grid.symmetric else empty)
+        one.groups_K = empty if self.options.get("act_order") == "group" and grid.group > 0 else None
+        one.threshold = self.options.get("threshold")
+        with_activations(one, how, 1.0 if self.options.get("static") else None, 127)
+        return one
+
     @abstractmethod
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
         """Matrices by name, and other tensors that were changed."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from tidemill.compress.decoder import matrix_of
-from tidemill.compress.methods.base import Method
+from tidemill.compress.methods.base import Method, between
 from tidemill.compress.stored import CentroidWeight, Stored
 from tidemill.compress.walk import LayerJob
 
@@ -19,6 +19,7 @@ _MAX_ROUNDS = 50
 class GOBO(Method):
     name = "gobo"
     defaults: ClassVar[dict[str, Any]] = {"bits": 3}
+    limits: ClassVar[dict[str, Any]] = {"bits": between(2, 4)}  # what is read back
     formats = ("gobo",)
 
     def quantize(self, job: LayerJob) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:

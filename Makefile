@@ -13,9 +13,8 @@ test: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check tidemill tests bench examples setup.py
 	@$(MAKE) --no-print-directory -j 3 types layers suite
 
-# Three workers on two cores: tests of servers wait a third of their time.
 suite:
-	$(PY) -m pytest -n 3 $(ARGS)
+	$(PY) -m pytest -n 2 $(ARGS)
 
 test-slow: $(VENV)/.test-ready
 	$(INSTALL) -e '.[clients]'

@@ -4,7 +4,7 @@ from tidemill.config.cache import decide_kv_dtype, decide_layout, sequence_bytes
 from tidemill.config.compute import DTYPES, MAX_LORA_RANK, QUANTIZATIONS, STORED_FORMATS, decide_device, decide_dtype
 from tidemill.config.drafts import ACCEPTANCE, SPECULATE
 from tidemill.config.options import EngineOptions
-from tidemill.config.resolve import EngineConfig, resolve
+from tidemill.config.resolve import EngineConfig, resolve, settled
 from tidemill.config.sizes import fmt_bytes, parse_bytes
 from tidemill.config.tiers import decide_disk
 from tidemill.config.virtual import LAYOUTS
@@ -28,4 +28,5 @@ __all__ = [
     "parse_bytes",
     "resolve",
     "sequence_bytes",
+    "settled",
 ]

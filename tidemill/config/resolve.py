@@ -293,3 +293,20 @@ def _draft(
 
 def _draft_bytes(draft: EngineConfig | None) -> int:
     return 0 if draft is None else draft.weight_bytes + draft.activation_bytes + draft.kv_bytes
+
+
+def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
+    """What the first start resolved, for the next ones: memory that is taken for a moment must not make them smaller."""
+    return replace(
+        options,
+        device=config.device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        max_context=config.max_context,
+        max_requests=config.max_requests,
+        token_budget=config.token_budget,
+        kv_memory_bytes=config.kv_bytes,
+        threads=config.threads,
+        max_loras=config.max_loras or None,
+        max_lora_rank=config.max_lora_rank or None,
+    )

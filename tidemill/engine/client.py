@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineConfig, EngineOptions
+from tidemill.config import EngineOptions, settled
 from tidemill.engine import inbox
 from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
@@ -594,20 +593,3 @@ class EngineClient:
                 self._on_events(batch)
             except Exception:
                 _log.exception("a reader of events failed")
-
-
-def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
-    """What the first start resolved, for the next ones: memory that is taken for a moment must not make them smaller."""
-    return dataclasses.replace(
-        options,
-        device=config.device,
-        dtype=config.dtype,
-        page_size=config.page_size,
-        max_context=config.max_context,
-        max_requests=config.max_requests,
-        token_budget=config.token_budget,
-        kv_memory_bytes=config.kv_bytes,
-        threads=config.threads,
-        max_loras=config.max_loras or None,
-        max_lora_rank=config.max_lora_rank or None,
-    )

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from tidemill import events
-from tidemill.config import EngineOptions
-from tidemill.engine.client import STALL_S, EngineClient, settled
+from tidemill.config import EngineOptions, settled
+from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
 from tidemill.errors import ConfigError, EngineDead, TidemillError

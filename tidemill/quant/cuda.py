@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -17,24 +18,22 @@ if TYPE_CHECKING:
     from tidemill.kernels.cuda.expert_blocks import Tally
 
 
-class CudaWeight(Weight):
-    """`act`: rows of gate and up in turn, and the matmul gives act(gate) * up. `fast`: sums may run in an order that depends on
-    the number of rows."""
+class CudaMatrix(Weight):
+    """A matrix on the GPU. With `_act`, its rows are of gate and up in turn, and the matmul gives act(gate) * up."""
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, act: str = "") -> None:
-        self._weight_NK, self._bias = weight_NK, bias_N
-        self._fast, self._act = fast, act
+    _act: str
+    _num_out: int
+
+    @abstractmethod
+    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`out`: of float32, for logits."""
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import matmul
-
-        return matmul(x_TK, self._weight_NK, self._bias, self._act, any_order=self._fast)
+        return self._multiply(x_TK, self._act)
 
     def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
         """Of a gated weight, columns of gate and up in turn."""
-        from tidemill.kernels.cuda.gemm import matmul
-
-        return matmul(x_TK, self._weight_NK, self._bias, "", any_order=self._fast)
+        return self._multiply(x_TK, "")
 
     def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
         from tidemill.kernels.cuda.elementwise import glu
@@ -42,11 +41,24 @@ class CudaWeight(Weight):
         return glu(y_TN, self._act) if self._act else y_TN
 
     def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        from tidemill.kernels.cuda.gemm import gemm
-
         if out is None:
-            out = torch.empty(x_TK.shape[0], self._weight_NK.shape[0], dtype=torch.float32, device=x_TK.device)
-        return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
+            out = torch.empty(x_TK.shape[0], self._num_out, dtype=torch.float32, device=x_TK.device)
+        return self._multiply(x_TK, "", out)
+
+
+class CudaWeight(CudaMatrix):
+    """In bfloat16. `fast`: sums may run in an order that depends on the number of rows."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, fast: bool, act: str = "") -> None:
+        self._weight_NK, self._bias, self._num_out = weight_NK, bias_N, weight_NK.shape[0]
+        self._fast, self._act = fast, act
+
+    def _multiply(self, x_TK: torch.Tensor, act: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        from tidemill.kernels.cuda.gemm import gemm, matmul
+
+        if out is not None:
+            return gemm(x_TK, self._weight_NK, bias_N=self._bias, out=out)
+        return matmul(x_TK, self._weight_NK, self._bias, act, any_order=self._fast)
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles

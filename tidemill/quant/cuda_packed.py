@@ -13,7 +13,7 @@ from tidemill.kernels.moe import ExpertWeights
 from tidemill.kernels.quantized_linear import Activations, Codes
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
-from tidemill.quant.cuda import CudaDense, CudaWeight
+from tidemill.quant.cuda import CudaDense, CudaMatrix, CudaWeight
 from tidemill.quant.cuda_scaled import CudaOnline, CudaScaledWeight, in_pairs, on_gpu
 from tidemill.weights.checkpoint import WeightTensor
 from tidemill.weights.packed.fp8 import FP8Tensor
@@ -30,12 +30,12 @@ def _buffer(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     return _buffers[device][:num].view(shape)
 
 
-class CudaPackedWeight(Weight):
+class CudaPackedWeight(CudaMatrix):
     """`order_K`: column k multiplies input order_K[k]. `act`: as `CudaWeight` has it."""
 
     def __init__(self, weight: Any, bias_N: torch.Tensor | None, act: str, order_K: torch.Tensor | None, fast: bool) -> None:
         self._weight, self._bias, self._act, self._order, self._fast = weight, bias_N, act, order_K, fast
-        self._device = weight.words_NW.device
+        self._device, self._num_out = weight.words_NW.device, weight.num_out
 
     @property
     def num_bytes(self) -> int:
@@ -55,22 +55,6 @@ class CudaPackedWeight(Weight):
         if weight.num_chunks > 1 and not self._fast:
             return gemm_chunked(x_TK, dense, weight.chunk, bias_N=self._bias, act=act)
         return matmul(x_TK, dense, self._bias, act, any_order=self._fast)
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK, self._act)
-
-    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK, "")
-
-    def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.elementwise import glu
-
-        return glu(y_TN, self._act) if self._act else y_TN
-
-    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            out = torch.empty(x_TK.shape[0], self._weight.num_out, dtype=torch.float32, device=x_TK.device)
-        return self._multiply(x_TK, "", out)
 
     def compile(self, nums_rows: Collection[int]) -> None:
         from tidemill.kernels.cuda.tuning import compile_tiles

@@ -9,10 +9,10 @@ from tidemill.kernels.linear import Weight
 from tidemill.kernels.moe import ExpertWeights
 from tidemill.model_config import MoESpec
 from tidemill.quant.base import ExpertParts
-from tidemill.quant.cuda import CudaDense
+from tidemill.quant.cuda import CudaDense, CudaMatrix
 
 
-class CudaScaledWeight(Weight):
+class CudaScaledWeight(CudaMatrix):
     """`values_NK`: float8_e4m3fn or int8. `scales`: float32 [N], or [K / 128, N]. `static`: the scale of all activations; None:
     each token has its own, by its largest value. `act`: as `CudaWeight` has it."""
 
@@ -27,7 +27,7 @@ class CudaScaledWeight(Weight):
         from tidemill.kernels.cuda.elementwise import Scaled
         from tidemill.kernels.cuda.scaled_gemm import ALIGN
 
-        self._num_in = values_NK.shape[1]
+        self._num_out, self._num_in = values_NK.shape
         missing = -self._num_in % ALIGN
         if missing:
             values_NK = F.pad(values_NK.view(torch.int8), (0, missing)).view(values_NK.dtype)
@@ -44,22 +44,6 @@ class CudaScaledWeight(Weight):
         if x is None:
             x = quantize_blocks(x_TK, kind, padded) if weight.has_blocks else quantize_rows(x_TK, kind, padded, self._static)
         return gemm_scaled(x, weight, x_TK.dtype, bias_N=self._bias, act=act, out=out)
-
-    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK, self._act)
-
-    def matmul(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x_TK, "")
-
-    def activate(self, y_TN: torch.Tensor) -> torch.Tensor:
-        from tidemill.kernels.cuda.elementwise import glu
-
-        return glu(y_TN, self._act) if self._act else y_TN
-
-    def logits(self, x_TK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if out is None:
-            out = torch.empty(x_TK.shape[0], self._weight.values_NK.shape[0], dtype=torch.float32, device=x_TK.device)
-        return self._multiply(x_TK, "", out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         values, scales = self._weight.values_NK[ids_T, : self._num_in].float(), self._weight.scales

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from tidemill import events
-from tidemill.config import EngineOptions
-from tidemill.engine.client import STALL_S, EngineClient, settled
+from tidemill.config import EngineOptions, settled
+from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S
 from tidemill.engine.replicas import ReplicaAdapters, Replicas, all_started
 from tidemill.errors import ConfigError, InvalidRequest, TidemillError

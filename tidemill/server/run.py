@@ -19,8 +19,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tidemill import events
+from tidemill.config import settled
 from tidemill.engine.budget import share
-from tidemill.engine.client import STALL_S, EngineClient, settled
+from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas

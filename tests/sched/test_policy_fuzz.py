@@ -24,10 +24,12 @@ class Cache:
         self.content, self.slots, self.policies = {}, {}, {}
         self.host, self.moved = {}, []  # content by slot of host memory; moves made and not reported yet
 
-    def move(self, plan):
-        """At once, and before anything is written, whenever it is reported."""
+    def move(self, plan, is_load):
+        """At once, whenever it is reported."""
         for move in plan.page_moves:
-            if move.is_load:
+            if move.is_load is not is_load:
+                continue
+            if is_load:
                 for offset, value in self.host[move.source].items():
                     self.content[move.target, offset] = value
             else:
@@ -35,12 +37,13 @@ class Cache:
             self.moved.append(Moved(move.number, 100, 0.1))
 
     def run(self, plan):
-        self.move(plan)
+        self.move(plan, is_load=False)
         for new in plan.new_rows:
             self.slots[new.row], self.policies[new.row] = None, new.cache
         read = [{offset: self.content.get((source, offset)) for offset in range(self.size)} for source, _ in plan.page_copies]
         for (_, target), held in zip(plan.page_copies, read, strict=True):
             self.content |= {(target, offset): value for offset, value in held.items()}
+        self.move(plan, is_load=True)
         plain = [item for item in plan.items if self.policies[item.row] is None]
         for item in plain:
             for position in range(item.start, item.start + item.count):

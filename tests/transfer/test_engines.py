@@ -9,11 +9,13 @@ import pytest
 import transformers
 from msgspec.structs import replace
 
+from tests.engine.test_tiers import FreeMoves
 from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError, PeerMismatch
+from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import open as opening
@@ -64,7 +66,10 @@ def expected(llama) -> dict[str, Answer]:
 
 def make_core(model, weights: bytes = b"w", **options) -> EngineCore:
     given = {"max_context": 256, "max_requests": 8, "token_budget": 32, "kv_memory_bytes": 2**22} | options
-    return core_of(model, engine_config(model, **given), None, None, weights)
+    core = core_of(model, engine_config(model, **given), None, None, weights)
+    if core.scheduler.kv.tiers is not None:
+        core.scheduler.kv.tiers.costs = FreeMoves()
+    return core
 
 
 def watched(core: EngineCore, requests) -> tuple[dict[str, Answer], list[events.Event]]:
@@ -215,7 +220,7 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    costs = second.scheduler.kv.tiers.costs
+    costs = second.scheduler.kv.tiers.costs = Costs()
     costs.moved(Tier.PEER, True, 1, 1000.0)
     costs.computed(100, 0.001)
     answers, happened = watched(second, PROMPTS)

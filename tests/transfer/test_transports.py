@@ -242,6 +242,23 @@ def test_a_slow_reader_gets_the_latest_and_nothing_piles_up():
     assert journal.after(rest.until, 0.0).slots == []
 
 
+def test_a_reader_that_does_not_ask_is_waited_for_a_while(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("tidemill.transfer.exporter.time.monotonic", lambda: now[0])
+    journal = Journal()
+    journal.knows("reader", 0)
+    now[0] += 100.0
+    assert journal.has_told
+    journal.put(0, key(1), b"s" * 16)
+    assert not journal.has_told
+    journal.knows("reader", 1)
+    assert journal.has_told
+    journal.put(1, key(2), b"s" * 16)
+    assert not journal.has_told
+    now[0] += 1.0
+    assert journal.has_told
+
+
 @pytest.mark.parametrize("num", [0, 1, 63, 64, 65, 4096, 9999])
 def test_a_checksum_tells_what_arrived(num, monkeypatch):
     source, target = np.random.default_rng(num).integers(0, 256, num, dtype=np.uint8), np.zeros(num, np.uint8)

@@ -322,7 +322,7 @@ class EngineCore:
                 self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
-            if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
+            if plan is None and ended is None and self.runner.mover is not None and (self.has_moves or self._last):
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
         except WorkerLost:  # nothing can be computed any more; requests go on in another engine
             raise
@@ -388,12 +388,12 @@ class EngineCore:
         return deltas
 
     def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when its pages are where other engines find them: one of them may go on with it."""
-        if not self.config.export_slots:
+        """The end of a request is told when other engines know of its pages: one of them may go on with it."""
+        if not self.config.export_slots or self.runner.mover is None:
             return deltas
         self._last += [delta for delta in deltas if delta.finish_reason]
         deltas = [delta for delta in deltas if not delta.finish_reason]
-        if self._last and not self.scheduler.kv.is_exporting:
+        if self._last and not self.scheduler.kv.is_exporting and self.runner.mover.has_told:
             deltas, self._last = deltas + self._last, []
         return deltas
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ def check() -> None:
 
 def _agent(name: str) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    logging.getLogger("nixl").setLevel(logging.ERROR)
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except Exception as error:  # a part of it, such as a library of CUDA, may be missing

@@ -27,6 +27,7 @@ from tidemill.engine.adapter_names import AdapterNames
 from tidemill.engine.inbox import Inbox
 from tidemill.engine.link import START_S, EngineLink, Link, error_from
 from tidemill.engine.pending import EngineLost, Pending
+from tidemill.engine.progress import Progress
 from tidemill.errors import ClientTooSlow, DeadlineExceeded, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.sched.queue import check_room
@@ -40,7 +41,6 @@ from tidemill.wire import (
     Gone,
     Loading,
     Pages,
-    PromptProgress,
     Ready,
     Refused,
     Renew,
@@ -90,8 +90,7 @@ class EngineClient:
         self._last_step_s = 0.0  # when it was reported
         self._longest_step_s = 0.0  # of late
         self._stalled_s = 0.0  # for how long the engine has had work and made no step
-        self._telling: dict[str, Pending] = {}  # whose progress is told, until they have a token
-        self._planned: dict[int, tuple[tuple[str, int], ...]] = {}  # by step, while there are such
+        self._progress = Progress()
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
         self.adapters = AdapterNames(self._send, self._uses_adapter)
@@ -215,7 +214,7 @@ class EngineClient:
         request = msgspec.structs.replace(request, params=request.params.seeded())  # a second engine draws the same
         pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
-            self._telling[request.request_id] = pending
+            self._progress.tell(pending)
         if request.resumed is not None:
             self._take_up(pending, request.resumed)
         if self._is_held:
@@ -309,7 +308,7 @@ class EngineClient:
         if self._pending.get(request_id) is not pending:
             return
         del self._pending[request_id]
-        self._telling.pop(request_id, None)
+        self._progress.forget(request_id)
         self._note_use(pending.request)
         if pending.request.adapter:
             self.adapters.requests_ended()
@@ -512,7 +511,7 @@ class EngineClient:
         if isinstance(message, StepOutput):
             if any(isinstance(event, events.StepDone) for event in message.events):
                 self._last_step_s, self._stalled_s = time.monotonic(), 0.0
-            self._tell_progress(message.events)
+            self._progress.take(message.events)
             for delta in message.deltas:
                 self._take_delta(delta)
             if message.events:
@@ -540,7 +539,7 @@ class EngineClient:
             return
         pending.outputs[delta.index] += delta.token_ids
         pending.has_token = True
-        self._telling.pop(delta.request_id, None)
+        self._progress.forget(delta.request_id)
         if self._on_trial == delta.request_id:
             self._try_next()
         if delta.finish_reason:
@@ -550,28 +549,6 @@ class EngineClient:
         if pending.inbox.num_cells > inbox.MAX_CELLS:
             what = "The client does not read: too much of the response waits for it."
             self._end(pending, ClientTooSlow(what, fix="Read faster, or ask for fewer log-probabilities."))
-
-    def _tell_progress(self, batch: list[Event]) -> None:
-        """Of prompts, before their first token, to readers that asked for it."""
-        for event in batch if self._telling else ():
-            if isinstance(event, events.Admitted):
-                if (pending := self._telling.get(event.request_id.removesuffix(":0"))) is not None:  # of its first sample
-                    self._tell(pending, event.num_cached, event.num_cached)
-            elif isinstance(event, events.StepPlanned):
-                self._planned[event.step] = event.tokens_of
-            elif isinstance(event, events.StepDone):
-                for name, num in self._planned.pop(event.step, ()):
-                    if (pending := self._telling.get(name.removesuffix(":0"))) is not None and pending.progress is not None:
-                        self._tell(pending, pending.progress.num_cached, pending.num_prefilled + num)
-        if not self._telling:
-            self._planned.clear()
-
-    def _tell(self, pending: Pending, num_cached: int, num_done: int) -> None:
-        num_prompt = len(pending.request.prompt_ids)
-        pending.num_prefilled = min(num_done, num_prompt)
-        if pending.progress is None or pending.num_prefilled > pending.progress.num_done:
-            pending.progress = progress = PromptProgress(num_prompt, num_cached, pending.num_prefilled)
-            pending.inbox.put(Delta(pending.request.request_id, 0, [], num_cached=num_cached, progress=progress))
 
     def _report(self, batch: list[Event]) -> None:
         for event in batch:

@@ -1,8 +1,8 @@
 """Replicas: several engines that serve one model, behind the interface of EngineClient. Loads no torch.
 
-Each replica is an engine process of its own, with a client that supervises it. A request goes where `sched.placement` says, and
-stays there. If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have been
-the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
+Each replica is an engine process of its own, with a client that supervises it. A request goes where its routing says
+(`engine.routing`). If its replica is lost, it goes on in another at once, from the tokens that were delivered, unless it may have
+been the cause; then it waits until that replica has been started again. The model is given up when all replicas are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,23 +26,11 @@ from tidemill.config import EngineOptions, settled
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
+from tidemill.engine.routing import Route, Routing
 from tidemill.errors import ConfigError, EngineDead, TidemillError
 from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
-from tidemill.sched.placement import Placement, prefix_keys
-from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Resumed, Submit
-
-BLOCK_LEN = 32  # tokens of a prompt that are remembered together
-_TOKEN_BYTES = 4
-
-
-@dataclass(slots=True)
-class _Route:
-    """A request under way: where it is, and what was delivered."""
-
-    client: EngineClient
-    outputs: list[list[int]]
-    over: set[int] = field(default_factory=set)  # samples
+from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
 
 
 class Replicas:
@@ -54,14 +41,15 @@ class Replicas:
         stall_s: float = STALL_S,
         on_pages: Callable[[Pages], None] | None = None,
         start_s: float = START_S,
-        placement: Placement | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self._on_events, self._on_pages = on_events, on_pages
-        self._placement = placement or Placement()
+        self._routing = routing or Routing()
         self._gpus = _gpus()
         self._clients = [self._client(number, num, stall_s, start_s) for number in range(num)]
         self._names = {str(number): client for number, client in enumerate(self._clients)}
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, Route] = {}
+        self._routing.begin(self._clients, lambda number, event: self._tell(number, [event]))
         self._pages: dict[int, Pages] = {}  # those that have come since they were asked for
         self.adapters = ReplicaAdapters(self._clients)
         self.on_change: Callable[[], None] | None = None
@@ -192,39 +180,34 @@ class Replicas:
             raise TidemillError(f"Request id {request.request_id} is in use.")
         request = msgspec.structs.replace(request, params=request.params.seeded())  # another replica draws the same
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        route = _Route(self._choose(request), [[] for _ in range(request.params.n)])
-        self._routes[request.request_id] = route
+        route = self._routes[request.request_id] = self._routing.new_route(request)
         try:
             while len(route.over) < len(route.outputs):
                 left_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
+                part = self._place(request, route)
+                assert route.client is not None
                 try:
-                    async with aclosing(route.client.submit(request, left_s, tells_accepted, tells_progress)) as deltas:
+                    async with aclosing(route.client.submit(part, left_s, tells_accepted, tells_progress)) as deltas:
                         async for delta in deltas:
-                            route.outputs[delta.index] += delta.token_ids
-                            if delta.finish_reason is not None:
-                                route.over.add(delta.index)
-                            yield delta
-                    return
+                            yield route.take(delta)
                 except EngineLost as lost:
-                    route.client = self._choose(request)
-                    if lost.is_known:
-                        left = [Resumed(i, tokens) for i, tokens in enumerate(route.outputs) if i not in route.over]
-                        request, tells_accepted = msgspec.structs.replace(request, resumed=left), False
+                    route.is_known |= lost.is_known
+                tells_accepted &= not route.is_known
         finally:
             del self._routes[request.request_id]
+            self._routing.end(request, route)
 
-    def _choose(self, request: Submit) -> EngineClient:
-        """One that works, if any does; one that is restarted, or else raises what the engine died of."""
+    def _place(self, request: Submit, route: Route) -> Submit:
+        """What the engine gets that is chosen: one that works, if any does; one that is restarted, or else raises what the engine
+        died of."""
         usable = {name: one for name, one in self._names.items() if one.working} or {
             name: one for name, one in self._names.items() if one.alive
         }
         if not usable:
             raise EngineDead(self.death or "The engine is not running.", fix="Restart the server.")
-        ids = array("I", [token & 0xFFFFFFFF for token in request.prompt_ids]).tobytes()  # they are checked by the engine
-        keys = prefix_keys(f"{request.adapter}\0{request.salt}".encode(), ids, _TOKEN_BYTES * BLOCK_LEN)
-        chosen = self._placement.choose(keys, {name: one.num_pending for name, one in usable.items()})
-        self._placement.note(chosen.name, keys)
-        return usable[chosen.name]
+        name, part = self._routing.place(request, route, usable)
+        route.client = self._names[name]
+        return msgspec.structs.replace(part, resumed=route.left) if route.is_known else part
 
     def cancel(self, request_id: str, why: TidemillError) -> bool:
         return any(client.cancel(request_id, why) for client in self._clients)
@@ -233,7 +216,8 @@ class Replicas:
         route = self._routes.get(request_id)
         if route is not None:
             route.over.add(index)
-            route.client.finish(request_id, index)
+            if route.client is not None:
+                route.client.finish(request_id, index)
 
     def fail_all(self, why: TidemillError) -> None:
         for client in self._clients:
@@ -248,8 +232,11 @@ class Replicas:
 
     def _take_events(self, number: int, batch: list[Event]) -> None:
         if any(isinstance(event, events.EngineRestarted) for event in batch):
-            self._placement.forget(str(number))  # its cache is empty
             asyncio.get_running_loop().call_soon(self._move_waiting)
+        self._tell(number, batch)
+        self._routing.take(number, batch)
+
+    def _tell(self, number: int, batch: list[Event]) -> None:
         if self._on_events:
             self._on_events([msgspec.structs.replace(event, replica=number) for event in batch] if number else batch)
 

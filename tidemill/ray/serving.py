@@ -218,7 +218,7 @@ class RayReplicas(Replicas):
             assert client.ready is not None
             await client.stop()
             self._counts.pop(number, None)
-            self._placement.forget(str(number))
+            self._routing.forget(str(number))
             gone = events.ModelUnloaded(time.monotonic(), model, client.ready.config.memory_bytes, "fewer replicas suffice")
             self._take_events(number, [gone])
 

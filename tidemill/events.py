@@ -108,6 +108,24 @@ class Admitted(_Event, frozen=True):
     num_disk: int = 0
 
 
+class Placed(_Event, frozen=True):
+    """Of engines with roles: this one gets a request, or what is left of it."""
+
+    request_id: str
+    part: str  # prefill: up to its first token; decode: from there on; whole
+    reason: str
+
+
+class TakenOver(_Event, frozen=True):
+    """A sample whose first token came from another engine has started here."""
+
+    request_id: str
+    source: int  # the number of that engine
+    num_found: int  # tokens whose KV was there: moved, or computed before
+    num_computed: int  # those that are computed again
+    waited_s: float  # since its first token
+
+
 class Preempted(_Event, frozen=True):
     request_id: str
     num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
@@ -330,6 +348,8 @@ Event: TypeAlias = (
     | ModelUnloaded
     | Deferred
     | Admitted
+    | Placed
+    | TakenOver
     | Preempted
     | TokensEvicted
     | Forked

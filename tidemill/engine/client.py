@@ -75,14 +75,16 @@ class EngineClient:
         start_s: float = START_S,
         new_link: Callable[[], Link] = EngineLink,
         hands_over: bool = False,
+        gate: Callable[[Submit], str] | None = None,
     ) -> None:
         """`stall_s`: without a step although there is work, after which the engine is replaced; longer where steps take longer.
         `start_s`: without progress, after which a start has failed. `new_link`: to an engine that is to be started.
-        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once."""
+        `hands_over`: if the engine is lost, requests that cannot have caused it end with EngineLost at once. `gate`: why a
+        request must wait until it is let in; empty: it need not."""
         self._on_events = on_events
         self._on_pages = on_pages
         self._stall_s, self._start_s = stall_s, start_s
-        self._new_link, self._hands_over = new_link, hands_over
+        self._new_link, self._hands_over, self._gate = new_link, hands_over, gate
         self._pending: dict[str, Pending] = {}
         self._leaving: set[str] = set()  # aborted, and the engine has not confirmed it yet
         self._link: Link | None = None  # None: there is no engine at the moment
@@ -215,10 +217,12 @@ class EngineClient:
         pending = Pending(request, Inbox(), [[] for _ in range(request.params.n)], tells_accepted=tells_accepted)
         if tells_progress:
             self._progress.tell(pending)
+        why = self._why_held if self._is_held else self._gate(request) if self._gate else ""
         if request.resumed is not None:
-            self._take_up(pending, request.resumed)
-        if self._is_held:
-            self._queue(pending)
+            self._take_up(pending, request.resumed, is_queued=bool(why))
+        if why:
+            self._queue(pending, why)
+            pending.waits_because = "" if self._is_held else why
         self._pending[request.request_id] = pending
         self._note_use(request)
         num_left = len(pending.outputs) - len(pending.over)
@@ -240,7 +244,11 @@ class EngineClient:
                 alarm.cancel()
             self._end(pending)
 
-    def _take_up(self, pending: Pending, resumed: list[Resumed]) -> None:
+    @property
+    def _why_held(self) -> str:
+        return "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+
+    def _take_up(self, pending: Pending, resumed: list[Resumed], is_queued: bool) -> None:
         """A request that another engine had begun."""
         request = pending.request
         pending.is_known = True
@@ -249,7 +257,7 @@ class EngineClient:
         for one in resumed:
             pending.outputs[one.index] = list(one.output_ids)
         for index, name in enumerate(self._names(request)):
-            if index not in pending.over and not self._is_held:  # or else it is reported where it is queued
+            if index not in pending.over and not is_queued:  # or else it is reported where it is queued
                 given = len(request.prompt_ids), request.priority, request.tenant
                 self._report([events.Submitted(time.monotonic(), name, *given)])
 
@@ -274,7 +282,18 @@ class EngineClient:
         """`on_pages` gets who holds which page: after the step under way, or never, if the engine is lost first."""
         self._send(ShowPages())
 
-    def _queue(self, pending: Pending) -> None:
+    @property
+    def at_gate(self) -> list[Pending]:
+        """Requests that wait to be let in."""
+        return [one for one in self._pending.values() if one.waits_because and not one.is_over]
+
+    def let_in(self, pending: Pending) -> None:
+        """The engine may have it."""
+        pending.waits_because = ""
+        if pending.request.request_id not in self._leaving:
+            self._submit(pending)
+
+    def _queue(self, pending: Pending, why: str) -> None:
         """No engine takes it yet, so it and the queue's bound are checked, and it is reported and accepted here."""
         assert self.ready is not None
         request, background = pending.request, pending.request.priority >= BACKGROUND
@@ -290,14 +309,14 @@ class EngineClient:
         pending.is_known = True
         if pending.tells_accepted:
             pending.inbox.put(Delta(request.request_id, 0, []))
-        now, why = time.monotonic(), "the model is not loaded" if self._link is None else "the model will be unloaded for another"
+        now = time.monotonic()
         for name in self._names(request):
             submitted = events.Submitted(now, name, len(request.prompt_ids), request.priority, request.tenant)
             self._report([submitted, events.Deferred(now, name, why)])
 
     def _submit(self, pending: Pending) -> None:
         """To the current engine. While there is none, nothing is lost: the next one gets what is pending."""
-        if self._link is not None and not self._is_held:
+        if self._link is not None and not self._is_held and not pending.waits_because:
             pending.is_submitted = True
             self._send(pending.again())
 

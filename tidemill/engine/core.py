@@ -33,7 +33,7 @@ from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
 from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND, Request, Status
+from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
@@ -228,6 +228,7 @@ class EngineCore:
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
             holds=request.holds,
+            hands_over=request.hands_over,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
@@ -404,11 +405,12 @@ class EngineCore:
         """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
         for i, one in enumerate(progress):
             seq = one.request.seq
-            if seq not in self.structured or one.finish_reason:
+            if seq not in self.structured or one.finish_reason not in (None, HANDED_OVER):
                 continue
             try:
                 if self.structured.take(seq, one.token_ids):
-                    self.scheduler.finish(one.request, "stop")
+                    if not one.finish_reason:
+                        self.scheduler.finish(one.request, "stop")
                     progress[i] = msgspec.structs.replace(one, finish_reason="stop")
             except InvalidRequest as error:
                 failed.append(self._fail_request(seq, error, "grammar failed"))

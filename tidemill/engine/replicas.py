@@ -58,7 +58,7 @@ class Replicas:
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         environ = {"CUDA_VISIBLE_DEVICES": self._gpus[number % len(self._gpus)]} if self._gpus and num > 1 else None
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), hands_over=True)
+        client = EngineClient(take, stall_s, pages, start_s, partial(EngineLink, environ), True, self._routing.gate)
         client.on_change = self._changed
         return client
 
@@ -68,12 +68,12 @@ class Replicas:
         """All of them, or none. The first settles the values; the others get the same, so that each can take every request."""
         if len(self._clients) > 1 and options.tensor_parallel * options.pipeline_parallel > 1 and self._gpus:
             fix = "Start a server for each group of GPUs, and put `tidemill route` before them."
-            raise ConfigError(
-                "data_parallel cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel"
-            )
+            several = "prefill and decode engines" if options.has_roles else "data_parallel"
+            raise ConfigError(f"{several} cannot be combined with tensor_parallel on GPUs yet.", fix=fix, param="data_parallel")
         given = [self._options(options, number) for number in range(len(self._clients))]
         try:
             ready = await self._clients[0].start(given[0], on_loading)
+            self._routing.check(ready)
             same = [settled(one, ready.config) for one in given[1:]]
             await all_started(client.start(one) for client, one in zip(self._clients[1:], same, strict=True))
         except BaseException:
@@ -115,6 +115,7 @@ class Replicas:
         if self.death:
             self.gave_up.set()
         self._move_waiting()
+        self._routing.changed()
         if self.on_change:
             self.on_change()
 
@@ -168,7 +169,9 @@ class Replicas:
     def described(self) -> list[dict[str, object]]:
         """Of each replica: its state and its load."""
         states = ["running" if one.working else "restarting" if one.alive else "down" for one in self._clients]
-        return [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+        told = [{"state": state, "load": one.num_pending} for state, one in zip(states, self._clients, strict=True)]
+        roles = [{"role": role} for role in self._routing.names] or [{} for _ in told]
+        return [one | role for one, role in zip(told, roles, strict=True)]
 
     # ---- requests
 

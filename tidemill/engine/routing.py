@@ -10,7 +10,7 @@ from tidemill import events
 from tidemill.engine.client import EngineClient
 from tidemill.events import Event
 from tidemill.sched.placement import Placement, prefix_keys
-from tidemill.wire import Delta, Resumed, Submit
+from tidemill.wire import Delta, Ready, Resumed, Submit
 
 BLOCK_LEN = 32  # tokens of a prompt that are remembered together
 _TOKEN_BYTES = 4
@@ -40,11 +40,16 @@ class Route:
 class Routing:
     """All engines are alike, and a request stays with one of them: the one that `sched.placement` says."""
 
+    names: Sequence[str] = ()  # what each engine is for, where that differs
+
     def __init__(self, placement: Placement | None = None) -> None:
         self._placement = placement or Placement()
 
     def begin(self, clients: Sequence[EngineClient], emit: Callable[[int, Event], None]) -> None:
         """`emit`: with the number of the engine that an event is about."""
+
+    def check(self, ready: Ready) -> None:
+        """Raises if the model or its settings do not allow it."""
 
     def new_route(self, request: Submit) -> Route:
         return Route([[] for _ in range(request.params.n)])
@@ -55,6 +60,13 @@ class Routing:
         chosen = self._placement.choose(keys, {name: one.num_pending for name, one in usable.items()})
         self._placement.note(chosen.name, keys)
         return chosen.name, request
+
+    def gate(self, request: Submit) -> str:
+        """Why a request must wait before its engine gets it; empty: it need not (see EngineClient)."""
+        return ""
+
+    def changed(self) -> None:
+        """A request has ended, or an engine was given up."""
 
     def take(self, number: int, batch: Sequence[Event]) -> None:
         """Events of an engine."""

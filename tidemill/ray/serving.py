@@ -92,7 +92,7 @@ class RayReplicas(Replicas):
 
     def _client(self, number: int, num: int, stall_s: float, start_s: float) -> EngineClient:
         take, pages = partial(self._take_events, number), partial(self._take_pages, number)
-        client = EngineClient(take, stall_s, pages, start_s, self._new_link, hands_over=True)
+        client = EngineClient(take, stall_s, pages, start_s, self._new_link, True, self._routing.gate)
         client.on_change = self._changed
         return client
 

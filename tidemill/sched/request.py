@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BACKGROUND = 1_000_000  # requests of this priority value and above yield to all others, also while they run
 
 
+HANDED_OVER = "handed over"  # the finish reason of a request that goes on in another engine
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -47,6 +50,7 @@ class Request:
     cache: CachePolicy | None = None  # which of its tokens stay in its pages; None: all
     parent: Request | None = None  # whose prompt pages this sample will share
     children: list[Request] = field(default_factory=list)  # samples waiting for this request's prompt
+    hands_over: bool = False  # it goes on in another engine when it has reached `max_tokens`
     root: int = -1  # `seq` of the request that it was forked from, directly or not; its own, if it was not forked
 
     status: Status = Status.WAITING

@@ -25,6 +25,7 @@ from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pool import EnginePool, Pooled
 from tidemill.engine.replicas import Client, Replicas
+from tidemill.engine.roles import routing_of
 from tidemill.errors import ConfigError, EngineDead
 from tidemill.events import Event
 from tidemill.frontend.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -100,13 +101,18 @@ class ModelEngine:
         """`parsers`: of tool calls and of reasoning. `fleet`: what makes the engines, if that is not this process."""
         self.served, self._tracing, self._parsers = served, tracing, parsers
         self.path = locate(served.engine.model)
-        num = served.engine.data_parallel if fleet is None else fleet.num_at_most
+        served.engine.check_roles()
+        num = served.engine.num_engines if fleet is None else fleet.num_at_most
         self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num)
         self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
         self.pins = Pins()
         given = self.take, stall_s, self._take_pages, start_s
         self.client: Client = (
-            fleet.client(*given) if fleet is not None else EngineClient(*given) if num == 1 else Replicas(num, *given)
+            fleet.client(*given)
+            if fleet is not None
+            else EngineClient(*given)
+            if num == 1
+            else Replicas(num, *given, routing=routing_of(served.engine))
         )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)
@@ -175,10 +181,11 @@ async def serve(
     if listen.unix_socket is None:
         access.check_host_is_safe(listen.host)
     Served.check_names(served)
-    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.data_parallel > 1 for one in served)):
+    if (len(served) > 1 or sharing.is_asked) and (fleet is not None or any(one.engine.num_engines > 1 for one in served)):
         fix = "Serve one model, without --memory-budget, --max-loaded and --idle-unload, or start a server for each model."
         raise ConfigError(
-            f"{'--data-parallel' if fleet is None else '--ray'} is for a single model that stays loaded.",
+            f"{'--ray' if fleet else '--prefill' if served[0].engine.has_roles else '--data-parallel'} is for a single model "
+            "that stays loaded.",
             fix=fix,
             param="data_parallel",
         )

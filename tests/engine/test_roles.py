@@ -1,0 +1,118 @@
+"""Prefill and decode engines behind one interface: the answers of one engine, whatever a request asks for and whichever engine
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tests.core_link import CoreLink
+from tests.engine.test_client import until
+from tidemill.config import EngineOptions
+from tidemill.engine import replicas as replicas_module
+from tidemill.engine.client import EngineClient
+from tidemill.engine.replicas import Replicas
+from tidemill.engine.roles import routing_of
+from tidemill.events import Finished, Placed, TakenOver
+from tidemill.sampling import Beams, Grammar, SamplingParams
+from tidemill.wire import Hold, Submit
+
+LONG = [2 + (7 * i) % 90 for i in range(70)]  # more than a decode engine takes at once
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    monkeypatch.setattr(replicas_module, "EngineLink", CoreLink)
+
+
+async def answer(client, name, prompt=LONG, eos=(), **given):
+    """Everything that is told of a request, by sample."""
+    params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": not eos} | given.pop("params", {}))
+    samples = [{"tokens": [], "logprobs": [], "prompt": None, "end": None} for _ in range(params.n)]
+    async with aclosing(client.submit(Submit(name, list(prompt), params, list(eos), **given))) as deltas:
+        async for delta in deltas:
+            sample = samples[delta.index]
+            assert sample["end"] is None
+            sample["tokens"] += delta.token_ids
+            sample["logprobs"] += delta.logprobs or []
+            sample["prompt"] = delta.prompt_logprobs or sample["prompt"]
+            sample["end"], sample["cached"], sample["score"] = delta.finish_reason, delta.num_cached, delta.score
+            sample["embedding"] = delta.embedding
+            if delta.finish_reason:
+                assert min(delta.timings.queue_s, delta.timings.prefill_s, delta.timings.decode_s) >= 0
+    return samples
+
+
+def options(folder, **given):
+    return EngineOptions(**{"model": str(folder), "threads": 1, "prefill_engines": 1, "decode_engines": 1} | given)
+
+
+async def started(given, seen=None):
+    client = Replicas(given.num_engines, None if seen is None else seen.extend, routing=routing_of(given))
+    await client.start(given)
+    return client
+
+
+def run(test, folder, **given):
+    async def whole():
+        seen = []
+        client = await started(options(folder, **given), seen)
+        try:
+            await test(client, seen)
+            await until(lambda: client.is_idle)
+            for one in client._clients:
+                if one._link is not None:
+                    one._link.core.scheduler.check_integrity()
+            roles = client._routing
+            assert (roles._routes, roles._at_gate, roles._let_in) == ({}, set(), {})
+            assert not any(room.num_promised for room in client._routing._rooms.values())
+        finally:
+            await client.close()
+
+    asyncio.run(whole())
+
+
+KINDS = {
+    "greedy": {},
+    "samples": {"params": {"n": 3, "temperature": 1.0, "seed": 5}},
+    "logprobs": {"params": {"logprobs": 2, "temperature": 0.8, "seed": 1}},
+    "prompt logprobs": {"params": {"prompt_logprobs": 1, "logprobs": 0, "n": 2, "seed": 3, "temperature": 1.0}},
+    "penalties": {"params": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "max_tokens": 20}},
+    "bias and min_tokens": {"params": {"logit_bias": {1: 100.0}, "min_tokens": 4, "ignore_eos": False}, "eos": (1,)},
+    "ends at once": {"params": {"logit_bias": {1: 100.0}, "ignore_eos": False}, "eos": (1,)},
+    "one token": {"params": {"max_tokens": 1}},
+    "to the end of the context": {"params": {"max_tokens": None}, "prompt": [*LONG, *LONG, *LONG]},
+    "grammar": {"params": {"grammar": Grammar("regex", "[a-f ]{6}")}},
+    "grammar of one token": {"params": {"grammar": Grammar("regex", "[a-f]")}},
+    "beams": {"params": {"beams": Beams(3), "n": 2, "logprobs": 0}},
+    "embedding": {"params": {"pooling": "mean"}},
+    "short": {"prompt": [5, 6, 7]},
+    "held": {"holds": [Hold("pin", 64, 100.0, True, "a prompt cache"), Hold("session", 0, 100.0, False, "a session")]},
+}
+
+
+def test_answers_are_those_of_one_engine(tiny_folder, in_process):
+    async def test(client, seen):
+        alone = EngineClient(new_link=CoreLink)
+        try:
+            await alone.start(options(tiny_folder))
+            for name, given in KINDS.items():
+                expected = await answer(alone, name, **{"salt": name} | given)
+                assert await answer(client, name, **{"salt": name} | given) == expected, name
+            placed = [(one.request_id, one.part, one.replica) for one in seen if isinstance(one, Placed)]
+            whole = {"one token": 0, "embedding": 0, "beams": 1, "short": 1}
+            for name in KINDS:
+                both = [(name, "prefill", 0), (name, "decode", 1)]
+                ends_at_once = name in ("ends at once", "grammar of one token")
+                parts = [(name, "whole", whole[name])] if name in whole else both[: 1 if ends_at_once else 2]
+                assert [one for one in placed if one[0] == name] == parts
+            again = [one for one in seen if isinstance(one, TakenOver) and one.request_id == "greedy"]
+            assert [(one.replica, one.source, one.num_found + one.num_computed) for one in again] == [(1, 0, len(LONG) + 1)]
+            ends = [one.reason for one in seen if isinstance(one, Finished) and one.request_id == "greedy"]
+            assert ends == ["handed over", "length"]
+        finally:
+            await alone.close()
+
+    run(test, tiny_folder)

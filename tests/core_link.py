@@ -34,6 +34,8 @@ class CoreLink:
         self.may_step = True
 
     async def start(self, options, on_loading=None, within_s=0.0) -> Ready:
+        for _ in range(10):  # a process takes much longer: others have their turn
+            await asyncio.sleep(0)
         self.core = load_core(options, lambda *_: None)
         return Ready(self.core.model_config, self.core.config, 0.001, [one.info for one in self.core.adapters])
 

@@ -15,7 +15,8 @@ from tidemill.engine import replicas as replicas_module
 from tidemill.engine.client import EngineClient
 from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import routing_of
-from tidemill.events import Finished, Placed, TakenOver
+from tidemill.errors import Cancelled, ConfigError, InvalidRequest, QueueFull
+from tidemill.events import Admitted, Deferred, EngineRestarted, Finished, Placed, TakenOver
 from tidemill.sampling import Beams, Grammar, SamplingParams
 from tidemill.wire import Hold, Submit
 
@@ -116,3 +117,109 @@ def test_answers_are_those_of_one_engine(tiny_folder, in_process):
             await alone.close()
 
     run(test, tiny_folder)
+
+
+def test_a_prompt_begins_when_a_decode_engine_has_room(tiny_folder, in_process):
+    """The decode engine stands still with both of its slots promised: others wait, within the queue's limit, and can be
+    cancelled; tenants take turns."""
+
+    async def test(client, seen):
+        expected = await answer(client, "before", salt="b")
+        decoder = client._clients[1]._link
+        decoder.pause(True)
+        going = [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}")) for i in range(2)]
+        await until(lambda: sum(isinstance(one, Finished) and one.reason == "handed over" for one in seen) == 3)
+        going += [asyncio.create_task(answer(client, f"r{i}", salt=f"{i}", tenant="b" if i == 4 else "")) for i in (2, 3, 4)]
+        await until(lambda: client._routing._at_gate == {"r2", "r3", "r4"})
+        with pytest.raises(QueueFull):
+            await answer(client, "too many")
+        with pytest.raises(InvalidRequest):
+            await answer(client, "wrong", prompt=[*LONG, 10_000])
+        why = {one.request_id: one.reason for one in seen if isinstance(one, Deferred)}
+        assert why["r2"] == "no decode engine has room: 2 of 2 slots are taken or promised"
+        assert why["r3"] == "1 requests wait for room in the decode engines"
+        assert not any(isinstance(one, Admitted) and one.request_id in why for one in seen)
+        client.cancel("r3", Cancelled("no"))
+        with pytest.raises(Cancelled):
+            await going[3]
+        decoder.pause(False)
+        assert [(await one)[0]["tokens"] for at, one in enumerate(going) if at != 3] == [expected[0]["tokens"]] * 4
+        begun = [one.request_id for one in seen if isinstance(one, Admitted) and one.replica == 0]
+        assert begun.index("r4") < begun.index("r2")  # its tenant has nothing under way
+
+    run(test, tiny_folder, max_requests=2, max_waiting=3)
+
+
+def test_a_killed_engine_loses_no_request(tiny_folder, in_process):
+    async def test(client, seen):
+        prompts = [LONG[i:] for i in range(6)]
+        params = {"max_tokens": 100, "n": 2, "temperature": 1.0, "seed": 3}
+
+        def begin(name):
+            return [
+                asyncio.create_task(answer(client, f"{name}{i}", one, params=params, salt=name)) for i, one in enumerate(prompts)
+            ]
+
+        async def ends(going):
+            return [[(sample["tokens"], sample["end"]) for sample in await one] for one in going]
+
+        expected = await ends(begin("a"))
+
+        async def kill(number, role):
+            link = client._clients[number]._link
+            link.pause(True)
+            going = begin(role)
+            await until(lambda: sum(one.replica == number for one in of(Placed, role)) == len(prompts))
+            link.pause(False)
+            num = 1 if number == 0 else 3  # tokens, the first of which came from the other one
+            await until(lambda: any(len(one.outputs[0]) >= num for one in client._routing._routes.values()))
+            link.kill()
+            assert await ends(going) == expected, role
+            await until(lambda: any(isinstance(one, EngineRestarted) and one.replica == number for one in seen))
+
+        def of(kind, name):
+            return [one for one in seen if isinstance(one, kind) and one.request_id.startswith(name)]
+
+        await kill(1, "decode")
+        await kill(0, "prefill")
+        assert await ends(begin("again")) == expected
+        assert client.num_restarts == 2
+        whole = [one for one in seen if isinstance(one, Placed) and "engine works" in one.reason]
+        assert {one.reason.partition(" engine")[0] for one in whole} <= {"no decode", "no prefill"}
+        assert any(one.part == "decode" and one.replica == 0 for one in whole)
+
+    run(test, tiny_folder)
+
+
+def test_what_a_decode_engine_has_goes_on_there(tiny_folder, in_process):
+    async def test(client, seen):
+        first = (await answer(client, "first"))[0]["tokens"]
+        await answer(client, "next", prompt=[*LONG, *first, 4, 5, 6])
+        placed = [one for one in seen if isinstance(one, Placed) and one.request_id == "next"]
+        assert [(one.part, one.replica) for one in placed] == [("whole", 1)]
+        assert placed[0].reason == "all but 17 of 81 prompt tokens are known to it"
+        assert next(one for one in seen if isinstance(one, Admitted) and one.request_id == "next").num_cached == 64
+
+    run(test, tiny_folder, token_budget=512)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"decode_engines": 0}, "There is no decode engine"),
+        ({"prefill_engines": 0}, "There is no prefill engine"),
+        ({"data_parallel": 2}, "Engines are either alike or have roles"),
+        ({"remote_workers": 1}, "cannot share workers"),
+    ],
+)
+def test_options_that_do_not_go_together(given, what):
+    with pytest.raises(ConfigError, match=what):
+        options("/nowhere", **given).check_roles()
+
+
+def test_settings_that_have_no_use_for_roles(tiny_folder, in_process):
+    async def whole():
+        with pytest.raises(ConfigError, match="prefix caching"):
+            await started(options(tiny_folder, prefix_caching=False))
+
+    asyncio.run(whole())

@@ -132,7 +132,7 @@ class Request:
     def spans(self, now: float) -> tuple[float, float, float]:
         """Its time up to `now`: in the queue, then until the first token, then since."""
         started = self.started_s if self.started_s is not None else now
-        first = self.first_token_s if self.first_token_s is not None else now
+        first = max(self.first_token_s, started) if self.first_token_s is not None else now  # another engine may have had it
         return started - self.arrival_s, first - started, now - first
 
     @property

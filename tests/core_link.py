@@ -52,7 +52,7 @@ class CoreLink:
         core = self.core
         core.before_admitted_run = lambda admitted: tell(StepOutput([], admitted))
         while not self._is_over:
-            if not (self._sent or (core.has_work or core.has_moves) and self.may_step):
+            if not (self._sent or ((core.has_work or core.has_moves) and self.may_step)):
                 self._wake.clear()
                 await self._wake.wait()
             while self._sent:

@@ -81,9 +81,7 @@ class Roles(Routing):
             raise ConfigError("An encoder does not decode: it has no use for roles.", fix=fix, param="decode_engines")
         if not ready.config.prefix_caching:
             fix = "Leave out --no-prefix-caching, or --prefill and --decode."
-            raise ConfigError(
-                "Without prefix caching no engine finds what others computed.", fix=fix, param="prefix_caching"
-            )
+            raise ConfigError("Without prefix caching no engine finds what others computed.", fix=fix, param="prefix_caching")
 
     def new_route(self, request: Submit) -> Route:
         route = RoleRoute([[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant)

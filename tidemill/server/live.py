@@ -243,7 +243,7 @@ def _request(story: Story, now: float) -> dict[str, Any]:
     """Without its text, which events do not have."""
     is_queued = story.state in ("queued", "preempted")
     prefill, decode = story.spans.get("prefill"), story.spans.get("decode")
-    has_begun = story.first_token_s is not None
+    has_begun = story.first_token_s is not None or story.is_resumed
     return {
         "id": story.request_id,
         "phase": story.state if is_queued else "decode" if has_begun else "prefill",
@@ -264,6 +264,10 @@ def _words(event: Event) -> str | None:
             return f"{event.reason}; {event.how_back}" if event.how_back else event.reason
         case events.Admitted() | events.Deferred():
             return event.reason
+        case events.Placed():
+            return f"{event.part}: {event.reason}"
+        case events.TakenOver():
+            return f"from replica {event.source}: {event.num_found} tokens found, {event.num_computed} computed again"
         case events.TierNotUsed():
             return f"{event.tier} is not used: {event.reason}"
         case events.MovesFailed():

@@ -103,7 +103,8 @@ class ModelEngine:
         self.path = locate(served.engine.model)
         served.engine.check_roles()
         num = served.engine.num_engines if fleet is None else fleet.num_at_most
-        self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num)
+        routing = routing_of(served.engine)
+        self.metrics: AnyMetrics = Metrics() if num == 1 else MetricsOfReplicas(num, routing.names)
         self.explainer: AnyExplainer = Explainer() if num == 1 else ExplainerOfReplicas(num)
         self.pins = Pins()
         given = self.take, stall_s, self._take_pages, start_s
@@ -112,7 +113,7 @@ class ModelEngine:
             if fleet is not None
             else EngineClient(*given)
             if num == 1
-            else Replicas(num, *given, routing=routing_of(served.engine))
+            else Replicas(num, *given, routing=routing)
         )
         self.client.adapters.expect(served.engine)
         self.live = Live(self.client, self.metrics, self.explainer)

@@ -126,6 +126,15 @@ class TakenOver(_Event, frozen=True):
     waited_s: float  # since its first token
 
 
+class LayoutAdvised(_Event, frozen=True):
+    """Whether prefill and decode engines are expected to be better than engines for both, by the load that was measured."""
+
+    disaggregate: bool
+    gain: float  # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
+    reason: str
+    figures: str = ""  # the load, its step costs, and what is expected of either
+
+
 class Preempted(_Event, frozen=True):
     request_id: str
     num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
@@ -350,6 +359,7 @@ Event: TypeAlias = (
     | Admitted
     | Placed
     | TakenOver
+    | LayoutAdvised
     | Preempted
     | TokensEvicted
     | Forked

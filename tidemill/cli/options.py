@@ -261,6 +261,8 @@ OPTIONS = (
            "do not hold up the tokens of others."),
     Option("decode", "integer", SERVING, field="decode_engines", low=0, high=64,
            help="Engines that go on with requests whose prompts --prefill engines have computed."),
+    Option("disaggregate", "text", SERVING, "auto: say whether --prefill and --decode would serve the measured load better.",
+           "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",

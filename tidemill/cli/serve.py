@@ -103,6 +103,7 @@ def serve(
                     tracing=tracing,
                     sharing=sharing,
                     fleet=fleet,
+                    advises=settings["disaggregate"] == "auto",
                 )
             )
     finally:

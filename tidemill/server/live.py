@@ -22,6 +22,7 @@ from tidemill import events
 from tidemill.engine.replicas import Client, Replicas
 from tidemill.errors import QueueFull
 from tidemill.events import Event
+from tidemill.server.advice import in_words
 from tidemill.server.explain import AnyExplainer, Story, engine_id
 from tidemill.server.metrics import AnyMetrics
 from tidemill.server.sse import named_event
@@ -264,6 +265,8 @@ def _words(event: Event) -> str | None:
             return f"{event.reason}; {event.how_back}" if event.how_back else event.reason
         case events.Admitted() | events.Deferred():
             return event.reason
+        case events.LayoutAdvised():
+            return in_words(event)
         case events.Placed():
             return f"{event.part}: {event.reason}"
         case events.TakenOver():

@@ -40,6 +40,8 @@ class Metrics:
         self.failed_moves = self._counter("kv_moves_failed", "KV pages that could not be moved", ("tier", "direction"))
         self.placed = self._counter("requests_placed", "Parts of requests, where engines have roles", ("part",))
         self.taken_over = self._counter("taken_over_tokens", "Tokens of requests that another engine began", ("kv",))
+        self.advised = self._gauge("disaggregation_advised", "1 if prefill and decode engines are expected to be better")
+        self.advised_gain = self._gauge("disaggregation_gain", "Expected gain of them in p99 inter-token latency; 0: not known")
         self.hand_over_s = self._histogram("hand_over_seconds", "First token to the start in the decode engine", _LATENCY_S)
         self.evicted_pages = self._counter("evicted_pages", "Cached KV pages evicted")
         self.evicted_tokens = self._counter("evicted_tokens", "Tokens that KV policies of requests gave up")
@@ -115,6 +117,9 @@ class Metrics:
                 self.taken_over.labels("found").inc(event.num_found)
                 self.taken_over.labels("computed").inc(event.num_computed)
                 self.hand_over_s.observe(event.waited_s)
+            case events.LayoutAdvised():
+                self.advised.set(event.disaggregate)
+                self.advised_gain.set(event.gain)
             case events.PagesMoved():
                 self.moved_bytes.labels(event.tier, "load" if event.is_load else "store").inc(event.num_bytes)
             case events.MovesFailed():

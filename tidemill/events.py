@@ -106,6 +106,7 @@ class Admitted(_Event, frozen=True):
     reason: str
     num_host: int = 0  # of the cached tokens, those that are loaded from host memory
     num_disk: int = 0
+    num_peer: int = 0  # that other engines have computed
 
 
 class Placed(_Event, frozen=True):
@@ -189,6 +190,7 @@ class PagesLoading(_Event, frozen=True):
     request_id: str
     num_host: int
     num_disk: int
+    num_peer: int = 0
 
 
 class PagesLoaded(_Event, frozen=True):
@@ -199,7 +201,7 @@ class PagesLoaded(_Event, frozen=True):
 
 
 class PagesMoved(_Event, frozen=True):
-    """Between the device, host memory and disk, while steps were computed."""
+    """Between the device, host memory, disk and other engines, while steps were computed."""
 
     tier: str
     is_load: bool  # towards the device
@@ -218,7 +220,7 @@ class MovesFailed(_Event, frozen=True):
 
 
 class TierNotUsed(_Event, frozen=True):
-    """A file of cached pages, or what was to hold it, cannot be used: nothing of it is."""
+    """A file of cached pages, or what was to hold it, or another engine's pages, cannot be used: nothing of it is."""
 
     tier: str
     reason: str

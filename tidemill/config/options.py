@@ -33,6 +33,9 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
+    kv_export: str | None = None  # where other engines fetch the pages of this one
+    kv_import: str | None = None  # engines whose pages this one fetches, with commas between them
+    kv_key_file: str | None = None  # of these engines, where they are on several hosts
     policy: str = "continuous"
     kv_layout: str = "paged"  # or virtual
     kv_policy: str | None = None  # of requests that do not ask for one: a name, or JSON

@@ -37,6 +37,7 @@ from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
 from tidemill.config.tiers import decide_disk, decide_host_slots
+from tidemill.config.transfer import decide_export, decide_import
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
 from tidemill.errors import ConfigError
 from tidemill.kv_policy import UNBOUNDED, KVPolicy
@@ -95,6 +96,10 @@ class EngineConfig:
     host_slots: int = 0  # pages of host memory behind the KV cache; 0: no tiers
     kv_disk: str = ""  # a folder behind it, or empty
     kv_disk_bytes: int = 0
+    kv_export: str = ""  # the address at which other engines find pages, or empty
+    export_slots: int = 0
+    kv_import: tuple[str, ...] = ()  # addresses of other engines
+    kv_key_file: str | None = None
     kv_layout: str = "paged"
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -121,8 +126,13 @@ class EngineConfig:
     def memory_bytes(self) -> int:
         """All that the engine needs of its device."""
         spare = GPU_SPARE if self.device == "cuda" else 0
-        host = self.host_slots * self.page_bytes if self.device == "cpu" else 0
+        host = (self.host_slots + self.export_slots) * self.page_bytes if self.device == "cpu" else 0
         return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.lora_bytes + self.draft_bytes + host + spare
+
+    @property
+    def has_tiers(self) -> bool:
+        """There is something behind the KV cache: host memory, or other engines."""
+        return bool(self.host_slots or self.export_slots or self.kv_import)
 
     @property
     def page_bytes(self) -> int:
@@ -200,12 +210,18 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     max_pinned = settle("max_pinned", decide_max_pinned(options, prefix_caching))
     session_retention_s = settle("session_retention_s", decide_session_retention(options, max_pinned))
     kv_disk, kv_disk_bytes = settle("kv_disk", decide_disk(options))
-    host_slots = 0
+    host_slots = export_slots = 0
+    kv_export, kv_import = "", tuple[str, ...]()
     if model.pooler is not None:
         reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
     else:
         used = num_pages * memory.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
+        taken = host_slots * memory.page_bytes + (0 if memory.gpu else memory.weight_bytes + memory.activation_bytes + used)
+        kv_export, export_slots = settle(
+            "kv_export", decide_export(options, memory, taken, prefix_caching, prefix_index, machine)
+        )
+        kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
     if tensor_parallel * pipeline_parallel > 1 and kv_policies:
         kv_policies = settle("kv_policies", ((), "KV policies are not there with several ranks"))
@@ -256,6 +272,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         host_slots=host_slots,
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
+        kv_export=kv_export,
+        export_slots=export_slots,
+        kv_import=kv_import,
+        kv_key_file=options.kv_key_file,
         kv_layout=kv_layout,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
@@ -282,7 +302,8 @@ def _draft(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
         prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
-        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
+        batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         remote_workers=0,
     )  # fmt: skip

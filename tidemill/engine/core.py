@@ -120,6 +120,7 @@ class EngineCore:
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
         self._is_closed = False
+        self._last: list[Delta] = []  # of requests whose pages are being exported
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -128,7 +129,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight) or bool(self._awaiting) or self.adapters.is_reading
+        return self.scheduler.has_work or bool(self._in_flight or self._awaiting or self._last) or self.adapters.is_reading
 
     @property
     def is_in_flight(self) -> bool:
@@ -138,7 +139,7 @@ class EngineCore:
     @property
     def idle_s(self) -> float:
         """Though there is work, no step can be made for so long, unless something comes."""
-        return 0.0 if self._in_flight or self._awaiting else self.scheduler.idle_s
+        return 0.0 if self._in_flight or self._awaiting or self._last else self.scheduler.idle_s
 
     @property
     def has_moves(self) -> bool:
@@ -330,12 +331,19 @@ class EngineCore:
             if not isinstance(error, Exception) or self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             traceback.print_exc()
-        return StepOutput(self._outputs(*ended) if ended else [], self._events.take()), failed
+        deltas = self._after_export(self._outputs(*ended) if ended else [])
+        return StepOutput(deltas, self._events.take()), failed
 
     def _take_moves(self) -> None:
-        done = () if self.runner.mover is None else self.runner.mover.done()
-        if done:
+        mover = self.runner.mover
+        if mover is None:
+            return
+        if done := mover.done():
             self.scheduler.moved(done)
+        if (learned := mover.learned()) is not None:
+            self.scheduler.kv.learn(learned.slots, learned.erased)
+            for why in learned.problems:
+                self._events(events.TierNotUsed(self._clock.now(), "peer", why))
 
     def _plan(self) -> StepPlan | None:
         if self.drafting is not None:
@@ -376,6 +384,16 @@ class EngineCore:
         for one in progress:
             if one.finish_reason:
                 self._forget(one.request.seq)
+        return deltas
+
+    def _after_export(self, deltas: list[Delta]) -> list[Delta]:
+        """The end of a request is told when its pages are where other engines find them: one of them may go on with it."""
+        if not self.config.export_slots:
+            return deltas
+        self._last += [delta for delta in deltas if delta.finish_reason]
+        deltas = [delta for delta in deltas if not delta.finish_reason]
+        if self._last and not self.scheduler.kv.is_exporting:
+            deltas, self._last = deltas + self._last, []
         return deltas
 
     def _count_experts(self, now: float) -> None:

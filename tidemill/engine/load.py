@@ -130,7 +130,8 @@ def _core_with(
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

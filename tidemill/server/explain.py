@@ -54,6 +54,7 @@ class Story:
     num_cached: int = 0
     num_host: int = 0  # of them, from host memory
     num_disk: int = 0
+    num_peer: int = 0  # that other engines have computed
     admitted_because: str = ""
     first_token_s: float | None = None
     ended: str = ""
@@ -102,6 +103,7 @@ class Story:
                 "cached_tokens": self.num_cached,
                 "host_tokens": self.num_host,
                 "disk_tokens": self.num_disk,
+                "peer_tokens": self.num_peer,
                 "output_tokens": self.num_output,
                 "evicted_tokens": self.num_evicted,
                 "draft_tokens": self.num_drafts,
@@ -121,7 +123,8 @@ class Story:
         if name == "preempted":
             return "; ".join(self.preempted)
         if name == "loading":
-            return f"its pages came from a tier: {self.num_host} tokens from host memory, {self.num_disk} from disk at first"
+            where = f"{self.num_host} tokens from host memory, {self.num_disk} from disk, {self.num_peer} from other engines"
+            return f"its pages came from a tier: {where} at first"
         if name == "between steps":
             return "planning, sampling and sending"
         others = span.num_sharing / max(span.num, 1) - 1
@@ -305,7 +308,7 @@ class Explainer:
                 story.change(now, "between steps").num += 1
                 if not story.admitted_because:
                     story.admitted_because, story.num_cached = event.reason, event.num_cached
-                    story.num_host, story.num_disk = event.num_host, event.num_disk
+                    story.num_host, story.num_disk, story.num_peer = event.num_host, event.num_disk, event.num_peer
             case events.Preempted():
                 story.change(now, "preempted")
                 if len(story.preempted) < _NUM_REASONS:

@@ -108,7 +108,7 @@ class Metrics:
                 self.unloads.inc()
             case events.Admitted():
                 self.cached_tokens.inc(event.num_cached)
-                for tier, num in (("host", event.num_host), ("disk", event.num_disk)):
+                for tier, num in (("host", event.num_host), ("disk", event.num_disk), ("peer", event.num_peer)):
                     if num:
                         self.tier_tokens.labels(tier).inc(num)
             case events.Placed():

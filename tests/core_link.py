@@ -50,6 +50,9 @@ class CoreLink:
             take(decode_from_engine(encode(message)))
 
         core = self.core
+        mover = core.runner.mover
+        if mover is not None and mover.alarm is not None:
+            asyncio.get_running_loop().add_reader(mover.alarm, self._wake.set)
         core.before_admitted_run = lambda admitted: tell(StepOutput([], admitted))
         while not self._is_over:
             if not (self._sent or ((core.has_work or core.has_moves) and self.may_step)):
@@ -94,4 +97,7 @@ class CoreLink:
         if not self._is_over:
             self.kill()
         if hasattr(self, "core"):
+            mover = self.core.runner.mover
+            if mover is not None and mover.alarm is not None:
+                asyncio.get_running_loop().remove_reader(mover.alarm)
             self.core.close()

@@ -110,7 +110,7 @@ def test_answers_are_those_of_one_engine(tiny_folder, in_process):
                 parts = [(name, "whole", whole[name])] if name in whole else both[: 1 if ends_at_once else 2]
                 assert [one for one in placed if one[0] == name] == parts
             again = [one for one in seen if isinstance(one, TakenOver) and one.request_id == "greedy"]
-            assert [(one.replica, one.source, one.num_found + one.num_computed) for one in again] == [(1, 0, len(LONG) + 1)]
+            assert [(one.replica, one.source, one.num_found, one.num_computed) for one in again] == [(1, 0, 64, len(LONG) - 63)]
             ends = [one.reason for one in seen if isinstance(one, Finished) and one.request_id == "greedy"]
             assert ends == ["handed over", "length"]
         finally:
@@ -210,16 +210,12 @@ def test_what_a_decode_engine_has_goes_on_there(tiny_folder, in_process):
         ({"prefill_engines": 0}, "There is no prefill engine"),
         ({"data_parallel": 2}, "Engines are either alike or have roles"),
         ({"remote_workers": 1}, "cannot share workers"),
+        ({"prefix_caching": False}, "With prefix_caching = False"),
+        ({"prefix_index": "radix"}, "With prefix_index = radix"),
+        ({"kv_layout": "virtual"}, "With kv_layout = virtual"),
+        ({"tensor_parallel": 2}, "With tensor_parallel = 2"),
     ],
 )
 def test_options_that_do_not_go_together(given, what):
     with pytest.raises(ConfigError, match=what):
         options("/nowhere", **given).check_roles()
-
-
-def test_settings_that_have_no_use_for_roles(tiny_folder, in_process):
-    async def whole():
-        with pytest.raises(ConfigError, match="prefix caching"):
-            await started(options(tiny_folder, prefix_caching=False))
-
-    asyncio.run(whole())

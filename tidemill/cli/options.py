@@ -261,6 +261,8 @@ OPTIONS = (
            "do not hold up the tokens of others."),
     Option("decode", "integer", SERVING, field="decode_engines", low=0, high=64,
            help="Engines that go on with requests whose prompts --prefill engines have computed."),
+    Option("kv-transfer-memory", "size", SERVING, field="kv_transfer_bytes", automatic="256 MiB",
+           help="Shared memory of each --prefill engine, for KV pages on their way to decode engines: at least a prompt's."),
     Option("disaggregate", "text", SERVING, "auto: say whether --prefill and --decode would serve the measured load better.",
            "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",

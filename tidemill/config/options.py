@@ -57,6 +57,7 @@ class EngineOptions:
     data_parallel: int = 1  # engines that serve the model side by side
     prefill_engines: int = 0  # with decode_engines: engines that compute prompts, up to the first token
     decode_engines: int = 0  # those that go on from there
+    kv_transfer_bytes: int | None = None  # of each prefill engine, for pages that decode engines fetch
     fast_math: bool = False
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
@@ -94,6 +95,20 @@ class EngineOptions:
         if self.remote_workers:
             fix = "Start a server on each host, and put `tidemill route` before them."
             raise ConfigError("Engines with roles cannot share workers of other hosts.", fix=fix, param="remote_workers")
+        obstacles = {
+            "prefix_caching": not self.prefix_caching,
+            "prefix_index": self.prefix_index != "hash",
+            "kv_layout": self.kv_layout != "paged",
+            "tensor_parallel": self.tensor_parallel > 1,
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "kv_export": self.kv_export is not None,
+            "kv_import": self.kv_import is not None,
+        }
+        for name, is_there in obstacles.items():
+            if is_there:
+                fix = "Leave it out, or --prefill and --decode."
+                what = f"With {name} = {getattr(self, name)}, KV pages cannot go from prefill engines to decode engines."
+                raise ConfigError(what, fix=fix, param=name)
 
     @property
     def lora_paths(self) -> dict[str, str]:

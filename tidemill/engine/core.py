@@ -387,10 +387,15 @@ class EngineCore:
         return deltas
 
     def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when its pages are where other engines find them: one of them may go on with it."""
+        """The end of a request is told when its pages are where other engines find them: one of them may go on with it. What is
+        handed over has its token told before that."""
         if not self.config.export_slots:
             return deltas
-        self._last += [delta for delta in deltas if delta.finish_reason]
+        for delta in [one for one in deltas if one.finish_reason]:
+            if delta.finish_reason == HANDED_OVER:
+                deltas.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
+                delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
+            self._last.append(delta)
         deltas = [delta for delta in deltas if not delta.finish_reason]
         if self._last and not self.scheduler.kv.is_exporting:
             deltas, self._last = deltas + self._last, []

@@ -89,7 +89,7 @@ class Replicas:
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
-        return dataclasses.replace(options, data_parallel=on_device, kv_disk=disk)
+        return self._routing.options(dataclasses.replace(options, data_parallel=on_device, kv_disk=disk), number)
 
     async def stop(self) -> None:
         await asyncio.gather(*(client.stop() for client in self._clients))
@@ -192,7 +192,8 @@ class Replicas:
                 try:
                     async with aclosing(route.client.submit(part, left_s, tells_accepted, tells_progress)) as deltas:
                         async for delta in deltas:
-                            yield route.take(delta)
+                            if (told := route.take(delta)) is not None:
+                                yield told
                 except EngineLost as lost:
                     route.is_known |= lost.is_known
                 tells_accepted &= not route.is_known

@@ -13,6 +13,8 @@ works, those of the other take its part.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +49,11 @@ class RoleRoute(Route):
     handed_s: float = 0.0  # when
     firsts: dict[int, Delta] = field(default_factory=dict)  # of samples that were handed over: their first token
 
-    def take(self, delta: Delta) -> Delta:
+    def take(self, delta: Delta) -> Delta | None:
         if delta.finish_reason == HANDED_OVER:
             self.firsts[delta.index], self.is_known, self.handed_s = delta, True, time.monotonic()
+            if not delta.token_ids:  # they came before
+                return None
             delta = msgspec.structs.replace(delta, finish_reason=None, timings=None)
         elif (first := self.firsts.get(delta.index)) is not None:
             delta = _joined(first, delta)
@@ -64,6 +68,7 @@ class Roles(Routing):
     def __init__(self, num_prefill: int, num_decode: int) -> None:
         self.names = [PREFILL] * num_prefill + [DECODE] * num_decode  # by number of the engine
         self._placements = {PREFILL: Placement(), DECODE: Placement()}
+        self._id = secrets.token_hex(8)
         self._clients: Sequence[EngineClient] = ()
         self._emit: Callable[[int, Event], None] = lambda number, event: None
         self._rooms: dict[str, Room] = {}  # of decode engines
@@ -79,9 +84,14 @@ class Roles(Routing):
         if ready.model.pooler is not None:
             fix = "Serve it with --data-parallel."
             raise ConfigError("An encoder does not decode: it has no use for roles.", fix=fix, param="decode_engines")
-        if not ready.config.prefix_caching:
-            fix = "Leave out --no-prefix-caching, or --prefill and --decode."
-            raise ConfigError("Without prefix caching no engine finds what others computed.", fix=fix, param="prefix_caching")
+
+    def options(self, options: EngineOptions, number: int) -> EngineOptions:
+        """Prefill engines have shared memory for pages, from which decode engines fetch them."""
+        addresses = [f"shm:{self._id}-{at}" for at, role in enumerate(self.names) if role == PREFILL]
+        if self.names[number] == DECODE:
+            return dataclasses.replace(options, kv_import=",".join(addresses))
+        size = "" if options.kv_transfer_bytes is None else f":{options.kv_transfer_bytes}"
+        return dataclasses.replace(options, kv_export=addresses[number] + size)
 
     def new_route(self, request: Submit) -> Route:
         route = RoleRoute([[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill import events
+from tidemill.config import EngineOptions
 from tidemill.engine.client import EngineClient
 from tidemill.events import Event
 from tidemill.sched.placement import Placement, prefix_keys
@@ -25,8 +26,8 @@ class Route:
     over: set[int] = field(default_factory=set)  # samples
     is_known: bool = False  # an engine has reported it as submitted
 
-    def take(self, delta: Delta) -> Delta:
-        """What its reader gets."""
+    def take(self, delta: Delta) -> Delta | None:
+        """What its reader gets; None: nothing."""
         self.outputs[delta.index] += delta.token_ids
         if delta.finish_reason is not None:
             self.over.add(delta.index)
@@ -47,6 +48,10 @@ class Routing:
 
     def begin(self, clients: Sequence[EngineClient], emit: Callable[[int, Event], None]) -> None:
         """`emit`: with the number of the engine that an event is about."""
+
+    def options(self, options: EngineOptions, number: int) -> EngineOptions:
+        """Of this engine."""
+        return options
 
     def check(self, ready: Ready) -> None:
         """Raises if the model or its settings do not allow it."""

@@ -110,7 +110,7 @@ def test_answers_are_those_of_one_engine(tiny_folder, in_process):
                 parts = [(name, "whole", whole[name])] if name in whole else both[: 1 if ends_at_once else 2]
                 assert [one for one in placed if one[0] == name] == parts
             again = [one for one in seen if isinstance(one, TakenOver) and one.request_id == "greedy"]
-            assert [(one.replica, one.source, one.num_found, one.num_computed) for one in again] == [(1, 0, 64, len(LONG) - 63)]
+            assert [(one.replica, one.source, one.num_found + one.num_computed) for one in again] == [(1, 0, len(LONG) + 1)]
             ends = [one.reason for one in seen if isinstance(one, Finished) and one.request_id == "greedy"]
             assert ends == ["handed over", "length"]
         finally:
@@ -201,6 +201,25 @@ def test_what_a_decode_engine_has_goes_on_there(tiny_folder, in_process):
         assert next(one for one in seen if isinstance(one, Admitted) and one.request_id == "next").num_cached == 64
 
     run(test, tiny_folder, token_budget=512)
+
+
+def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
+    """What a decode engine cannot have heard of when the request comes is computed: here it has heard of all whole pages."""
+
+    async def test(client, seen):
+        expected = await answer(client, "before", salt="b")
+        decoder = client._clients[1]._link
+        decoder.pause(True)
+        going = asyncio.create_task(answer(client, "r"))
+        importer = decoder.core.runner.mover._outside.importer
+        await until(lambda: sum(bool(key) for key in importer._changed.values()) >= len(LONG) // 16)
+        await until(lambda: any(isinstance(one, Placed) and one.request_id == "r" and one.part == "decode" for one in seen))
+        decoder.pause(False)
+        assert await going == expected
+        taken = next(one for one in seen if isinstance(one, TakenOver) and one.request_id == "r")
+        assert (taken.num_found, taken.num_computed) == (64, len(LONG) + 1 - 64)
+
+    run(test, tiny_folder)
 
 
 @pytest.mark.parametrize(

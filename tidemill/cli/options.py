@@ -194,6 +194,14 @@ OPTIONS = (
     Option("kv-disk", "text", ENGINE, field="kv_disk", automatic="none",
            help="A folder and its quota behind that, as PATH:SIZE, like /var/cache/tidemill:20G. Cached pages stay there, also "
            "over a restart."),
+    Option("kv-export", "text", ENGINE, field="kv_export", automatic="none",
+           help="Where other engines fetch KV pages that this one has computed, and how much memory these take: shm:NAME:SIZE on "
+           "one host, tcp:HOST:PORT:SIZE or nixl:HOST:PORT:SIZE between hosts."),
+    Option("kv-import", "text", ENGINE, field="kv_import", automatic="none",
+           help="Engines whose KV pages are fetched instead of computed, where that is faster: shm:NAME, tcp:HOST:PORT or "
+           "nixl:HOST:PORT, with commas between them."),
+    Option("kv-key-file", "text", ENGINE, field="kv_key_file", automatic="none",
+           help="For tcp: and nixl: of --kv-export and --kv-import: a file with the key that these engines share."),
     Option("page-size", "integer", ENGINE, field="page_size", low=1, high=64, automatic="16; 64 on a GPU, or if states are large",
            help="Tokens per page of the KV cache: a power of two up to 64."),
     Option("speculate", "text", ENGINE, field="speculate", choices=tuple(SPECULATE),

@@ -51,6 +51,15 @@ def parse_address(text: str, param: str) -> TransferAddress:
     return TransferAddress(kind, parts[0], int(parts[1]) if num == 2 else 0, num_bytes)
 
 
+def numbered(export: str | None, number: int) -> str | None:
+    """The address of one of several engines: each has a name, or a port, of its own. That of the first is the one given."""
+    if export is None or not number:
+        return export
+    at = parse_address(export, "kv_export")
+    mine = f"{at.kind}:{at.name}-{number}" if at.kind == "shm" else f"{at.kind}:{at.name}:{at.port + number}"
+    return f"{mine}:{at.num_bytes}" if at.num_bytes else mine
+
+
 def decide_export(
     options: EngineOptions, memory: Memory, used: int, prefix_caching: bool, prefix_index: str, machine: Machine
 ) -> Decision[tuple[str, int]]:

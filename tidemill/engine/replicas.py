@@ -23,6 +23,7 @@ import msgspec
 
 from tidemill import events
 from tidemill.config import EngineOptions, settled
+from tidemill.config.transfer import numbered
 from tidemill.engine.client import STALL_S, EngineClient
 from tidemill.engine.link import START_S, EngineLink
 from tidemill.engine.pending import EngineLost
@@ -89,7 +90,9 @@ class Replicas:
         if disk is not None:
             folder, _, size = disk.rpartition(":")
             disk = f"{folder}/replica-{number}:{size}"
-        return self._routing.options(dataclasses.replace(options, data_parallel=on_device, kv_disk=disk), number)
+        export = numbered(options.kv_export, number)
+        own = dataclasses.replace(options, data_parallel=on_device, kv_disk=disk, kv_export=export)
+        return self._routing.options(own, number)
 
     async def stop(self) -> None:
         await asyncio.gather(*(client.stop() for client in self._clients))

@@ -46,12 +46,14 @@ class RoleRoute(Route):
     target: str = ""  # the decode engine that has room for it
     is_let_in: bool = False  # its prompt may begin
     source: int = -1  # the engine that handed it over
-    handed_s: float = 0.0  # when
+    first_s: float = 0.0  # when its first token came
     firsts: dict[int, Delta] = field(default_factory=dict)  # of samples that were handed over: their first token
 
     def take(self, delta: Delta) -> Delta | None:
+        if delta.token_ids and not self.first_s:
+            self.first_s = time.monotonic()
         if delta.finish_reason == HANDED_OVER:
-            self.firsts[delta.index], self.is_known, self.handed_s = delta, True, time.monotonic()
+            self.firsts[delta.index], self.is_known = delta, True
             if not delta.token_ids:  # they came before
                 return None
             delta = msgspec.structs.replace(delta, finish_reason=None, timings=None)
@@ -255,7 +257,7 @@ class Roles(Routing):
                 route = self._routes.get(request_id)
                 if route is not None and route.source >= 0 and route.name == str(number):
                     now, num_new = time.monotonic(), event.num_tokens - event.num_cached
-                    taken = events.TakenOver(now, event.request_id, route.source, event.num_cached, num_new, now - route.handed_s)
+                    taken = events.TakenOver(now, event.request_id, route.source, event.num_cached, num_new, now - route.first_s)
                     self._emit(number, taken)
 
     def changed(self) -> None:

@@ -112,18 +112,20 @@ def show(name: str, runs: list[Run]) -> dict[str, float]:
 
 
 def show_transfer(seen: list[Event]) -> None:
-    """What of the moves nobody waited for: the time that bytes took, against what requests of decode engines waited for pages."""
+    """What of the moves nobody waited for: pages that were there when their request came, and the time that bytes took against what
+    requests waited for pages, until the step after that."""
     taken = [one for one in seen if isinstance(one, events.TakenOver)]
     moved = [one for one in seen if isinstance(one, events.PagesMoved)]
     found, again = sum(one.num_found for one in taken), sum(one.num_computed for one in taken)
+    late = sum(one.num_peer for one in seen if isinstance(one, events.PagesLoading))
     waited_s = sum(one.duration_s for one in seen if isinstance(one, events.PagesLoaded) and one.replica)
     moved_s, num_bytes = sum(one.seconds for one in moved), sum(one.num_bytes for one in moved if one.is_load)
-    hidden = 1 - min(waited_s / moved_s, 1) if moved_s else 0.0
+    hidden, early = 1 - min(waited_s / moved_s, 1) if moved_s else 0.0, 1 - late / max(found, 1)
     print(
         f"KV: {len(taken)} requests handed over, {100 * found / max(found + again, 1):.1f} % of their tokens found, {again} "
-        f"computed again; {num_bytes / 2**20:.0f} MiB fetched; bytes took {moved_s:.2f} s to move, requests waited {waited_s:.2f} s "
-        f"for them: {100 * hidden:.0f} % hidden; from the first token to the start in the decode engine "
-        f"{1000 * statistics.median(one.waited_s for one in taken):.1f} ms (median)"
+        f"computed again; {num_bytes / 2**20:.0f} MiB fetched, {100 * early:.0f} % of them before their request came; bytes took "
+        f"{moved_s:.2f} s to move, requests waited {waited_s:.2f} s for them ({100 * hidden:.0f} % hidden); from the first token to "
+        f"the start in the decode engine {1000 * statistics.median(one.waited_s for one in taken):.1f} ms (median)"
     )
 
 
@@ -135,7 +137,8 @@ async def main(given: argparse.Namespace) -> None:
     num_documents = sum(len(one.prompt) > 0.75 * given.document_prompt - 1 for one in asked)
     print(
         f"{given.model}: {len(asked)} requests in {given.seconds} s, {num_documents} of them documents of about "
-        f"{given.document_prompt} tokens with answers of {given.document_output}; chats of {given.chat_prompt} and {given.chat_output}"
+        f"{given.document_prompt} tokens with answers of {given.document_output}; chats of {given.chat_prompt} and "
+        f"{given.chat_output}"
     )
     try:
         await together.start(EngineOptions(**shared, threads=given.threads))

@@ -7,9 +7,11 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from tests.core_link import CoreLink
 from tests.engine.test_client import until
+from tests.engine.test_lora import make_lora
 from tidemill.config import EngineOptions
 from tidemill.engine import replicas as replicas_module
 from tidemill.engine.client import EngineClient
@@ -89,16 +91,19 @@ KINDS = {
     "grammar of one token": {"params": {"grammar": Grammar("regex", "[a-f]")}},
     "beams": {"params": {"beams": Beams(3), "n": 2, "logprobs": 0}},
     "embedding": {"params": {"pooling": "mean"}},
+    "adapter": {"adapter": 1, "params": {"logprobs": 1}},
     "short": {"prompt": [5, 6, 7]},
     "held": {"holds": [Hold("pin", 64, 100.0, True, "a prompt cache"), Hold("session", 0, 100.0, False, "a session")]},
 }
 
 
-def test_answers_are_those_of_one_engine(tiny_folder, in_process):
+def test_answers_are_those_of_one_engine(tiny_folder, tmp_path, in_process):
+    lora = make_lora(tmp_path / "lora", LlamaForCausalLM.from_pretrained(tiny_folder), 1)
+
     async def test(client, seen):
         alone = EngineClient(new_link=CoreLink)
         try:
-            await alone.start(options(tiny_folder))
+            await alone.start(options(tiny_folder, loras=(f"one={lora}",)))
             for name, given in KINDS.items():
                 expected = await answer(alone, name, **{"salt": name} | given)
                 assert await answer(client, name, **{"salt": name} | given) == expected, name
@@ -113,8 +118,30 @@ def test_answers_are_those_of_one_engine(tiny_folder, in_process):
             assert [(one.replica, one.source, one.num_found + one.num_computed) for one in again] == [(1, 0, len(LONG) + 1)]
             ends = [one.reason for one in seen if isinstance(one, Finished) and one.request_id == "greedy"]
             assert ends == ["handed over", "length"]
+            assert (await answer(alone, "a", adapter=1))[0]["tokens"] != (await answer(alone, "b"))[0]["tokens"]
         finally:
             await alone.close()
+
+    run(test, tiny_folder, loras=(f"one={lora}",))
+
+
+def test_a_sample_that_reached_a_stop_string_does_not_go_on(tiny_folder, in_process):
+    """As the server does it: it says so when it has read the text, here after the first token of the first sample."""
+
+    async def test(client, seen):
+        params = {"n": 2, "temperature": 1.0, "seed": 4, "max_tokens": 6}
+        expected = await answer(client, "whole", params=params)
+        request = Submit("r", LONG, SamplingParams(ignore_eos=True, **params), salt="other")
+        tokens = [[], []]
+        async with aclosing(client.submit(request)) as deltas:
+            async for delta in deltas:
+                tokens[delta.index] += delta.token_ids
+                if delta.index == 0:
+                    client.finish("r", 0)
+                if delta.finish_reason:
+                    break
+        assert tokens == [expected[0]["tokens"][:1], expected[1]["tokens"]]
+        assert {one.request_id for one in seen if isinstance(one, TakenOver)} == {"whole:0", "whole:1", "r:1"}
 
     run(test, tiny_folder)
 

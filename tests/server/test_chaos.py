@@ -196,4 +196,5 @@ async def test_chaos(folder, server, num_clients, waves, seed):
                 assert "server_stopping" in str(outcome), outcome
     assert server.process.wait(LONG_S) == 0
     assert all(gone(pid) for pid in processes)
-    assert not list(folder.glob("tidemill-*"))
+    left = [path for path in folder.rglob("*") if not path.is_dir() or path.name.startswith("tidemill-")]
+    assert [path for path in left if not path.name.startswith("tidemill-kv-")] == []

@@ -112,8 +112,8 @@ def show(name: str, runs: list[Run]) -> dict[str, float]:
 
 
 def show_transfer(seen: list[Event]) -> None:
-    """What of the moves nobody waited for: pages that were there when their request came, and the time that bytes took against what
-    requests waited for pages, until the step after that."""
+    """What of the moves nobody waited for: pages that were there when their request came, and the time that bytes took against
+    what requests waited for pages, until the step after that."""
     taken = [one for one in seen if isinstance(one, events.TakenOver)]
     moved = [one for one in seen if isinstance(one, events.PagesMoved)]
     found, again = sum(one.num_found for one in taken), sum(one.num_computed for one in taken)
@@ -124,8 +124,8 @@ def show_transfer(seen: list[Event]) -> None:
     print(
         f"KV: {len(taken)} requests handed over, {100 * found / max(found + again, 1):.1f} % of their tokens found, {again} "
         f"computed again; {num_bytes / 2**20:.0f} MiB fetched, {100 * early:.0f} % of them before their request came; bytes took "
-        f"{moved_s:.2f} s to move, requests waited {waited_s:.2f} s for them ({100 * hidden:.0f} % hidden); from the first token to "
-        f"the start in the decode engine {1000 * statistics.median(one.waited_s for one in taken):.1f} ms (median)"
+        f"{moved_s:.2f} s to move, requests waited {waited_s:.2f} s for them ({100 * hidden:.0f} % hidden); from the first token "
+        f"to the start in the decode engine {1000 * statistics.median(one.waited_s for one in taken):.1f} ms (median)"
     )
 
 

@@ -123,9 +123,6 @@ def _on_ray(settings: Settings, served: list[Served]) -> tuple[Cluster | None, R
     from tidemill.ray.scale import ScalePolicy
     from tidemill.ray.serving import RayFleet, RayOptions
 
-    if served[0].engine.has_roles:
-        fix = "Leave out --ray, or --prefill and --decode."
-        raise ConfigError("Engines on a Ray cluster have no roles yet.", fix=fix, param="prefill_engines")
     if len(served) > 1 or served[0].engine.data_parallel > 1:
         fix = "Serve one model, with --replicas instead of --data-parallel."
         raise ConfigError("--ray is for a single model.", fix=fix, param="ray")

@@ -70,7 +70,8 @@ class Roles(Routing):
     def __init__(self, num_prefill: int, num_decode: int) -> None:
         self.names = [PREFILL] * num_prefill + [DECODE] * num_decode  # by number of the engine
         self._placements = {PREFILL: Placement(), DECODE: Placement()}
-        self._id = secrets.token_hex(8)
+        name = secrets.token_hex(8)
+        self.addresses = [f"shm:{name}-{at}" for at in range(num_prefill)]  # where prefill engines export pages
         self._clients: Sequence[EngineClient] = ()
         self._emit: Callable[[int, Event], None] = lambda number, event: None
         self._rooms: dict[str, Room] = {}  # of decode engines
@@ -88,12 +89,11 @@ class Roles(Routing):
             raise ConfigError("An encoder does not decode: it has no use for roles.", fix=fix, param="decode_engines")
 
     def options(self, options: EngineOptions, number: int) -> EngineOptions:
-        """Prefill engines have shared memory for pages, from which decode engines fetch them."""
-        addresses = [f"shm:{self._id}-{at}" for at, role in enumerate(self.names) if role == PREFILL]
+        """Prefill engines export pages, which decode engines fetch."""
         if self.names[number] == DECODE:
-            return dataclasses.replace(options, kv_import=",".join(addresses))
+            return dataclasses.replace(options, kv_import=",".join(self.addresses))
         size = "" if options.kv_transfer_bytes is None else f":{options.kv_transfer_bytes}"
-        return dataclasses.replace(options, kv_export=addresses[number] + size)
+        return dataclasses.replace(options, kv_export=self.addresses[number] + size)
 
     def new_route(self, request: Submit) -> Route:
         route = RoleRoute([[] for _ in range(request.params.n)], order=next(self._order), tenant=request.tenant)

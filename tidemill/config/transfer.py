@@ -77,9 +77,9 @@ def decide_export(
             param="kv_export",
         )
     left = machine.available_bytes - used
-    if num_slots * page_bytes > left:
+    if num_bytes > left:
         raise ConfigError(
-            f"{fmt_bytes(num_slots * page_bytes)} for exported pages are more than the {fmt_bytes(max(0, left))} that are left.",
+            f"{fmt_bytes(num_bytes)} for exported pages are more than the {fmt_bytes(max(0, left))} that are left.",
             fix="Give less with --kv-export, --kv-host-memory or --kv-memory.",
             param="kv_export",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from itertools import takewhile
@@ -31,6 +32,7 @@ from tidemill.transfer.base import (
 _MOST_READERS = 64  # connections, two of each engine
 _MOST_ERASED = 1024  # contents that are remembered as worthless
 _QUIET_S = 5.0  # then there is a message without news: who is gone is noticed
+_GATHER_S = 0.0005  # after a change, for others that come with it
 _LOOK_S = 0.2
 
 
@@ -54,14 +56,13 @@ class Journal:
                 self._erased.append((self._number, erased))
             self._changed.notify_all()
 
-    def key_in(self, slot: int) -> bytes:
-        with self._changed:
-            return self._slots[slot][1].key if slot in self._slots else b""
-
     def after(self, number: int, wait_s: float) -> News:
         """The earliest changes first, not too many at once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._number > number or self.is_closed, wait_s)
+            has_changed = self._changed.wait_for(lambda: self._number > number or self.is_closed, wait_s)
+        if has_changed and wait_s:
+            time.sleep(_GATHER_S)
+        with self._changed:
             news = list(takewhile(lambda one: one[0] > number, reversed(self._slots.values())))[::-1]
             until = self._number if len(news) <= MAX_NEWS else news[MAX_NEWS - 1][0]
             erased = [key for at, key in self._erased if number < at <= until]
@@ -88,9 +89,7 @@ class Exporter:
         return len(self._source.slots)
 
     def write(self, slot: int, key: bytes, page: np.ndarray) -> None:
-        """The page's content goes into the slot, and is announced."""
-        if self._journal.key_in(slot):
-            self._journal.put(slot, b"", b"")
+        """The page's content goes into the slot, and is announced. Until then, the sum of what was there before is wrong."""
         self._journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
 
     def erase(self, slot: int, key: bytes) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import numpy as np
 
-from tidemill.errors import WorkerLost
 from tidemill.parallel.channel import Channel
 from tidemill.transfer import checksum
 from tidemill.transfer.base import TransferError
 
 _ANSWER_S = 10.0  # for a page: an engine that does not answer is given up
+_ASK_BYTES = 4
 
 
 class TcpSource:
@@ -20,11 +23,12 @@ class TcpSource:
         return b""
 
     def serve(self, channel: Channel) -> None:
-        while True:
-            slot = int.from_bytes(channel.receive(4), "little")
-            if slot >= len(self.slots):
-                return
-            channel.send_now(self.slots[slot].data)  # waits until the reader takes it: nothing piles up
+        with _bare(channel) as own:
+            while len(asked := own.recv(_ASK_BYTES, socket.MSG_WAITALL)) == _ASK_BYTES:
+                slot = int.from_bytes(asked, "little")
+                if slot >= len(self.slots):
+                    return
+                own.sendall(self.slots[slot].data)  # waits until the reader takes it: nothing piles up
 
     def close(self) -> None:
         return
@@ -32,19 +36,27 @@ class TcpSource:
 
 class TcpReader:
     def __init__(self, channel: Channel, page_bytes: int) -> None:
-        self._channel, self._page_bytes = channel, page_bytes
+        self._channel, self._own = channel, _bare(channel)
         channel.limit(_ANSWER_S)
+        self._arrived = np.empty(page_bytes, np.uint8)
 
     def read(self, slot: int, key: bytes, page: np.ndarray) -> bytes:
+        """By one thread."""
         try:
-            self._channel.send_now(slot.to_bytes(4, "little"))
-            arrived = self._channel.receive(self._page_bytes)
-        except WorkerLost as error:
-            self._channel.abort()  # a late answer would be taken for the next one's
-            raise TransferError(f"{self._channel.peer} does not answer") from error
-        if len(arrived) != self._page_bytes:
-            raise TransferError(f"{self._channel.peer} has sent {len(arrived)} bytes for a page")
-        return checksum.copy(page, np.frombuffer(arrived, np.uint8), key)
+            self._own.sendall(slot.to_bytes(_ASK_BYTES, "little"))
+            num = self._own.recv_into(self._arrived.data, flags=socket.MSG_WAITALL)
+        except OSError:
+            num = 0
+        if num != self._arrived.nbytes:
+            self.close()  # a late answer would be taken for the next one's
+            raise TransferError(f"{self._channel.peer} does not answer")
+        return checksum.copy(page, self._arrived, key)
 
     def close(self) -> None:
         self._channel.abort()
+        self._own.close()
+
+
+def _bare(channel: Channel) -> socket.socket:
+    """From now on, only this is used: what is sent has a size that both ends know."""
+    return socket.socket(fileno=os.dup(channel.fileno()))

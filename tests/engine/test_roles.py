@@ -18,7 +18,7 @@ from tidemill.engine.client import EngineClient
 from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import Cancelled, ConfigError, InvalidRequest, QueueFull
-from tidemill.events import Admitted, Deferred, EngineRestarted, Finished, Placed, TakenOver
+from tidemill.events import Admitted, Deferred, EngineRestarted, Finished, FirstToken, Placed, TakenOver
 from tidemill.sampling import Beams, Grammar, SamplingParams
 from tidemill.wire import Hold, Submit
 
@@ -247,6 +247,18 @@ def test_kv_pages_are_moved_and_not_computed_again(tiny_folder, in_process):
         assert (taken.num_found, taken.num_computed) == (64, len(LONG) + 1 - 64)
 
     run(test, tiny_folder)
+
+
+def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, in_process):
+    """Its pages are exported, those of the next prompt are being exported all the time."""
+
+    async def test(client, seen):
+        going = [asyncio.create_task(answer(client, "a")), asyncio.create_task(answer(client, "b", prompt=LONG[::-1] * 3))]
+        await asyncio.gather(*going)
+        order = [(type(one), one.request_id, getattr(one, "part", "")) for one in seen if isinstance(one, Placed | FirstToken)]
+        assert order.index((Placed, "a", "decode")) < order.index((FirstToken, "b", ""))
+
+    run(test, tiny_folder, token_budget=16, max_requests=8)
 
 
 @pytest.mark.parametrize(

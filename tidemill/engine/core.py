@@ -39,6 +39,7 @@ from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutpu
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
+_EXPORT_S = 0.05  # waited for pages that another engine needs to go on
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
@@ -49,6 +50,14 @@ class InFlight(NamedTuple):
     launched: Any
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
+
+
+class Ending(NamedTuple):
+    """The end of a request, to be told when these contents are exported."""
+
+    delta: Delta
+    keys: frozenset[bytes]
+    until_s: float  # it is waited for
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class EngineCore:
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
         self._is_closed = False
-        self._last: list[Delta] = []  # of requests whose pages are being exported
+        self._last: list[Ending] = []  # of requests whose pages are being exported
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -306,6 +315,8 @@ class EngineCore:
             self.adapters.wait()
         try:
             self._take_moves()
+            if self._last and (told := self._exported()):
+                return StepOutput(told, self._events.take()), failed
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self._in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
@@ -391,15 +402,32 @@ class EngineCore:
         handed over has its token told before that."""
         if not self.config.export_slots:
             return deltas
-        for delta in [one for one in deltas if one.finish_reason]:
+        told = [delta for delta in deltas if not delta.finish_reason]
+        ended = [delta for delta in deltas if delta.finish_reason]
+        now, exporting = self._clock.now(), frozenset(self.scheduler.kv.exporting) if ended else frozenset()
+        for delta in ended:
             if delta.finish_reason == HANDED_OVER:
-                deltas.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
+                told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
                 delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
-            self._last.append(delta)
-        deltas = [delta for delta in deltas if not delta.finish_reason]
-        if self._last and not self.scheduler.kv.is_exporting:
-            deltas, self._last = deltas + self._last, []
-        return deltas
+            self._last.append(Ending(delta, exporting, now + _EXPORT_S))
+        return told
+
+    def _exported(self) -> list[Delta]:
+        """Ends of requests whose pages are exported by now. They are waited for, for a moment: the next step may take long."""
+        mover, clock = self.runner.mover, self._clock
+        while mover is not None:
+            moves = self.scheduler.plan_moves()
+            if moves is not None:
+                self.runner.change_pages(moves)
+            exporting = self.scheduler.kv.exporting
+            if all(exporting.isdisjoint(one.keys) for one in self._last) or clock.now() > max(one.until_s for one in self._last):
+                break
+            mover.wait(_MOVES_S)
+            self._take_moves()
+        exporting = self.scheduler.kv.exporting
+        over = [one for one in self._last if mover is None or exporting.isdisjoint(one.keys)]
+        self._last = [one for one in self._last if one not in over]
+        return [one.delta for one in over]
 
     def _count_experts(self, now: float) -> None:
         """Every so many steps, and when nothing is left to do."""

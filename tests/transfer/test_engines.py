@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 import time
 
 import pytest
@@ -133,15 +134,25 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     second.close()
 
 
-def test_the_end_of_a_request_is_told_when_its_pages_are_there(llama, expected):
+def test_the_end_of_a_request_is_told_when_other_engines_know_its_pages(llama, expected):
     core = make_core(llama, kv_export="shm:a:4M")
-    write, held = core.runner.mover._outside.exporter.write, []
-    exporter = core.runner.mover._outside.exporter
-    exporter.write = lambda *args: (held.append(len(exporter._journal._slots)), write(*args))[1]
-    answers, _ = watched(core, {"p0": PROMPTS["p0"]})
-    assert answers["p0"].tokens == expected["p0"].tokens
-    assert len(core.scheduler.kv.tiers.exports) == len(exporter._journal._slots) == len(held) == 157 // 16
+    other = make_core(llama, kv_import="shm:a")
+    exporter, may_write = core.runner.mover._outside.exporter, threading.Event()
+    write = exporter.write
+    exporter.write = lambda *args: (may_write.wait(60), write(*args))[1]
+    core.submit(Submit("p0", PROMPTS["p0"][0], greedy(1)))
+    deltas = []
+    while core.scheduler.has_work:
+        deltas += core.step()[0].deltas
+    assert core.has_work
+    assert not deltas
+    may_write.set()
+    while core.has_work:
+        deltas += core.step()[0].deltas
+    assert [delta.token_ids for delta in deltas] == [expected["p0"].tokens[:1]]
+    assert len(other.runner.mover._outside.importer._links[0].slots) == 150 // 16
     core.close()
+    other.close()
 
 
 def test_pages_are_exported_while_the_prompt_is_computed(llama):

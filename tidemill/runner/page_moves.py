@@ -145,6 +145,11 @@ class PageMover(ABC):
         """A file descriptor that is readable when other engines have announced something."""
         return None if self._outside.importer is None else self._outside.importer.alarm
 
+    @property
+    def has_told(self) -> bool:
+        """Other engines know what was exported."""
+        return self._outside.exporter is None or self._outside.exporter.has_told
+
     def learned(self) -> Learned | None:
         """What other engines have announced since this was called last."""
         return None if self._outside.importer is None else self._outside.importer.take()

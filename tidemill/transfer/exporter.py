@@ -33,6 +33,7 @@ _MOST_READERS = 64  # connections, two of each engine
 _MOST_ERASED = 1024  # contents that are remembered as worthless
 _QUIET_S = 5.0  # then there is a message without news: who is gone is noticed
 _GATHER_S = 0.0005  # after a change, for others that come with it
+_PATIENCE_S = 0.25  # with readers that are slow
 _LOOK_S = 0.2
 
 
@@ -45,16 +46,33 @@ class Journal:
         self._number = 0
         self._slots: OrderedDict[int, tuple[int, SlotNews]] = OrderedDict()  # the latest change last
         self._erased: deque[tuple[int, bytes]] = deque(maxlen=_MOST_ERASED)
+        self._changed_s = 0.0
+        self._known: dict[Channel, int] = {}  # by reader: the number up to which it has what changed
         self.is_closed = False
 
     def put(self, slot: int, key: bytes, sum_: bytes, erased: bytes = b"") -> None:
         with self._changed:
             self._number += 1
+            self._changed_s = time.monotonic()
             self._slots[slot] = self._number, SlotNews(slot, key, sum_)
             self._slots.move_to_end(slot)
             if erased:
                 self._erased.append((self._number, erased))
             self._changed.notify_all()
+
+    def has_told(self) -> bool:
+        """All readers know all, or had time to learn it."""
+        with self._changed:
+            behind = any(number < self._number for number in self._known.values())
+            return not behind or time.monotonic() > self._changed_s + _PATIENCE_S
+
+    def knows(self, reader: Channel, number: int | None) -> None:
+        """None: it is gone."""
+        with self._changed:
+            if number is None:
+                self._known.pop(reader, None)
+            else:
+                self._known[reader] = number
 
     def after(self, number: int, wait_s: float) -> News:
         """The earliest changes first, not too many at once."""
@@ -95,6 +113,11 @@ class Exporter:
     def erase(self, slot: int, key: bytes) -> None:
         """What is in it is worthless, also to those who have fetched it."""
         self._journal.put(slot, b"", b"", erased=key)
+
+    @property
+    def has_told(self) -> bool:
+        """Importers know what was written, unless they are slow."""
+        return self._journal.has_told()
 
     def close(self) -> None:
         self._journal.close()
@@ -142,10 +165,12 @@ class Exporter:
         finally:
             channel.abort()
             channel.close()
+            self._journal.knows(channel, None)
             with self._lock:
                 self._readers.discard(channel)
 
     def _tell(self, channel: Channel) -> None:
         while not self._journal.is_closed:
             ask = msgspec.msgpack.decode(channel.receive(64), type=Ask)
+            self._journal.knows(channel, ask.since)
             channel.send_now(msgspec.msgpack.encode(self._journal.after(ask.since, _QUIET_S)))

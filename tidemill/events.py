@@ -109,6 +109,33 @@ class Admitted(_Event, frozen=True):
     num_peer: int = 0  # that other engines have computed
 
 
+class Placed(_Event, frozen=True):
+    """Of engines with roles: this one gets a request, or what is left of it."""
+
+    request_id: str
+    part: str  # prefill: up to its first token; decode: from there on; whole
+    reason: str
+
+
+class TakenOver(_Event, frozen=True):
+    """A sample whose first token came from another engine has started here."""
+
+    request_id: str
+    source: int  # the number of that engine
+    num_found: int  # tokens whose KV was there: moved, or computed before
+    num_computed: int  # those that are computed again
+    waited_s: float  # since its first token
+
+
+class LayoutAdvised(_Event, frozen=True):
+    """Whether prefill and decode engines are expected to be better than engines for both, by the load that was measured."""
+
+    disaggregate: bool
+    gain: float  # of the p99 inter-token latency; 0: not known, or engines with roles could not keep up
+    reason: str
+    figures: str = ""  # the load, its step costs, and what is expected of either
+
+
 class Preempted(_Event, frozen=True):
     request_id: str
     num_computed: int  # tokens whose KV is dropped, to be computed again or found in the prefix cache
@@ -332,6 +359,9 @@ Event: TypeAlias = (
     | ModelUnloaded
     | Deferred
     | Admitted
+    | Placed
+    | TakenOver
+    | LayoutAdvised
     | Preempted
     | TokensEvicted
     | Forked

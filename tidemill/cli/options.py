@@ -264,6 +264,15 @@ OPTIONS = (
     Option("data-parallel", "integer", SERVING, field="data_parallel", low=1, high=64,
            help="Engines that serve the model side by side, each with its weights and its KV cache, and with its share of the "
            "cores, or a GPU of its own. A request goes to the one that has its prefix, unless that one is too busy."),
+    Option("prefill", "integer", SERVING, field="prefill_engines", low=0, high=64,
+           help="Engines that compute prompts up to the first token, beside --decode engines that go on from there: long prompts "
+           "do not hold up the tokens of others."),
+    Option("decode", "integer", SERVING, field="decode_engines", low=0, high=64,
+           help="Engines that go on with requests whose prompts --prefill engines have computed."),
+    Option("kv-transfer-memory", "size", SERVING, field="kv_transfer_bytes", automatic="256 MiB",
+           help="Shared memory of each --prefill engine, for KV pages on their way to decode engines: at least a prompt's."),
+    Option("disaggregate", "text", SERVING, "auto: say whether --prefill and --decode would serve the measured load better.",
+           "off", choices=("off", "auto")),
     Option("chat-template", "text", ENGINE, field="chat_template", automatic="the model's own",
            help="A file with a Jinja chat template, the template itself, or a name that llama.cpp knows (chatml, llama3 …)."),
     Option("fast-math", "switch", ENGINE, field="fast_math",

@@ -33,12 +33,13 @@ from tidemill.sched.plan import StepPlan
 from tidemill.sched.policies import make_policy
 from tidemill.sched.progress import Progress
 from tidemill.sched.queue import check_room
-from tidemill.sched.request import BACKGROUND, Request, Status
+from tidemill.sched.request import BACKGROUND, HANDED_OVER, Request, Status
 from tidemill.sched.scheduler import Scheduler
 from tidemill.wire import Abort, Delta, Finish, Pages, Refused, Renew, StepOutput, Submit, Timings
 
 _MAX_FAILED_STEPS = 3  # in a row: then the device is taken to be broken, and the engine process ends to be replaced
 _MOVES_S = 0.002  # waited for page moves, before messages are looked at again
+_EXPORT_S = 0.05  # waited for pages that another engine needs to go on
 _COUNT_EVERY = 64  # steps between two counts of the tokens that experts got
 
 
@@ -49,6 +50,14 @@ class InFlight(NamedTuple):
     launched: Any
     started_s: float
     is_ahead: bool  # it was launched before the one before it was collected
+
+
+class Ending(NamedTuple):
+    """The end of a request, to be told when these contents are exported."""
+
+    delta: Delta
+    keys: frozenset[bytes]
+    until_s: float  # it is waited for
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class EngineCore:
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
         self._is_closed = False
-        self._last: list[Delta] = []  # of requests whose pages are being exported
+        self._last: list[Ending] = []  # of requests whose pages are being exported
         self._collected_s = 0.0  # when the last step was
         self._live: dict[str, Live] = {}
         self._live_of: dict[int, Live] = {}  # by seq
@@ -229,6 +238,7 @@ class EngineCore:
             max_context=self.config.context_of(request.params),
             resumed=None if request.resumed is None else outputs,
             holds=request.holds,
+            hands_over=request.hands_over,
         )
         if adapter is not None:
             self.adapters.hold(adapter)
@@ -307,6 +317,8 @@ class EngineCore:
             self.adapters.wait()
         try:
             self._take_moves()
+            if self._last and (told := self._exported()):
+                return StepOutput(told, self._events.take()), failed
             if self._in_flight and self.drafting is not None and self.drafting.waits(self.scheduler):
                 plan = self._in_flight[0].plan  # whose requests fail if this does
                 ended, plan = self._collect(failed), None
@@ -388,14 +400,36 @@ class EngineCore:
         return deltas
 
     def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when its pages are where other engines find them: one of them may go on with it."""
-        if not self.config.export_slots:
+        """The end of a request is told when other engines know of its pages: one of them may go on with it. What is handed over
+        has its token told before that."""
+        if not self.config.export_slots or self.runner.mover is None:
             return deltas
-        self._last += [delta for delta in deltas if delta.finish_reason]
-        deltas = [delta for delta in deltas if not delta.finish_reason]
-        if self._last and not self.scheduler.kv.is_exporting:
-            deltas, self._last = deltas + self._last, []
-        return deltas
+        told = [delta for delta in deltas if not delta.finish_reason]
+        ended = [delta for delta in deltas if delta.finish_reason]
+        now, exporting = self._clock.now(), frozenset(self.scheduler.kv.exporting) if ended else frozenset()
+        for delta in ended:
+            if delta.finish_reason == HANDED_OVER:
+                told.append(msgspec.structs.replace(delta, finish_reason=None, timings=None))
+                delta = msgspec.structs.replace(delta, token_ids=[], logprobs=None, prompt_logprobs=None)
+            self._last.append(Ending(delta, exporting, now + _EXPORT_S))
+        return told
+
+    def _exported(self) -> list[Delta]:
+        """Ends of requests whose pages other engines know of by now. That is waited for, for a moment: the next step may take
+        long."""
+        while True:
+            moves = self.scheduler.plan_moves()
+            if moves is not None:
+                self.runner.change_pages(moves)
+            mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
+            has_told = mover is None or mover.has_told
+            over = [one for one in self._last if exporting.isdisjoint(one.keys) and (has_told or now > one.until_s)]
+            if mover is None or len(over) == len(self._last) or now > max(one.until_s for one in self._last):
+                break
+            mover.wait(_MOVES_S)
+            self._take_moves()
+        self._last = [one for one in self._last if one not in over]
+        return [one.delta for one in over]
 
     def _count_experts(self, now: float) -> None:
         """Every so many steps, and when nothing is left to do."""
@@ -424,11 +458,12 @@ class EngineCore:
         """Sampled tokens go to the grammars; an output whose grammar allows nothing more is complete."""
         for i, one in enumerate(progress):
             seq = one.request.seq
-            if seq not in self.structured or one.finish_reason:
+            if seq not in self.structured or one.finish_reason not in (None, HANDED_OVER):
                 continue
             try:
                 if self.structured.take(seq, one.token_ids):
-                    self.scheduler.finish(one.request, "stop")
+                    if not one.finish_reason:
+                        self.scheduler.finish(one.request, "stop")
                     progress[i] = msgspec.structs.replace(one, finish_reason="stop")
             except InvalidRequest as error:
                 failed.append(self._fail_request(seq, error, "grammar failed"))

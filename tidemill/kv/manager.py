@@ -530,9 +530,9 @@ class KVManager:
             self._behind.export_some()
 
     @property
-    def is_exporting(self) -> bool:
-        """What was computed is on its way to where other engines find it."""
-        return self._behind is not None and self._behind.is_exporting
+    def exporting(self) -> set[bytes]:
+        """Contents that are computed, and on their way to where other engines find them."""
+        return set() if self._behind is None else self._behind.exporting
 
     def learn(self, slots: Iterable[tuple[int, bytes]], erased: Iterable[bytes] = ()) -> None:
         """What places of other engines hold now, and contents that they found to be worthless."""

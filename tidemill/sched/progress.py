@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.sched.request import Request
+from tidemill.sched.request import HANDED_OVER, Request
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -38,5 +38,5 @@ def _finish_reason(request: Request, token: int) -> str | None:
         if token in request.params.stop_token_ids:
             return "stop"
     if request.num_output >= request.max_tokens:
-        return "length"
+        return HANDED_OVER if request.hands_over else "length"
     return None

@@ -15,6 +15,7 @@ from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
 from tidemill.events import Event, EventBuffer, StepPlanned
+from tidemill.kv.manager import KVManager
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
@@ -138,6 +139,15 @@ class SimEngine:
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
+
+    @property
+    def token_times_s(self) -> dict[str, list[float]]:
+        """So far. One that has ended may be taken out."""
+        return self._result.token_times_s
+
+    @property
+    def kv(self) -> KVManager:
+        return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:
         self._under_way.add(arrival.request_id)

@@ -29,6 +29,7 @@ class Hardware:
     device: layouts.Device
     memory_bytes: int
     on_host: int  # devices of a host
+    on_engine: int  # devices that can compute one model together
     network: float
     fixed_s: float  # of a step: launching, sampling, and waiting for the host
     has_pipelines: bool  # whether the engine has them there
@@ -37,9 +38,9 @@ class Hardware:
 HARDWARE = {
     one.name: one
     for one in (
-        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 50e9, 250e-6, has_pipelines=False),
-        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 25e9, 300e-6, has_pipelines=False),
-        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 1e9, 1e-3, has_pipelines=True),
+        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 50e9, 250e-6, has_pipelines=False),
+        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 25e9, 300e-6, has_pipelines=False),
+        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 1e9, 1e-3, has_pipelines=True),
     )
 }
 
@@ -158,11 +159,11 @@ def kv_bytes_per_token(model: ModelConfig, hardware: Hardware) -> float:
     return model.kv_bytes_per_token("float32") * hardware.device.activation_bytes / 4
 
 
-def kv_tokens(model: ModelConfig, hardware: Hardware, shape: Shape, part: float = 1.0) -> int:
-    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `part`: of the memory, the model's own."""
+def kv_tokens(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> int:
+    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `taken_bytes`: of each device, by others."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
     cut = min(shape.tensor, model.num_kv_heads or shape.tensor) * shape.stages
-    room = part * _USABLE * hardware.memory_bytes - weights
+    room = _USABLE * hardware.memory_bytes - taken_bytes - weights
     return int(room / (kv_bytes_per_token(model, hardware) / cut or 1))
 
 

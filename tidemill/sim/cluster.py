@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.sched.placement import Placement
@@ -78,6 +78,7 @@ class Served:
     first_s: float
     last_s: float
     gaps_s: list[float]  # between its tokens
+    engine: int  # that made its first token
     num_sent: int = 0  # tokens whose keys and values were sent
     hidden: float = 1.0  # the part of sending that prefill covered
 
@@ -91,10 +92,19 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Which engine made the first token of a request, and when."""
+
+    engine: int
+    first_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Sent:
     """A request on its way from a prefill engine to a decode engine."""
 
     job: Job
+    engine: int
     first_s: float
     num_tokens: int
     hidden: float
@@ -140,9 +150,16 @@ class _SharedCost:
 
 
 class Cluster:
-    """`run` takes jobs to their end. `spread`, `slack`: of the placement."""
+    """`run` takes jobs to their end."""
 
-    def __init__(self, specs: Sequence[EngineSpec], placement: Callable[[], Placement] = Placement) -> None:
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        placement: Callable[[], Placement] = Placement,
+        prefilled: Mapping[int, Prefilled] | None = None,
+    ) -> None:
+        """`prefilled`: what the prefill engines do, from an earlier run of the same jobs: it does not depend on the others."""
+        self._prefilled = prefilled
         self._nodes = [_Node(spec, str(number)) for number, spec in enumerate(specs)]
         names = [spec.devices for spec in specs if spec.devices]
         self._shared = {name for name in names if names.count(name) > 1}
@@ -182,6 +199,10 @@ class Cluster:
     # ---- placing
 
     def _arrive(self, job: Job) -> None:
+        if self._prefilled is not None:
+            done = self._prefilled[job.number]
+            self._push(done.first_s, _END, lambda at_s: self._send(self._nodes[done.engine], job, at_s))
+            return
         if (job.model, BOTH) in self._pools:
             node, num_output = self._choose(job, BOTH), job.num_output
         else:
@@ -269,11 +290,15 @@ class Cluster:
         job, sent = live.job, live.sent
         self._push(times[-1], _END, lambda at_s: self._leave(node, at_s))
         if sent is not None:
-            self._served.append(_served(job, [sent.first_s, *times], sent))
-        elif node.spec.role == BOTH or job.num_output == 1:
-            self._served.append(_served(job, times))
+            self._served.append(_served(job, [sent.first_s, *times], sent.engine, sent))
+        elif node.spec.role == BOTH or not self._has_decode(job):
+            self._served.append(_served(job, times, int(node.name)))
         else:
             self._push(times[-1], _END, lambda at_s: self._send(node, job, at_s))
+
+    def _has_decode(self, job: Job) -> bool:
+        """False: only the prefill engines are simulated."""
+        return (job.model, DECODE) in self._pools
 
     def _leave(self, node: _Node, at_s: float) -> None:
         node.load -= 1
@@ -284,6 +309,9 @@ class Cluster:
 
     def _send(self, source: _Node, job: Job, at_s: float) -> None:
         """Its first token is there. What was computed before the last chunk is under way already."""
+        if job.num_output == 1:
+            self._served.append(_served(job, [at_s], int(source.name)))
+            return
         target = self._choose(job, DECODE)
         target.load += 1
         num_tokens = self._num_to_send(target, job)
@@ -297,7 +325,7 @@ class Cluster:
         source.link_free_s = max(last_s, all_s)
         busy_s = token_s * num_tokens + spec.link_latency_s
         hidden = max(0.0, 1 - (done_s - at_s) / busy_s) if busy_s else 1.0
-        self._push(done_s, _END, lambda now: self._deliver(target, _Sent(job, at_s, num_tokens, hidden), now))
+        self._push(done_s, _END, lambda now: self._deliver(target, _Sent(job, int(source.name), at_s, num_tokens, hidden), now))
 
     def _num_to_send(self, target: _Node, job: Job) -> int:
         """Whole pages, without those that the decode engine has."""
@@ -336,9 +364,9 @@ def _alone(tokens: range) -> StepPlan:
     return plan
 
 
-def _served(job: Job, times: list[float], sent: _Sent | None = None) -> Served:
+def _served(job: Job, times: list[float], engine: int, sent: _Sent | None = None) -> Served:
     gaps = [later - before for before, later in itertools.pairwise(times)]
-    made = Served(job, times[0], times[-1], gaps)
+    made = Served(job, times[0], times[-1], gaps, engine)
     return made if sent is None else replace(made, num_sent=sent.num_tokens, hidden=sent.hidden)
 
 

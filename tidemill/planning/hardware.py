@@ -1,7 +1,7 @@
 """Devices, and what a step of a model costs on a group of them: estimated from the model's shape.
 
-A step takes the longer of computing its tokens and reading the weights, then the longer of the attention's computing and reading
-the KV cache, then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights, computing and sending.
+A step takes the longer of computing its tokens and reading the weights; then reading the KV cache of sequences that decode and
+computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights, computing and sending.
 A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the stages.
 """
 
@@ -23,14 +23,14 @@ _USABLE = 0.9  # of the memory: the rest is activations, graphs and the allocato
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device, and how it is linked to others. `network`: bytes a second between hosts, by which a KV cache travels."""
+    """A device, and how it is linked to others. `link`: bytes a second by which a KV cache travels, through host memory."""
 
     name: str
     device: layouts.Device
     memory_bytes: int
     on_host: int  # devices of a host
     on_engine: int  # devices that can compute one model together
-    network: float
+    link: float
     fixed_s: float  # of a step: launching, sampling, and waiting for the host
     has_pipelines: bool  # whether the engine has them there
 
@@ -38,9 +38,9 @@ class Hardware:
 HARDWARE = {
     one.name: one
     for one in (
-        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 50e9, 250e-6, has_pipelines=False),
-        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 25e9, 300e-6, has_pipelines=False),
-        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 1e9, 1e-3, has_pipelines=True),
+        Hardware("H200", layouts.DEVICES["h200"], 141_000_000_000, 8, 8, 40e9, 250e-6, has_pipelines=False),
+        Hardware("A100", layouts.DEVICES["a100"], 80_000_000_000, 8, 8, 20e9, 300e-6, has_pipelines=False),
+        Hardware("CPU", layouts.DEVICES["cpu"], 16_000_000_000, 1, 16, 4e9, 1e-3, has_pipelines=True),
     )
 }
 
@@ -66,8 +66,7 @@ class Shape:
         return self.tensor * self.stages
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tensor}"] if self.tensor > 1 else []
-        return "×".join(parts + ([f"PP{self.stages}"] if self.stages > 1 else [])) or "one device"
+        return f"TP{self.tensor}" + (f"×PP{self.stages}" if self.stages > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Estimate:
     weights_s: float
     num_few: int  # tokens from which on all weights are read
     token_s: float  # computing
-    sample_s: float  # computing the logits of a token
+    draw_s: float  # computing the logits of a token
     kv_token_s: float  # reading the keys and values of a token
     pair_s: float  # computing one query with one key
     sent_s: float  # collectives that begin
@@ -89,28 +88,29 @@ class Estimate:
     hop_token_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        context = pairs = num_samples = 0
+        context = pairs = num_draws = 0
         for item in plan.items:
             end = item.start + item.count
-            context += end
-            pairs += item.count * (item.start + end + 1)
-            num_samples += item.samples
-        return self.seconds(plan.num_tokens, num_samples, context, pairs // 2)
+            if item.count == 1:
+                    context += end
+            else:
+                pairs += item.count * (item.start + end + 1) // 2
+            num_draws += item.samples
+        return self.seconds(plan.num_tokens, num_draws, context, pairs)
 
-    def seconds(self, num_tokens: int, num_samples: int, context: int, pairs: int) -> float:
-        """`context`: tokens whose keys and values are read. `pairs`: of a query and a key."""
+    def seconds(self, num_tokens: int, num_draws: int, context: int, pairs: int) -> float:
+        """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one that it sees."""
         if self.stages == 1:
-            return self.fixed_s + self._stage_s(num_tokens, num_samples, context, pairs)
+            return self.fixed_s + self._stage_s(num_tokens, num_draws, context, pairs)
         num = max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
-        one = self._stage_s(num_tokens / num, num_samples / num, context / num, pairs / num)
+        one = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
         hop = self.hop_s + self.hop_token_s * num_tokens / num
         return self.fixed_s + (self.stages + num - 1) * (one + hop)
 
-    def _stage_s(self, num_tokens: float, num_samples: float, context: float, pairs: float) -> float:
+    def _stage_s(self, num_tokens: float, num_draws: float, context: float, pairs: float) -> float:
         weights = self.weights_s if num_tokens >= self.num_few else self.few_weights_s
-        linear = max(self.token_s * num_tokens + self.sample_s * num_samples, weights)
-        attention = max(self.kv_token_s * context, self.pair_s * pairs)
-        return linear + attention + self.sent_s + self.sent_token_s * num_tokens
+        linear = max(self.token_s * num_tokens + self.draw_s * num_draws, weights)
+        return linear + self.kv_token_s * context + self.pair_s * pairs + self.sent_s + self.sent_token_s * num_tokens
 
     def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
         """No way of computing tokens start..end-1 in steps of at most `budget` takes less time, whoever else is in the steps."""
@@ -144,7 +144,7 @@ def estimate(model: ModelConfig, hardware: Hardware, shape: Shape) -> Estimate:
         weights_s=many.memory_s / stages,
         num_few=num_few,
         token_s=one.compute_s * (1 - tables) / stages,
-        sample_s=one.compute_s * head / stages,
+        draw_s=one.compute_s * head / stages,
         kv_token_s=(cost(1, 1).memory_s - one.memory_s) / stages,
         pair_s=4 * width / (shape.tensor * device.flops) / stages,
         sent_s=(one.sent_s - sent_token_s) / stages,
@@ -173,4 +173,4 @@ def can_cut(model: ModelConfig, shape: Shape) -> bool:
 
 
 def with_link(hardware: Hardware, link: float | None) -> Hardware:
-    return hardware if link is None else replace(hardware, network=link)
+    return hardware if link is None else replace(hardware, link=link)

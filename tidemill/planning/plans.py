@@ -10,7 +10,7 @@ from functools import cached_property
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.planning.hardware import Hardware, Shape, can_cut, estimate, kv_bytes_per_token, kv_tokens
-from tidemill.sim.cluster import BOTH, DECODE, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served
+from tidemill.sim.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
 from tidemill.sim.cost import CostModel
 from tidemill.sim.simulator import SimConfig
 
@@ -73,6 +73,7 @@ class Pool:
     role: str = BOTH
     limits: Limits = Limits()
     models: tuple[str, ...] = ("",)
+    cells: int = 1  # of a disaggregated plan: hosts, each with its part of both pools
 
     @property
     def num_devices(self) -> int:
@@ -152,23 +153,23 @@ class Case:
         for number, pool in enumerate(plan.pools):
             for i in range(pool.num):
                 devices = f"{number}.{i}" if len(pool.models) > 1 else ""
-                made += [self._spec(name, pool, devices) for name in pool.models]
+                made += [self._spec(name, pool, devices, i * pool.cells // pool.num) for name in pool.models]
         return made
 
-    def _spec(self, name: str, pool: Pool, devices: str) -> EngineSpec:
+    def _spec(self, name: str, pool: Pool, devices: str, cell: int) -> EngineSpec:
         limits = pool.limits
         config = SimConfig(
             policy=limits.policy,
             num_rows=limits.max_requests,
-            token_budget=max(limits.token_budget, limits.max_requests),
+            token_budget=limits.token_budget,
             num_pages=self.room(name, pool.shape, pool.models) // _PAGE,
             page_size=_PAGE,
             max_context=self.longest[name] + _PAGE,
             steps_ahead=1,
         )
         sent = kv_bytes_per_token(self.models[name], self.hardware)
-        link = self.hardware.network * pool.shape.num_devices
-        return EngineSpec(config, self.cost(name, pool.shape), pool.role, name, devices, sent, link, _LINK_LATENCY_S)
+        link = self.hardware.link * pool.shape.num_devices
+        return EngineSpec(config, self.cost(name, pool.shape), pool.role, name, devices, cell, sent, link, _LINK_LATENCY_S)
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class Result:
     plan: Plan
     strain: float
     scale: float  # of the limits alone
+    parts: tuple[float, float]  # of the limit of the first token alone, and of that of the others
     attainment: float
     ttft_s: tuple[float, float]  # median, 99th percentile
     tpot_s: tuple[float, float]
@@ -245,7 +247,8 @@ class Evaluator:
             return None
         self.num_simulated += 1
         race = None if limit == math.inf else Race(self.case.slo, len(self.case.jobs), limit, ttft_only=True)
-        served = Cluster(self.case.specs(Plan((pool,)))).run(self.case.jobs, race)
+        jobs = [job for job in self.case.jobs if job.num_prompt > num_short(pool.limits.token_budget)]
+        served = Cluster(self.case.specs(Plan((pool,)))).run(jobs, race)
         if served is None:
             self._late[pool] = limit
             return None
@@ -257,7 +260,8 @@ def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
     """Requests of models that are nowhere never come."""
     num = len(case.jobs)
     scales = sorted([case.slo.scale(one) for one in served] + [math.inf] * (num - len(served)))
-    scale = scales[case.slo.num_needed(num) - 1]
+    needed = case.slo.num_needed(num) - 1
+    scale = scales[needed]
     num_good = sum(one <= 1 for one in scales)
     begin, end = case.jobs[0].at_s, max((one.last_s for one in served), default=math.inf)
     num_tokens = sum(one.job.num_output for one in served)
@@ -268,6 +272,7 @@ def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
         plan,
         max(scale, gpu_hours / case.budget),
         scale,
+        (_at([one.ttft_s / case.slo.ttft_s for one in served], needed), _at([one.tpot_s / case.slo.tpot_s for one in served], needed)),
         num_good / num,
         quantiles([one.ttft_s for one in served]),
         quantiles([one.tpot_s for one in served if one.job.num_output > 1]),
@@ -278,6 +283,11 @@ def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
         gpu_hours,
         sum(one.hidden * one.num_sent for one in served) / sent if sent else 1.0,
     )
+
+
+def _at(values: list[float], place: int) -> float:
+    values.sort()
+    return values[place] if place < len(values) else math.inf
 
 
 def quantiles(values: list[float]) -> tuple[float, float]:

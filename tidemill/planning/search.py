@@ -18,7 +18,7 @@ from tidemill.errors import ConfigError
 from tidemill.planning.hardware import Shape
 from tidemill.planning.plans import Case, Evaluator, Plan, Result
 from tidemill.planning.space import Space
-from tidemill.sim.cluster import BLOCK, BOTH, DECODE, PREFILL, Job
+from tidemill.sim.cluster import BLOCK, BOTH, DECODE, PREFILL, Job, num_short
 
 EXACT = 8  # devices
 SEVERAL = 4  # the same, if there are several models
@@ -188,7 +188,8 @@ class Floors:
         cost, slo = self._case.cost(job.model, shape), self._case.slo
         scale = 0.0
         prefill, decode = getattr(cost, "prefill_floor_s", None), getattr(cost, "decode_floor_s", None)
-        if role in (BOTH, PREFILL) and prefill is not None:
+        may_be_elsewhere = role == PREFILL and job.num_prompt <= num_short(budget)
+        if role in (BOTH, PREFILL) and prefill is not None and not may_be_elsewhere:
             start = min(self._num_known[job.number], job.num_prompt - 1)
             scale = prefill(start, job.num_prompt, budget) / slo.ttft_s
         if role in (BOTH, DECODE) and decode is not None and job.num_output > 1:

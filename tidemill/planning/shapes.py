@@ -43,3 +43,13 @@ SHAPES: dict[str, ModelConfig] = {
     "llama70b": _dense(80, 8192, 28_672, 64, 8, 128_256),
     "qwen30b": _experts(48, 2048, 32, 4, 151_936, 128, 8, 768),  # 3B of 30B active
 }
+
+NAMES = {  # by which `tidemill serve` finds one of that shape
+    "smollm2": "smollm2",
+    "qwen06b": "Qwen/Qwen3-0.6B",
+    "llama8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "qwen14b": "Qwen/Qwen3-14B",
+    "qwen32b": "Qwen/Qwen3-32B",
+    "llama70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "qwen30b": "Qwen/Qwen3-30B-A3B",
+}

@@ -15,30 +15,28 @@ _SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. Decode engines compute no prompts, so that their budget does not matter; prefill engines hold few requests."""
+    """What is tried. Prefill and decode engines have the same limits, as those of one server have."""
 
     policies: Sequence[str] = ("continuous", "prefill-first")
     token_budgets: Sequence[int] = (512, 2048, 8192)
     max_requests: Sequence[int] = (64, 256)
     disaggregated: bool = True
     colocated: bool = True
-    pipelines: bool = False
+    unbuilt: bool = False  # also what the engine does not have on this hardware
 
     def shapes(self, case: Case, models: Sequence[str], most: int) -> list[Shape]:
         """Those that these models can share, the smallest first."""
-        stages = _SIZES if self.pipelines else (1,)
+        stages = _SIZES if self.unbuilt or case.hardware.has_pipelines else (1,)
         found = [Shape(tensor, num) for tensor in _SIZES for num in stages if tensor * num <= min(most, case.hardware.on_engine)]
         fitting = [shape for shape in found if case.fits(Pool(1, shape, models=tuple(models)))]
         return sorted(fitting, key=lambda shape: (shape.num_devices, shape.stages))
 
     def all_limits(self) -> list[Limits]:
-        return [Limits(*one) for one in itertools.product(self.policies, self.token_budgets, self.max_requests)]
+        found = [Limits(*one) for one in itertools.product(self.policies, self.token_budgets, self.max_requests)]
+        return [limits for limits in found if limits.max_requests <= limits.token_budget]
 
-    def prefill_limits(self) -> list[Limits]:
-        return [Limits(self.policies[0], budget, self.max_requests[-1]) for budget in self.token_budgets]
-
-    def decode_limits(self) -> list[Limits]:
-        return [Limits(self.policies[0], min(self.token_budgets), num) for num in self.max_requests]
+    def role_limits(self) -> list[Limits]:
+        return [limits for limits in self.all_limits() if limits.policy == self.policies[0]]
 
     def plans(self, case: Case, num: int) -> list[Plan]:
         """Of exactly so many devices."""
@@ -47,7 +45,9 @@ class Space:
         names = tuple(case.models)
         shapes = self.shapes(case, names, num)
         made = list(self._colocated(shapes, names, num)) if self.colocated else []
-        return made + (list(self._disaggregated(shapes, names, num)) if self.disaggregated else [])
+        if self.disaggregated and num <= case.hardware.on_host:
+            made += self._disaggregated(shapes if self.unbuilt else shapes[: shapes[:1] == [Shape()]], names, num)
+        return made
 
     def _colocated(self, shapes: Sequence[Shape], names: tuple[str, ...], num: int) -> Iterator[Plan]:
         for shape in shapes:
@@ -59,9 +59,9 @@ class Space:
         for first, second in itertools.product(shapes, shapes):
             for num_first in range(first.num_devices, num, first.num_devices):
                 if (num - num_first) % second.num_devices == 0:
-                    for limits, others in itertools.product(self.prefill_limits(), self.decode_limits()):
-                        prefill = Pool(num_first // first.num_devices, first, PREFILL, limits, names)
-                        yield Plan((prefill, Pool((num - num_first) // second.num_devices, second, DECODE, others, names)))
+                    for limits in self.role_limits():
+                        prefill = Pool(num_first // first.num_devices, first, PREFILL, _for_prompts(limits), names)
+                        yield Plan((prefill, Pool((num - num_first) // second.num_devices, second, DECODE, limits, names)))
 
     def _multiplexed(self, case: Case, num: int) -> Iterator[Plan]:
         """Groups of devices, each with some of the models, so that each model is somewhere."""
@@ -72,6 +72,11 @@ class Space:
             if {name for (_, subset), _ in chosen for name in subset} == set(names):
                 for limits in self.all_limits():
                     yield Plan(tuple(Pool(count, shape, BOTH, limits, subset) for (shape, subset), count in chosen))
+
+
+def _for_prompts(limits: Limits) -> Limits:
+    """A prefill engine has few requests at a time: pools that differ in that alone are one."""
+    return Limits(limits.policy, limits.token_budget, min(limits.token_budget, 256))
 
 
 _Group = tuple[Shape, tuple[str, ...]]

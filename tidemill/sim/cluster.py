@@ -65,6 +65,7 @@ class EngineSpec:
     role: str = BOTH
     model: str = ""
     devices: str = ""
+    cell: int = 0  # requests stay within one: prefill and decode engines of a host
     kv_token_bytes: float = 0.0  # sent of each token
     link: float = math.inf  # bytes a second
     link_latency_s: float = 0.0
@@ -159,21 +160,21 @@ class Cluster:
         prefilled: Mapping[int, Prefilled] | None = None,
     ) -> None:
         """`prefilled`: what the prefill engines do, from an earlier run of the same jobs: it does not depend on the others."""
-        self._prefilled = prefilled
+        self._prefilled = prefilled or {}
         self._nodes = [_Node(spec, str(number)) for number, spec in enumerate(specs)]
         names = [spec.devices for spec in specs if spec.devices]
         self._shared = {name for name in names if names.count(name) > 1}
         self._turns: dict[str, float] = {}
-        self._placements: dict[tuple[str, str], Placement] = {}
+        self._placements: dict[tuple[str, str, int], Placement] = {}
         self._make_placement = placement
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._served: list[Served] = []
         self.num_checks = 0
-        pools: dict[tuple[str, str], list[_Node]] = {}
+        self._pools: dict[tuple[str, str, int], list[_Node]] = {}
         for node in self._nodes:
-            pools.setdefault((node.spec.model, node.spec.role), []).append(node)
-        self._pools = pools
+            cell = node.spec.cell if node.spec.role == DECODE else 0
+            self._pools.setdefault((node.spec.model, node.spec.role, cell), []).append(node)
 
     @property
     def num_used(self) -> int:
@@ -199,27 +200,34 @@ class Cluster:
     # ---- placing
 
     def _arrive(self, job: Job) -> None:
-        if self._prefilled is not None:
-            done = self._prefilled[job.number]
+        done = self._prefilled.get(job.number)
+        if done is not None:
             self._push(done.first_s, _END, lambda at_s: self._send(self._nodes[done.engine], job, at_s))
             return
-        if (job.model, BOTH) in self._pools:
+        if (job.model, BOTH, 0) in self._pools:
             node, num_output = self._choose(job, BOTH), job.num_output
         else:
             node, num_output = self._choose(job, PREFILL), 1
+            if self._is_short(job):
+                node, num_output = self._choose(job, DECODE, node.spec.cell), job.num_output
         node.load += 1
         self._submit(node, _Live(job, job.num_prompt, num_output), job.prompt_ids(), job.at_s)
 
-    def _choose(self, job: Job, role: str) -> _Node:
-        pool = self._pools[job.model, role]
+    def _choose(self, job: Job, role: str, cell: int = 0) -> _Node:
+        pool = self._pools[job.model, role, cell]
         if len(pool) == 1:
             return pool[0]
-        placement = self._placements.get((job.model, role))
+        placement = self._placements.get((job.model, role, cell))
         if placement is None:
-            placement = self._placements[job.model, role] = self._make_placement()
+            placement = self._placements[job.model, role, cell] = self._make_placement()
         chosen = placement.choose(job.keys, {node.name: self._load(node) for node in pool})
         placement.note(chosen.name, job.keys)
         return self._nodes[int(chosen.name)]
+
+    def _is_short(self, job: Job) -> bool:
+        """A prompt that delays others so little that a decode engine computes it."""
+        pool = self._pools.get((job.model, DECODE, 0), ())
+        return bool(pool) and job.num_prompt <= num_short(pool[0].spec.config.token_budget)
 
     def _load(self, node: _Node) -> int:
         if node.spec.devices not in self._shared:
@@ -291,14 +299,14 @@ class Cluster:
         self._push(times[-1], _END, lambda at_s: self._leave(node, at_s))
         if sent is not None:
             self._served.append(_served(job, [sent.first_s, *times], sent.engine, sent))
-        elif node.spec.role == BOTH or not self._has_decode(job):
+        elif node.spec.role != PREFILL or not self._has_decode(node):
             self._served.append(_served(job, times, int(node.name)))
         else:
             self._push(times[-1], _END, lambda at_s: self._send(node, job, at_s))
 
-    def _has_decode(self, job: Job) -> bool:
+    def _has_decode(self, node: _Node) -> bool:
         """False: only the prefill engines are simulated."""
-        return (job.model, DECODE) in self._pools
+        return (node.spec.model, DECODE, node.spec.cell) in self._pools
 
     def _leave(self, node: _Node, at_s: float) -> None:
         node.load -= 1
@@ -312,7 +320,7 @@ class Cluster:
         if job.num_output == 1:
             self._served.append(_served(job, [at_s], int(source.name)))
             return
-        target = self._choose(job, DECODE)
+        target = self._choose(job, DECODE, source.spec.cell)
         target.load += 1
         num_tokens = self._num_to_send(target, job)
         spec, budget = source.spec, source.spec.config.token_budget
@@ -356,6 +364,11 @@ class Cluster:
                 kv.release(_IMPORT)
         self._submit(node, _Live(job, len(prompt_ids), job.num_output - 1, sent), prompt_ids, at_s)
         return True
+
+
+def num_short(token_budget: int) -> int:
+    """Tokens of a prompt that a decode engine computes, as `engine/roles.py` has it."""
+    return token_budget // 16
 
 
 def _alone(tokens: range) -> StepPlan:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tidemill.runner.page_moves import PageMover
 
 
+FIRST_TOKEN = 2**30  # of outputs; prompts have smaller ones
+
+
 class SimRunner:
     """Steps run one after the other. Where several may be in flight, the next begins when the one before it ends."""
 
@@ -25,6 +28,7 @@ class SimRunner:
 
     def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0) -> None:
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
+        self._host_s: float = getattr(cost, "host_s", 0.0)
         self._free_s = 0.0  # when all that was launched is done
         self.times: list[tuple[float, float]] = []  # of each step: its begin and end
 
@@ -33,6 +37,7 @@ class SimRunner:
         raise NotImplementedError("nothing is stored")
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
+        self._clock.advance(self._host_s)
         begin = max(self._clock.now(), self._free_s)
         self._free_s = begin + self._cost.step_s(plan)
         self.times.append((begin, self._free_s))
@@ -42,7 +47,7 @@ class SimRunner:
         """That costs nothing here."""
 
     def collect(self, launched: tuple[StepPlan, float]) -> StepResult:
-        """Tokens are all 0: no drafts are made, so only their number matters."""
+        """A sequence has one token of its own, again and again: no two outputs are found as one in the prefix cache."""
         plan, done_s = launched
         self._clock.advance_to(done_s)
-        return StepResult({item.row: [0] for item in plan.items if item.samples})
+        return StepResult({item.row: [FIRST_TOKEN + item.seq] for item in plan.items if item.samples})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tidemill.cache_layout import one_group
+from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
 from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.structured import StructuredOutput
@@ -90,6 +90,31 @@ class SimConfig:
     evict: bool = True
     max_pinned: float = 0.5
     steps_ahead: int = 0
+    groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
+    background_tokens: float = 1.0
+    background_budget: int | None = None
+
+    @staticmethod
+    def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
+        """As a real engine."""
+        return SimConfig(
+            policy=config.policy,
+            num_rows=config.max_requests,
+            token_budget=config.token_budget,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_context=config.max_context,
+            prefix_caching=config.prefix_caching,
+            prefix_index=config.prefix_index,
+            queue_order=config.queue_order,
+            batch_window_s=config.batch_window_s,
+            evict=config.evict,
+            max_pinned=config.max_pinned,
+            steps_ahead=steps_ahead,
+            groups=config.layout.groups,
+            background_tokens=config.background_tokens,
+            background_budget=config.background_budget,
+        )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
@@ -98,14 +123,14 @@ class SimConfig:
             scheme="dense",
             kv_dtype="float32",
             page_size=self.page_size,
-            layout=one_group(1, self.page_size),
+            layout=replace(one_group(1, self.page_size), groups=self.groups or (Group(self.page_size),)),
             num_pages=self.num_pages,
             max_context=self.max_context,
             max_requests=self.num_rows,
             max_waiting=_ANY_NUMBER,
             token_budget=self.token_budget,
-            background_tokens=1.0,
-            background_budget=self.token_budget,
+            background_tokens=self.background_tokens,
+            background_budget=self.background_budget or self.token_budget,
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,

@@ -13,7 +13,9 @@ from tidemill.sched.plan import StepPlan
 
 
 class CostModel(Protocol):
-    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides."""
+    """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides; and
+    `decode_line`: of a step in which so many sequences decode, the fixed part, and what is added per token of all contexts and
+    per token of the longest. With it, steps that only repeat each other need not be simulated one by one."""
 
     def step_s(self, plan: StepPlan) -> float: ...
 
@@ -28,12 +30,6 @@ class StepShape(NamedTuple):
     pairs: int  # of a prompt's token and one that it sees
     num_draws: int  # tokens that are drawn
     num_new: int  # tokens of requests that start in this step
-
-    def later(self, num_steps: int) -> StepShape:
-        """Of the same sequences, so many steps later. None has a prompt."""
-        return self._replace(
-            decode_context=self.decode_context + num_steps * self.num_decoding, longest=self.longest + num_steps, num_new=0
-        )
 
 
 def shape_of(plan: StepPlan) -> StepShape:
@@ -65,6 +61,9 @@ class LinearCost:
     def step_s(self, plan: StepPlan) -> float:
         context = sum(item.start + item.count for item in plan.items)
         return self.fixed_s + self.per_token_s * plan.num_tokens + self.per_context_token_s * context
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.fixed_s + self.per_token_s * num_decoding, self.per_context_token_s, 0.0
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -103,11 +102,14 @@ class FittedCost(msgspec.Struct, frozen=True):
     def shape_s(self, shape: StepShape) -> float:
         started = self.new_token_s * shape.num_new
         if not shape.num_prompt:
-            fixed = self.decode.value(_padded(shape.num_decoding, self.decode_sizes))
-            return fixed + self.decode_context_s * shape.decode_context + self.longest_s * shape.longest + started
+            fixed, context_s, longest_s = self.decode_line(shape.num_decoding)
+            return fixed + context_s * shape.decode_context + longest_s * shape.longest + started
         fixed = self.mixed.value(_padded(shape.num_decoding + shape.num_prompt, self.mixed_sizes))
         attention = self.mixed_context_s * shape.decode_context + self.pair_s * shape.pairs
         return fixed + attention + self.draw_s * shape.num_draws + started
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.decode.value(_padded(num_decoding, self.decode_sizes)), self.decode_context_s, self.longest_s
 
 
 def _padded(num: int, sizes: Sequence[int]) -> int:

@@ -92,6 +92,9 @@ class Profile(msgspec.Struct, frozen=True):
     def step_s(self, plan: object) -> float:
         return self.cost.step_s(plan)  # type: ignore[arg-type]
 
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        return self.cost.decode_line(num_decoding)
+
     def shape_s(self, shape: StepShape) -> float:
         return self.cost.shape_s(shape)
 

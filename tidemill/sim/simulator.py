@@ -18,6 +18,7 @@ from tidemill.events import Event, EventBuffer, StepPlanned
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
+from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
 from tidemill.sim.runner import SimRunner
 from tidemill.wire import Hold, Submit
@@ -37,10 +38,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    step: int
+    step: int  # the number of the first
     start_s: float
     end_s: float
-    tokens_of: dict[str, int]  # request to tokens computed
+    tokens_of: dict[str, int]  # request to tokens computed, in each of them
+    num_steps: int = 1  # that were alike, one after the other
 
     @property
     def num_tokens(self) -> int:
@@ -56,14 +58,18 @@ class SimResult:
     def chart(self, request_ids: Sequence[str]) -> list[str]:
         """One line per request, one column per step: how many tokens it computed, '.' for none."""
         return [
-            "".join(str(min(step.tokens_of.get(rid, 0), 9)) if rid in step.tokens_of else "." for step in self.steps)
+            "".join(step.num_steps * (str(min(step.tokens_of[rid], 9)) if rid in step.tokens_of else ".") for step in self.steps)
             for rid in request_ids
         ]
 
     def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
         """As `chart`, but a column for each so many seconds: also those in which no step was made."""
         num = math.ceil(self.steps[-1].end_s / column_s)
-        steps = {math.floor(step.start_s / column_s): step.tokens_of for step in self.steps}
+        steps = {
+            math.floor((step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s): step.tokens_of
+            for step in self.steps
+            for i in range(step.num_steps)
+        }
         columns = [steps.get(i, {}) for i in range(num)]
         return ["".join(str(min(column[rid], 9)) if rid in column else "." for column in columns) for rid in request_ids]
 
@@ -151,11 +157,13 @@ class SimConfig:
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None) -> None:
+    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True) -> None:
+        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
-        self._core = EngineCore(parts, config.engine(), self.clock, buffer)
+        self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
+        self._jumps = jumps
         self._next_token = 0
         self._under_way: set[str] = set()
         self._result = SimResult()
@@ -177,19 +185,27 @@ class SimEngine:
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
             self._result.events += output.events
+            now, token_times = self.clock.now(), self._result.token_times_s
             for delta in output.deltas:
-                self._result.token_times_s[delta.request_id] += [self.clock.now()] * len(delta.token_ids)
+                token_times[delta.request_id] += [now] * len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._under_way.discard(delta.request_id)
-            if len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
-                self.clock.advance_to(min(self.clock.now() + (self._core.idle_s or math.inf), end_s))
+            if self._jumps and (jump := self._core.jump(end_s)):
+                for request_id in jump.request_ids:
+                    token_times[request_id] += jump.times_s
+            elif len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
+                self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), end_s))
 
     def result(self) -> SimResult:
         """When all has ended."""
         self._core.scheduler.check_integrity()
-        planned = [event for event in self._result.events if isinstance(event, StepPlanned)]
-        for event, (begin_s, end_s) in zip(planned, self._runner.times, strict=True):
-            self._result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
+        planned = (event for event in self._result.events if isinstance(event, StepPlanned))
+        number, tokens_of = 0, dict[str, int]()
+        for begin_s, end_s, num_repeats in self._runner.times:
+            if not num_repeats:
+                tokens_of = dict(next(planned).tokens_of)
+            self._result.steps.append(SimStep(number, begin_s, end_s, tokens_of, num_repeats or 1))
+            number += num_repeats or 1
         return self._result
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tidemill.cache_layout import one_group
+from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
 from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.structured import StructuredOutput
@@ -19,6 +19,7 @@ from tidemill.kv.manager import KVManager
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
+from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
 from tidemill.sim.runner import SimRunner
 from tidemill.wire import Hold, Submit
@@ -38,10 +39,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    step: int
+    step: int  # the number of the first
     start_s: float
     end_s: float
-    tokens_of: dict[str, int]  # request to tokens computed
+    tokens_of: dict[str, int]  # request to tokens computed, in each of them
+    num_steps: int = 1  # that were alike, one after the other
 
     @property
     def num_tokens(self) -> int:
@@ -57,14 +59,18 @@ class SimResult:
     def chart(self, request_ids: Sequence[str]) -> list[str]:
         """One line per request, one column per step: how many tokens it computed, '.' for none."""
         return [
-            "".join(str(min(step.tokens_of.get(rid, 0), 9)) if rid in step.tokens_of else "." for step in self.steps)
+            "".join(step.num_steps * (str(min(step.tokens_of[rid], 9)) if rid in step.tokens_of else ".") for step in self.steps)
             for rid in request_ids
         ]
 
     def timeline(self, request_ids: Sequence[str], column_s: float = 1.0) -> list[str]:
         """As `chart`, but a column for each so many seconds: also those in which no step was made."""
         num = math.ceil(self.steps[-1].end_s / column_s)
-        steps = {math.floor(step.start_s / column_s): step.tokens_of for step in self.steps}
+        steps = {
+            math.floor((step.start_s + i * (step.end_s - step.start_s) / step.num_steps) / column_s): step.tokens_of
+            for step in self.steps
+            for i in range(step.num_steps)
+        }
         columns = [steps.get(i, {}) for i in range(num)]
         return ["".join(str(min(column[rid], 9)) if rid in column else "." for column in columns) for rid in request_ids]
 
@@ -91,6 +97,31 @@ class SimConfig:
     evict: bool = True
     max_pinned: float = 0.5
     steps_ahead: int = 0
+    groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
+    background_tokens: float = 1.0
+    background_budget: int | None = None
+
+    @staticmethod
+    def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
+        """As a real engine."""
+        return SimConfig(
+            policy=config.policy,
+            num_rows=config.max_requests,
+            token_budget=config.token_budget,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_context=config.max_context,
+            prefix_caching=config.prefix_caching,
+            prefix_index=config.prefix_index,
+            queue_order=config.queue_order,
+            batch_window_s=config.batch_window_s,
+            evict=config.evict,
+            max_pinned=config.max_pinned,
+            steps_ahead=steps_ahead,
+            groups=config.layout.groups,
+            background_tokens=config.background_tokens,
+            background_budget=config.background_budget,
+        )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
@@ -99,14 +130,14 @@ class SimConfig:
             scheme="dense",
             kv_dtype="float32",
             page_size=self.page_size,
-            layout=one_group(1, self.page_size),
+            layout=replace(one_group(1, self.page_size), groups=self.groups or (Group(self.page_size),)),
             num_pages=self.num_pages,
             max_context=self.max_context,
             max_requests=self.num_rows,
             max_waiting=_ANY_NUMBER,
             token_budget=self.token_budget,
-            background_tokens=1.0,
-            background_budget=self.token_budget,
+            background_tokens=self.background_tokens,
+            background_budget=self.background_budget or self.token_budget,
             policy=self.policy,
             prefix_caching=self.prefix_caching,
             prefix_index=self.prefix_index,
@@ -127,11 +158,13 @@ class SimConfig:
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None) -> None:
+    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True) -> None:
+        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
-        self._core = EngineCore(parts, config.engine(), self.clock, buffer)
+        self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
+        self._jumps = jumps
         self._next_token = 0
         self._under_way: set[str] = set()
         self._result = SimResult()
@@ -162,19 +195,27 @@ class SimEngine:
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
             self._result.events += output.events
+            now, token_times = self.clock.now(), self._result.token_times_s
             for delta in output.deltas:
-                self._result.token_times_s[delta.request_id] += [self.clock.now()] * len(delta.token_ids)
+                token_times[delta.request_id] += [now] * len(delta.token_ids)
                 if delta.finish_reason is not None:
                     self._under_way.discard(delta.request_id)
-            if len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
-                self.clock.advance_to(min(self.clock.now() + (self._core.idle_s or math.inf), end_s))
+            if self._jumps and (jump := self._core.jump(end_s)):
+                for request_id in jump.request_ids:
+                    token_times[request_id] += jump.times_s
+            elif len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
+                self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), end_s))
 
     def result(self) -> SimResult:
         """When all has ended."""
         self._core.scheduler.check_integrity()
-        planned = [event for event in self._result.events if isinstance(event, StepPlanned)]
-        for event, (begin_s, end_s) in zip(planned, self._runner.times, strict=True):
-            self._result.steps.append(SimStep(event.step, begin_s, end_s, dict(event.tokens_of)))
+        planned = (event for event in self._result.events if isinstance(event, StepPlanned))
+        number, tokens_of = 0, dict[str, int]()
+        for begin_s, end_s, num_repeats in self._runner.times:
+            if not num_repeats:
+                tokens_of = dict(next(planned).tokens_of)
+            self._result.steps.append(SimStep(number, begin_s, end_s, tokens_of, num_repeats or 1))
+            number += num_repeats or 1
         return self._result
 
 

@@ -15,6 +15,7 @@ from tidemill.model_config import ModelConfig
 from tidemill.parallel import layouts
 from tidemill.parallel.layouts import Layout, Phase
 from tidemill.sched.plan import StepPlan
+from tidemill.sim.cost import shape_of
 
 _SMALLEST_BATCH = 32  # tokens of a micro-batch
 _BATCHES_A_STAGE = 2
@@ -88,21 +89,20 @@ class Estimate:
     hop_token_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        context = pairs = num_draws = 0
-        for item in plan.items:
-            end = item.start + item.count
-            if item.count == 1:
-                    context += end
-            else:
-                pairs += item.count * (item.start + end + 1) // 2
-            num_draws += item.samples
-        return self.seconds(plan.num_tokens, num_draws, context, pairs)
+        shape = shape_of(plan)
+        return self.seconds(shape.num_decoding + shape.num_prompt, shape.num_draws, shape.decode_context, shape.pairs)
+
+    def decode_line(self, num_decoding: int) -> tuple[float, float, float]:
+        fixed = self.seconds(num_decoding, num_decoding, 0, 0)
+        num = self._num_batches(num_decoding)
+        return fixed, self.kv_token_s * (self.stages + num - 1) / num, 0.0
+
+    def _num_batches(self, num_tokens: int) -> int:
+        return 1 if self.stages == 1 else max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
 
     def seconds(self, num_tokens: int, num_draws: int, context: int, pairs: int) -> float:
         """`context`: tokens that sequences which decode see. `pairs`: of a prompt's token and one that it sees."""
-        if self.stages == 1:
-            return self.fixed_s + self._stage_s(num_tokens, num_draws, context, pairs)
-        num = max(1, min(num_tokens // _SMALLEST_BATCH, _BATCHES_A_STAGE * self.stages))
+        num = self._num_batches(num_tokens)
         one = self._stage_s(num_tokens / num, num_draws / num, context / num, pairs / num)
         hop = self.hop_s + self.hop_token_s * num_tokens / num
         return self.fixed_s + (self.stages + num - 1) * (one + hop)

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from tidemill.sched.placement import Placement
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sim.cost import CostModel
+from tidemill.sim.runner import FIRST_TOKEN
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 BLOCK = 512  # tokens of a prompt that have a number
 _REST = [0] * (BLOCK - 1)
-_OWN = 2**30  # the first token that is no block's
+_OWN = FIRST_TOKEN // 2  # the first token that is no block's
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class Cluster:
             cost = node.spec.cost
             if node.spec.devices in self._shared:
                 cost = _SharedCost(cost, self._turns, node.spec.devices)
-            node.engine = SimEngine(node.spec.config, cost)
+            node.engine = SimEngine(node.spec.config, cost, keeps_events=False)
             if isinstance(cost, _SharedCost):
                 cost.engine = node.engine
         node.engine.run_until(at_s)
@@ -269,14 +270,18 @@ class Cluster:
     def _least_s(self, node: _Node) -> float:
         """No request of the engine ends in less: a step in which all that decode go on takes as long as it does now, or longer."""
         assert node.engine is not None
-        plan, times = StepPlan(0), node.engine.token_times_s
-        num_left = _MANY
-        for row, (request_id, live) in enumerate(node.live.items()):
+        times, num_left, num_decoding, context = node.engine.token_times_s, _MANY, 0, 0
+        for request_id, live in node.live.items():
             num = len(times[request_id])
             num_left = min(num_left, live.num_output - num)
             if num:
-                plan.items.append(StepItem(row, row, live.num_prompt + num - 1, 1, True, 0))
-        return (num_left - 1) * node.spec.cost.step_s(plan) * _ROUNDING  # the last one is run when those before it have ended
+                num_decoding += 1
+                context += live.num_prompt + num
+        line = getattr(node.spec.cost, "decode_line", None)
+        if line is None:
+            return 0.0
+        fixed_s, context_s, _ = line(max(num_decoding, 1))
+        return (num_left - 1) * (fixed_s + context_s * context) * _ROUNDING  # the last one is run when those before it have ended
 
     def _check(self, node: _Node, at_s: float) -> None:
         """Run the engine until here, a step at least, and see which requests have ended."""

@@ -158,13 +158,14 @@ class SimConfig:
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True) -> None:
-        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out."""
+    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True) -> None:
+        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
+        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
-        self._jumps = jumps
+        self._jumps, self._keeps_events = jumps, keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
         self._result = SimResult()
@@ -194,7 +195,8 @@ class SimEngine:
             output, failed = self._core.step()
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
-            self._result.events += output.events
+            if self._keeps_events:
+                self._result.events += output.events
             now, token_times = self.clock.now(), self._result.token_times_s
             for delta in output.deltas:
                 token_times[delta.request_id] += [now] * len(delta.token_ids)

@@ -117,6 +117,7 @@ class Case:
     hardware: Hardware
     num_devices: int
     budget: float = math.inf  # GPU hours per million output tokens
+    page_size: int = 64
     costs: Callable[[str, Shape], CostModel | None] = lambda name, shape: None
     _made: dict[tuple[str, Shape], CostModel] = field(default_factory=dict)
 
@@ -143,7 +144,7 @@ class Case:
         others = sum(self.models[one].num_parameters for one in models if one != name)
         taken = others * hardware.device.weight_bytes / shape.num_devices
         tokens = kv_tokens(model, hardware, shape, taken) // len(models)
-        return tokens if tokens >= self.longest[name] + _PAGE else 0
+        return tokens if tokens >= self.longest[name] + self.page_size else 0
 
     def fits(self, pool: Pool) -> bool:
         return all(self.room(name, pool.shape, pool.models) > 0 for name in pool.models)
@@ -162,9 +163,9 @@ class Case:
             policy=limits.policy,
             num_rows=limits.max_requests,
             token_budget=limits.token_budget,
-            num_pages=self.room(name, pool.shape, pool.models) // _PAGE,
-            page_size=_PAGE,
-            max_context=self.longest[name] + _PAGE,
+            num_pages=self.room(name, pool.shape, pool.models) // self.page_size,
+            page_size=self.page_size,
+            max_context=self.longest[name] + self.page_size,
             steps_ahead=1,
         )
         sent = kv_bytes_per_token(self.models[name], self.hardware)
@@ -296,6 +297,3 @@ def quantiles(values: list[float]) -> tuple[float, float]:
         return 0.0, 0.0
     values.sort()
     return values[len(values) // 2], values[min(int(len(values) * 0.99), len(values) - 1)]
-
-
-_PAGE = 64

@@ -130,10 +130,19 @@ class _Node:
     name: str
     engine: SimEngine | None = None
     live: dict[str, _Live] = field(default_factory=dict)
-    load: int = 0  # requests under way, as of the cluster's time
+    neighbours: list[_Node] = field(default_factory=list)  # that share its devices, itself among them
+    loads: dict[str, int] = field(default_factory=dict)  # of its pool: requests under way, as of the cluster's time
     check_s: float = math.inf  # nothing ends before
     waiting: deque[_Sent] = field(default_factory=deque)  # that have no slot or no pages yet
     link_free_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Engines of a model and role, one of which gets a request."""
+
+    placement: Placement
+    loads: dict[str, int] = field(default_factory=dict)
 
 
 class _SharedCost:
@@ -166,16 +175,18 @@ class Cluster:
         names = [spec.devices for spec in specs if spec.devices]
         self._shared = {name for name in names if names.count(name) > 1}
         self._turns: dict[str, float] = {}
-        self._placements: dict[tuple[str, str, int], Placement] = {}
-        self._make_placement = placement
         self._events: list[tuple[float, int, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._served: list[Served] = []
         self.num_checks = 0
-        self._pools: dict[tuple[str, str, int], list[_Node]] = {}
+        self._pools: dict[tuple[str, str, int], _Pool] = {}
+        by_devices: dict[str, list[_Node]] = {}
         for node in self._nodes:
             cell = node.spec.cell if node.spec.role == DECODE else 0
-            self._pools.setdefault((node.spec.model, node.spec.role, cell), []).append(node)
+            pool = self._pools.setdefault((node.spec.model, node.spec.role, cell), _Pool(placement()))
+            pool.loads[node.name], node.loads = 0, pool.loads
+            node.neighbours = by_devices.setdefault(node.spec.devices, []) if node.spec.devices in self._shared else []
+            node.neighbours.append(node)
 
     @property
     def num_used(self) -> int:
@@ -211,29 +222,29 @@ class Cluster:
             node, num_output = self._choose(job, PREFILL), 1
             if self._is_short(job):
                 node, num_output = self._choose(job, DECODE, node.spec.cell), job.num_output
-        node.load += 1
+        self._count(node, 1)
         self._submit(node, _Live(job, job.num_prompt, num_output), job.prompt_ids(), job.at_s)
 
     def _choose(self, job: Job, role: str, cell: int = 0) -> _Node:
         pool = self._pools[job.model, role, cell]
-        if len(pool) == 1:
-            return pool[0]
-        placement = self._placements.get((job.model, role, cell))
-        if placement is None:
-            placement = self._placements[job.model, role, cell] = self._make_placement()
-        chosen = placement.choose(job.keys, {node.name: self._load(node) for node in pool})
-        placement.note(chosen.name, job.keys)
+        if len(pool.loads) == 1:
+            return self._nodes[int(next(iter(pool.loads)))]
+        chosen = pool.placement.choose(job.keys, pool.loads)
+        pool.placement.note(chosen.name, job.keys)
         return self._nodes[int(chosen.name)]
 
     def _is_short(self, job: Job) -> bool:
         """A prompt that delays others so little that a decode engine computes it."""
-        pool = self._pools.get((job.model, DECODE, 0), ())
-        return bool(pool) and job.num_prompt <= num_short(pool[0].spec.config.token_budget)
+        pool = self._pools.get((job.model, DECODE, 0))
+        if pool is None:
+            return False
+        first = self._nodes[int(next(iter(pool.loads)))]
+        return job.num_prompt <= num_short(first.spec.config.token_budget)
 
-    def _load(self, node: _Node) -> int:
-        if node.spec.devices not in self._shared:
-            return node.load
-        return sum(other.load for other in self._nodes if other.spec.devices == node.spec.devices)
+    def _count(self, node: _Node, change: int) -> None:
+        """Requests under way. Engines that share devices have the load of all of them."""
+        for one in node.neighbours:
+            one.loads[one.name] += change
 
     def _submit(self, node: _Node, live: _Live, prompt_ids: list[int], at_s: float) -> None:
         engine = self._at(node, at_s)
@@ -314,7 +325,7 @@ class Cluster:
         return (node.spec.model, DECODE, node.spec.cell) in self._pools
 
     def _leave(self, node: _Node, at_s: float) -> None:
-        node.load -= 1
+        self._count(node, -1)
         while node.waiting and self._admit(node, node.waiting[0], at_s):
             node.waiting.popleft()
 
@@ -326,7 +337,7 @@ class Cluster:
             self._served.append(_served(job, [at_s], int(source.name)))
             return
         target = self._choose(job, DECODE, source.spec.cell)
-        target.load += 1
+        self._count(target, 1)
         num_tokens = self._num_to_send(target, job)
         spec, budget = source.spec, source.spec.config.token_budget
         chunks = [range(begin, min(begin + budget, num_tokens)) for begin in range(0, num_tokens, budget)]

@@ -39,7 +39,9 @@ def test_engines_run_lazily_get_the_requests_they_would_get_if_all_were_run_to_e
                     loads[name] += len(times) < other.num_output or times[-1] > job.at_s
         name = where[job.number] = placement.choose(job.keys, loads).name
         placement.note(name, job.keys)
-        engines[name].submit(Arrival(str(job.number), job.at_s, job.num_prompt, job.num_output, prompt_ids=tuple(job.prompt_ids())))
+        engines[name].submit(
+            Arrival(str(job.number), job.at_s, job.num_prompt, job.num_output, prompt_ids=tuple(job.prompt_ids()))
+        )
     for engine in engines.values():
         engine.run_until(math.inf)
     found = served([EngineSpec(CONFIG, COST)] * 3, jobs)
@@ -92,7 +94,8 @@ def test_short_prompts_are_computed_by_a_decode_engine():
 def test_decode_engines_take_no_more_requests_than_they_have_room_for():
     few = [replace(spec, config=replace(CONFIG, num_pages=16)) for spec in pair(link=1e9)]
     found = served(few, [Job(i, 0.0, 100, 30) for i in range(6)])
-    assert len(found) == 6 and all(len(one.gaps_s) == 29 for one in found.values())
+    assert len(found) == 6
+    assert all(len(one.gaps_s) == 29 for one in found.values())
     assert max(one.gaps_s[0] for one in found.values()) > 20  # had to wait for the pages of others
 
 
@@ -108,7 +111,8 @@ def test_prefill_engines_need_to_be_simulated_once_only():
 def test_cells_keep_their_requests():
     specs = [replace(spec, cell=cell) for cell in range(2) for spec in pair(cost=COST)]
     cluster = Cluster(specs)
-    assert len(cluster.run(random_jobs(30, 20.0))) == 30 and cluster.num_used == 4
+    assert len(cluster.run(random_jobs(30, 20.0))) == 30
+    assert cluster.num_used == 4
 
 
 def test_models_that_share_devices_take_turns():
@@ -123,7 +127,10 @@ def test_models_that_share_devices_take_turns():
 def test_under_a_mixed_load_prefill_and_decode_engines_halve_the_gaps_between_tokens():
     rng = random.Random(1)
     prompt = [rng.choice((100, 6000)) for _ in range(80)]
-    jobs = [replace(job, num_prompt=num) for job, num in zip(poisson([("", 8.0)], 80, Lengths(1, 1), Lengths(60, 120)), prompt, strict=True)]
+    jobs = [
+        replace(job, num_prompt=num)
+        for job, num in zip(poisson([("", 8.0)], 80, Lengths(1, 1), Lengths(60, 120)), prompt, strict=True)
+    ]
     case = Case({"": SHAPES["llama8b"]}, jobs, Slo(1.0, 0.05), HARDWARE["H200"], 2)
     plans = Plan((Pool(2),)), Plan((Pool(1, role=PREFILL), Pool(1, role=DECODE)))
     colocated, divided = (summarize(case, plan, Cluster(case.specs(plan)).run(jobs)) for plan in plans)
@@ -135,4 +142,5 @@ def test_the_pool_of_a_plan_has_its_shape_and_limits():
     case = Case({"": SHAPES["llama70b"]}, [Job(0, 0.0, 100, 10)], Slo(1, 1), HARDWARE["H200"], 8)
     (spec,) = case.specs(Plan((Pool(1, Shape(4), limits=Limits("splitfuse", 1024, 32)),)))
     assert (spec.config.policy, spec.config.token_budget, spec.config.num_rows) == ("splitfuse", 1024, 32)
-    assert not case.fits(Pool(1, Shape(1))) and case.fits(Pool(1, Shape(2)))  # 141 GB of weights
+    assert not case.fits(Pool(1, Shape(1)))
+    assert case.fits(Pool(1, Shape(2)))

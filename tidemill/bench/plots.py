@@ -98,7 +98,9 @@ def plot_plans(case: Case, found: Found, path: Path) -> Path:
     for kind, color in _KINDS.items():
         some = [one for one in found.results if _kind(one) == kind and one.strain < 1e6]
         if some:
-            left.scatter([one.plan.num_devices for one in some], [one.strain for one in some], s=14, color=color, label=kind, alpha=0.7)
+            left.scatter(
+                [one.plan.num_devices for one in some], [one.strain for one in some], s=14, color=color, label=kind, alpha=0.7
+            )
             times = [1000 * one.ttft_s[1] for one in some], [1000 * one.tpot_s[1] for one in some]
             right.scatter(*times, s=14, color=color, alpha=0.7)
     left.axhline(1, color="#5a686a", linewidth=0.8, linestyle=":")
@@ -109,8 +111,12 @@ def plot_plans(case: Case, found: Found, path: Path) -> Path:
     for one, mark in ((found.winner, "*"), (found.runner_up, "D")):
         if one is not None and one.strain < 1e6:
             name = f"{'winner' if mark == '*' else 'runner-up'}: {one.plan.name}"
-            left.scatter([one.plan.num_devices], [one.strain], s=110 if mark == "*" else 45, marker=mark, color="#b3261e", label=name)
-            right.scatter([1000 * one.ttft_s[1]], [1000 * one.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e")
+            left.scatter(
+                [one.plan.num_devices], [one.strain], s=110 if mark == "*" else 45, marker=mark, color="#b3261e", label=name
+            )
+            right.scatter(
+                [1000 * one.ttft_s[1]], [1000 * one.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e"
+            )
     left.legend(frameon=False, fontsize=7)
     figure.suptitle("simulated", fontsize=9, x=0.01, ha="left")
     return _save(figure, path)

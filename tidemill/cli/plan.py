@@ -54,7 +54,8 @@ def plan(
     trace: Annotated[Path | None, typer.Option(help="A recorded load instead: Azure's CSV or Mooncake's JSONL.")] = None,
     speed: Annotated[float, typer.Option(help="With --trace: its time passes so many times faster.")] = 1.0,
     requests: Annotated[
-        int | None, typer.Option(help="Requests that are simulated. Default: as the rate needs, 100 to 2000; of a trace the first 1000.")
+        int | None,
+        typer.Option(help="Requests that are simulated. Default: as the rate needs, 100 to 2000; of a trace the first 1000."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random arrivals and lengths.")] = 0,
     budget: Annotated[float | None, typer.Option(help="Most GPU hours per million output tokens.")] = None,
@@ -65,7 +66,9 @@ def plan(
     unbuilt: Annotated[
         bool, typer.Option(help="Also layouts that the engine does not have on these devices: estimates to compare with.")
     ] = False,
-    how: Annotated[str, typer.Option("--search", help="pruned, or exhaustive: simulate every plan; the result is the same.")] = "pruned",
+    how: Annotated[
+        str, typer.Option("--search", help="pruned, or exhaustive: simulate every plan; the result is the same.")
+    ] = "pruned",
     plot: Annotated[Path | None, typer.Option(help="Write a picture of all plans that were simulated: .svg or .png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -78,7 +81,9 @@ def plan(
     lengths = parse_lengths(input_tokens, "--input-tokens"), parse_lengths(output_tokens, "--output-tokens")
     space = Space(_policies(policies), _numbers(token_budgets, "--token-budgets"), _numbers(max_requests, "--max-requests"))
     if not space.all_limits():
-        raise ConfigError("No value of --max-requests is at most one of --token-budgets.", fix="A step has a token of each request.")
+        raise ConfigError(
+            "No value of --max-requests is at most one of --token-budgets.", fix="A step has a token of each request."
+        )
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ConfigError(f"--plot {plot}: the name must end in .svg or .png.")
     rates = _rates(wanted, rate)
@@ -205,7 +210,18 @@ def _print(case: Case, found: Found, lines: Sequence[str]) -> None:
 
 
 def _table(found: Found) -> Table:
-    heads = ("plan", "limits", "GPUs", "in SLO", "strain", "TTFT ms p50/p99", "TPOT ms p50/p99", "tok/s", "goodput", "GPU h/M tok")
+    heads = (
+        "plan",
+        "limits",
+        "GPUs",
+        "in SLO",
+        "strain",
+        "TTFT ms p50/p99",
+        "TPOT ms p50/p99",
+        "tok/s",
+        "goodput",
+        "GPU h/M tok",
+    )
     table = Table(*heads, title="simulated; tokens and good requests are per second and device", title_justify="left")
     best: dict[str, Result] = {}
     for one in [*filter(None, (found.winner, found.runner_up)), *sorted(found.results, key=lambda one: one.strain)]:

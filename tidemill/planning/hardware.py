@@ -1,7 +1,8 @@
 """Devices, and what a step of a model costs on a group of them: estimated from the model's shape.
 
 A step takes the longer of computing its tokens and reading the weights; then reading the KV cache of sequences that decode and
-computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights, computing and sending.
+computing the attention of prompts; then what ranks send each other, and a fixed part. `parallel/layouts.py` has weights,
+computing and sending.
 A pipeline works as `runner/stage_runner.py` does: a step is cut into micro-batches that follow each other through the stages.
 """
 
@@ -68,6 +69,9 @@ class Shape:
 
     def __str__(self) -> str:
         return f"TP{self.tensor}" + (f"×PP{self.stages}" if self.stages > 1 else "")
+
+
+ONE = Shape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ def kv_bytes_per_token(model: ModelConfig, hardware: Hardware) -> float:
 
 
 def kv_tokens(model: ModelConfig, hardware: Hardware, shape: Shape, taken_bytes: float = 0.0) -> int:
-    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `taken_bytes`: of each device, by others."""
+    """Tokens whose keys and values fit beside the weights; below 0: not even those do. `taken_bytes`: of each device."""
     weights = model.num_parameters * hardware.device.weight_bytes / shape.num_devices
     cut = min(shape.tensor, model.num_kv_heads or shape.tensor) * shape.stages
     room = _USABLE * hardware.memory_bytes - taken_bytes - weights

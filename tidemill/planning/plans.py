@@ -9,7 +9,7 @@ from functools import cached_property
 
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
-from tidemill.planning.hardware import Hardware, Shape, can_cut, estimate, kv_bytes_per_token, kv_tokens
+from tidemill.planning.hardware import ONE, Hardware, Shape, can_cut, estimate, kv_bytes_per_token, kv_tokens
 from tidemill.sim.cluster import BOTH, PREFILL, Cluster, EngineSpec, Job, Prefilled, Served, num_short
 from tidemill.sim.cost import CostModel
 from tidemill.sim.simulator import SimConfig
@@ -69,7 +69,7 @@ class Pool:
     """Engines that are alike. Each has its own devices, which its models share."""
 
     num: int
-    shape: Shape = Shape()
+    shape: Shape = ONE
     role: str = BOTH
     limits: Limits = Limits()
     models: tuple[str, ...] = ("",)
@@ -273,7 +273,10 @@ def summarize(case: Case, plan: Plan, served: Sequence[Served]) -> Result:
         plan,
         max(scale, gpu_hours / case.budget),
         scale,
-        (_at([one.ttft_s / case.slo.ttft_s for one in served], needed), _at([one.tpot_s / case.slo.tpot_s for one in served], needed)),
+        (
+            _at([one.ttft_s / case.slo.ttft_s for one in served], needed),
+            _at([one.tpot_s / case.slo.tpot_s for one in served], needed),
+        ),
         num_good / num,
         quantiles([one.ttft_s for one in served]),
         quantiles([one.tpot_s for one in served if one.job.num_output > 1]),

@@ -16,9 +16,14 @@ def why(case: Case, found: Found) -> list[str]:
     winner, other = found.winner, found.runner_up
     lines = []
     if found.attains:
-        lines.append(f"Chosen: {winner.plan.name}: the fewest devices that keep the SLOs, and of those plans the one with the most room.")
+        lines.append(
+            f"Chosen: {winner.plan.name}: the fewest devices that keep the SLOs, and of those plans the one with the most room."
+        )
     else:
-        lines.append(f"Not attainable with {case.num_devices} x {case.hardware.name}. Nearest is {winner.plan.name}: {_missed(case, winner)}.")
+        lines.append(
+            f"Not attainable with {case.num_devices} x {case.hardware.name}. "
+            f"Nearest is {winner.plan.name}: {_missed(case, winner)}."
+        )
     if other is None:
         lines.append("There is no runner-up: no other kind of plan fits.")
     else:
@@ -43,7 +48,9 @@ def _missed(case: Case, result: Result) -> str:
 def _binding(case: Case, result: Result) -> str:
     slo = case.slo
     ttft, tpot = result.parts
-    what, scale, limit = ("time to first token", ttft, slo.ttft_s) if ttft >= tpot else ("time per output token", tpot, slo.tpot_s)
+    what, scale, limit = (
+        ("time to first token", ttft, slo.ttft_s) if ttft >= tpot else ("time per output token", tpot, slo.tpot_s)
+    )
     if scale == math.inf:
         return "a model has no place"
     return f"the {what} that {slo.attainment:.0%} keep is {1000 * scale * limit:,.4g} ms, {scale:.2f} times the limit"

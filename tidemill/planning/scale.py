@@ -1,7 +1,7 @@
 """Plans for more devices than can be tried one by one: numbers of engines by bisection, as if more of them never were worse.
 
-One model: of each family, with the default limits, the fewest engines that attain; of the two best families then every other choice
-of limits. Prefill and decode engines come in cells, a host each, with one split for all.
+One model: of each family, with the default limits, the fewest engines that attain; of the two best families then every other
+choice of limits. Prefill and decode engines come in cells, a host each, with one split for all.
 Several models (AlpaServe): groups of devices that are alike, and one model after the other is put onto the group where that helps
 most, until it helps no more.
 """
@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from tidemill.planning.hardware import Shape
 from tidemill.planning.plans import Case, Evaluator, Limits, Plan, Pool, Result
 from tidemill.planning.search import Floors, Found, nothing_fits
 from tidemill.planning.space import Space
 from tidemill.sim.cluster import BOTH, DECODE, PREFILL
 
-_Family = Callable[[int, Limits], Plan]  # a plan of so many units
+
+@dataclass(frozen=True)
+class _Units:
+    """Plans of a number of units that are alike: engines, or hosts. `size`: devices of one. `most`: as many as there can be."""
+
+    make: Callable[[int, Limits], Plan]
+    size: int
+    most: int
 
 
 class Scaled:
@@ -32,10 +40,14 @@ class Scaled:
     def search(self) -> Found:
         if len(self._case.models) > 1:
             return self._found(sorted(self._multiplexed(), key=_order))
-        families = dict(self._families())
-        if not families:
+        families = self._colocated()
+        best = sorted(map(self._fewest, families.values()), key=_order)
+        if best or not self._space.colocated:
+            more = self._disaggregated(best[0].plan.num_devices if best else self._case.num_devices)
+            families |= more
+            best = sorted([*best, *map(self._fewest, more.values())], key=_order)
+        if not best:
             raise nothing_fits(self._case)
-        best = sorted((self._fewest(name, *one, self._default, 0) for name, one in families.items()), key=_order)
         tuned = [self._tune(families[result.plan.family], result) for result in best[:2]]
         return self._found(sorted([*tuned, *best[2:]], key=_order))
 
@@ -46,33 +58,41 @@ class Scaled:
 
     # ---- one model
 
-    def _families(self) -> Iterator[tuple[object, tuple[_Family, int, int]]]:
-        """A plan of n units, the devices of a unit, and the most units there are room for."""
+    def _colocated(self) -> dict[object, _Units]:
+        """Of each shape, engines."""
         case, names = self._case, tuple(self._case.models)
-        most, on_host = case.num_devices, case.hardware.on_host
-        for shape in self._space.shapes(case, names, most) if self._space.colocated else ():
+        if not self._space.colocated:
+            return {}
 
-            def colocated(num: int, limits: Limits, shape=shape) -> Plan:  # type: ignore[no-untyped-def]
+        def units(shape: Shape) -> _Units:
+            def make(num: int, limits: Limits) -> Plan:
                 return Plan((Pool(num, shape, BOTH, limits, names),))
 
-            yield colocated(1, self._default).family, (colocated, shape.num_devices, most // shape.num_devices)
-        shapes = self._space.shapes(case, names, 1)
-        if not (self._space.disaggregated and shapes and most >= on_host):
-            return
-        best, units = math.inf, most // on_host
-        chosen = 1
-        for num_prefill in range(1, on_host):  # the split that needs the fewest hosts, on one of them
-            plan = self._cells(1, self._default, num_prefill)
-            slice_ = Evaluator(_slice(case, units)).evaluate(plan) if units > 1 else self._evaluator.evaluate(plan)
-            assert slice_ is not None
-            if slice_.strain < best:
-                best, chosen = slice_.strain, num_prefill
-        self._progress(f"of {on_host} devices of a host, {chosen} prefill")
+            return _Units(make, shape.num_devices, case.num_devices // shape.num_devices)
 
-        def cells(num: int, limits: Limits) -> Plan:
-            return self._cells(num, limits, chosen)
+        made = map(units, self._space.shapes(case, names, case.num_devices))
+        return {one.make(1, self._default).family: one for one in made}
 
-        yield cells(1, self._default).family, (cells, on_host, units)
+    def _disaggregated(self, num_devices: int) -> dict[object, _Units]:
+        """Hosts, with the split that is best under the load of one if these are enough devices."""
+        case, on_host = self._case, self._case.hardware.on_host
+        shapes = self._space.shapes(case, tuple(case.models), 1)
+        most = case.num_devices // on_host
+        if not (self._space.disaggregated and shapes and most):
+            return {}
+        of_host = Evaluator(replace(case, jobs=case.jobs[:: max(1, round(num_devices / on_host))]))
+        strains = {}
+        for num in range(1, on_host):
+            result = of_host.evaluate(self._cells(1, self._default, num))
+            assert result is not None
+            strains[num] = result.strain
+        num_prefill = min(strains, key=lambda num: strains[num])
+        self._progress(f"of {on_host} devices of a host, {num_prefill} for prefill")
+
+        def make(num: int, limits: Limits) -> Plan:
+            return self._cells(num, limits, num_prefill)
+
+        return {make(1, self._default).family: _Units(make, on_host, most)}
 
     def _cells(self, num: int, limits: Limits, num_prefill: int) -> Plan:
         names, on_host = tuple(self._case.models), self._case.hardware.on_host
@@ -85,39 +105,35 @@ class Scaled:
             )
         )
 
-    def _fewest(self, name: object, family: _Family, size: int, most: int, limits: Limits, below: int) -> Result:
-        """The fewest units that attain; if none do, all that there are. `below`: so many are known to be too few."""
-        low, high = below, max(below + 1, 1)
-        while high < most and not self._attains(family(high, limits)):
-            low, high = high, min(2 * high, most)
-        if high == most and not self._attains(family(most, limits)):
-            self._progress(f"{family(most, limits).name}: not attained")
-            return self._result(family(most, limits))
+    def _fewest(self, units: _Units) -> Result:
+        """The fewest units that attain; if none do, all that there are."""
+
+        def plan(num: int) -> Plan:
+            return units.make(num, self._default)
+
+        low, high = 0, 1
+        while high < units.most and not self._attains(plan(high)):
+            low, high = high, min(2 * high, units.most)
+        if not self._attains(plan(high)):
+            self._progress(f"{plan(high).name}: not attained")
+            return self._result(plan(high))
         while high - low > 1:
             middle = (low + high) // 2
-            if self._attains(family(middle, limits)):
-                high = middle
-            else:
-                low = middle
-        self._progress(f"{family(high, limits).name}: attained")
-        return self._result(family(high, limits))
+            low, high = (low, middle) if self._attains(plan(middle)) else (middle, high)
+        self._progress(f"{plan(high).name}: attained")
+        return self._result(plan(high))
 
-    def _tune(self, family: tuple[_Family, int, int], best: Result) -> Result:
+    def _tune(self, units: _Units, best: Result) -> Result:
         """Other limits, with as many units or fewer."""
-        make, size, most = family
         for limits in self._space.all_limits():
-            num = best.plan.num_devices // size
+            num = best.plan.num_devices // units.size
             if best.plan.is_disaggregated and limits.policy != self._space.policies[0]:
                 continue
-            plan = make(num, limits)
-            if best.attains and self._attains(plan):
-                fewer = num - 1
-                while fewer and self._attains(make(fewer, limits)):
-                    fewer -= 1
-                plan = make(fewer + 1, limits)
-            elif best.attains:
+            if best.attains and not self._attains(units.make(num, limits)):
                 continue
-            best = min(best, self._result(plan), key=_order)
+            while best.attains and num > 1 and self._attains(units.make(num - 1, limits)):
+                num -= 1
+            best = min(best, self._result(units.make(num, limits)), key=_order)
         return best
 
     def _attains(self, plan: Plan) -> bool:
@@ -164,7 +180,7 @@ class Scaled:
         if not any_fits:
             raise nothing_fits(case)
 
-    def _one_more(self, placed: list[tuple[str, ...]], shape: object) -> Iterator[tuple[list[tuple[str, ...]], Plan]]:
+    def _one_more(self, placed: list[tuple[str, ...]], shape: Shape) -> Iterator[tuple[list[tuple[str, ...]], Plan]]:
         """Placements with one model in one more group. Groups that are alike are one choice."""
         for name in self._case.models:
             for group in sorted(set(placed)):
@@ -175,7 +191,7 @@ class Scaled:
                     if all(map(self._case.fits, plan.pools)):
                         yield groups, plan
 
-    def _plan(self, groups: list[tuple[str, ...]], shape) -> Plan:  # type: ignore[no-untyped-def]
+    def _plan(self, groups: list[tuple[str, ...]], shape: Shape) -> Plan:
         kinds = sorted({group for group in groups if group})
         return Plan(tuple(Pool(groups.count(kind), shape, BOTH, self._default, kind) for kind in kinds))
 
@@ -191,8 +207,3 @@ def _order(result: Result) -> tuple[float, ...]:
 def _middle(space: Space) -> Limits:
     found = [limits for limits in space.all_limits() if limits.policy == space.policies[0]]
     return found[len(found) // 2]
-
-
-def _slice(case: Case, num: int) -> Case:
-    """Every num-th job."""
-    return replace(case, jobs=case.jobs[::num])

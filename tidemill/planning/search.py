@@ -2,8 +2,8 @@
 
 Plans are compared by the devices they need if they attain the SLOs, and then by their strain; those that do not, by strain alone.
 What is left out cannot be the winner or the runner-up: numbers of devices beyond the first that attain; plans of which even a
-request alone takes too long; simulations in which too many requests have been late already; decode pools behind a prefill pool that
-is too slow alone. So the result is that of simulating everything (`exhaustive`), which tests compare.
+request alone takes too long; simulations in which too many requests have been late already; decode pools behind a prefill pool
+that is too slow alone. So the result is that of simulating everything (`exhaustive`), which tests compare.
 
 Beyond `EXACT` devices, numbers of replicas are found by bisection, as if more never were worse, and batch limits afterwards.
 """
@@ -59,7 +59,9 @@ def exhaustive(case: Case, levels: Mapping[int, Sequence[Plan]]) -> Found:
     """Simulate every plan to its end, then compare."""
     evaluator = Evaluator(case)
     results = [result for plans in levels.values() for plan in plans if (result := evaluator.evaluate(plan)) is not None]
-    winner = min(results, key=lambda one: (0, one.plan.num_devices, one.strain) if one.attains else (1, one.strain, one.plan.num_devices))
+    winner = min(
+        results, key=lambda one: (0, one.plan.num_devices, one.strain) if one.attains else (1, one.strain, one.plan.num_devices)
+    )
     others = [one for one in results if one.plan.family != winner.plan.family]
     if winner.attains and others:
         own = winner.plan.num_devices

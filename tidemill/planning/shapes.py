@@ -5,7 +5,9 @@ from __future__ import annotations
 from tidemill.model_config import AttentionSpec, ModelConfig, MoESpec, alike
 
 
-def _dense(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, head: int = 128, tied: bool = False) -> ModelConfig:
+def _dense(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, head: int = 128, tied: bool = False
+) -> ModelConfig:
     spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head, scale=head**-0.5, rotation=None)
     return ModelConfig(
         architecture="shape",

@@ -1,8 +1,8 @@
 """Many simulated engines behind the real placement policy, in one order of time: replicas, prefill and decode pools, models that
 share devices.
 
-Each engine has a clock of its own and is only run as far as all of the cluster has come. Its requests cannot end before a time that
-follows from their remaining tokens; until then nobody looks at it. An engine without requests costs nothing, and one that never
+Each engine has a clock of its own and is only run as far as all of the cluster has come. Its requests cannot end before a time
+that follows from their remaining tokens; until then nobody looks at it. An engine without requests costs nothing, and one that never
 gets any is not even made.
 
 A disaggregated request goes to a prefill engine for its first token. Its KV cache is sent meanwhile, chunk by chunk, by the
@@ -279,7 +279,7 @@ class Cluster:
         self._push(node.check_s, _STEP, lambda at_s: self._check(node, at_s))
 
     def _least_s(self, node: _Node) -> float:
-        """No request of the engine ends in less: a step in which all that decode go on takes as long as it does now, or longer."""
+        """No request of the engine ends in less: a step in which all that decode go on takes as long as it does now, or more."""
         assert node.engine is not None
         times, num_left, num_decoding, context = node.engine.token_times_s, _MANY, 0, 0
         for request_id, live in node.live.items():

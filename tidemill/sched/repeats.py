@@ -155,15 +155,16 @@ class Repeats:
         for i, item in enumerate(plan.items):
             request = table._requests[item.seq]
             first = request.writable_end - request.num_computed  # of the steps, the first that writes beyond
-            taken += [(step, i, request) for step in range(first, num, size)]
+            if first < num:
+                taken += [(step, i, request) for step in range(first, num, size)]
         taken.sort(key=_by_step)
         for step, _, request in taken:
-            before = request.num_computed
-            request.num_computed += step
-            done = table._pages.make_writable(request, 1)
-            assert done, "there were enough pages"
+            at = request.num_computed + step
+            if table.kv.has_windows:
+                table.kv.trim(request.seq, at)
+            done = table.kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
+            assert done is not None, "there were enough pages"
             request.writable_end += size
-            request.num_computed = before
 
 
 def _by_step(entry: tuple[int, int, Request]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
 from tidemill.events import Event, EventBuffer, StepPlanned
+from tidemill.kv.manager import KVManager
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
@@ -156,13 +157,16 @@ class SimConfig:
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True) -> None:
-        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out."""
+    def __init__(
+        self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True
+    ) -> None:
+        """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
+        `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
-        self._jumps = jumps
+        self._jumps, self._keeps_events = jumps, keeps_events
         self._next_token = 0
         self._under_way: set[str] = set()
         self._result = SimResult()
@@ -170,6 +174,15 @@ class SimEngine:
     @property
     def num_under_way(self) -> int:
         return len(self._under_way)
+
+    @property
+    def token_times_s(self) -> dict[str, list[float]]:
+        """So far. One that has ended may be taken out."""
+        return self._result.token_times_s
+
+    @property
+    def kv(self) -> KVManager:
+        return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:
         self._under_way.add(arrival.request_id)
@@ -183,7 +196,8 @@ class SimEngine:
             output, failed = self._core.step()
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
-            self._result.events += output.events
+            if self._keeps_events:
+                self._result.events += output.events
             now, token_times = self.clock.now(), self._result.token_times_s
             for delta in output.deltas:
                 token_times[delta.request_id] += [now] * len(delta.token_ids)

@@ -1,8 +1,9 @@
 """Steps that only repeat the one before: how many will be planned like it, and all of them at once.
 
-While every running request decodes and none can start, end or lose its pages, a step differs from the next in nothing but the
-positions. `Repeats` says for how many steps that holds and makes them in one go, with the same pages taken in the same order.
-It may say less than there are, never more: equal to planning and committing each. Simulations use it.
+While every running request decodes, but one that may go on with its prompt by equal chunks, and none can start, end or lose its
+pages, a step differs from the next in nothing but the positions. `Repeats` says for how many steps that holds and makes them in
+one go, with the same pages taken in the same order. It may say less than there are, never more: equal to planning and committing
+each. Simulations use it.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ class Repeats:
         running = table.running
         if not self._is_possible or len(plan.items) != len(running) or not running:
             return 0, 0.0
-        num = self._most_by_window
+        num, prompt = self._most_by_window, None
         for item in plan.items:
-            left = self._num_left(item)
+            if item.count > 1 and prompt is None:
+                prompt, left = item, self._num_chunks(item)
+            else:
+                left = self._num_left(item)
             if left < num:
                 num = left
                 if num < _LEAST:
                     return 0, 0.0
         until_s = table.kv.held.next_end_s
         if table.waiting:
-            until_s = min(until_s, self._queue_rests_until())
+            until_s = min(until_s, self._queue_rests_until(plan, prompt))
         num = min(num, self._num_by_pages(num))
         return (num, until_s) if num >= _LEAST and self._is_one_class() else (0, 0.0)
 
@@ -63,6 +67,22 @@ class Repeats:
             return 0
         return request.max_tokens - (len(request.tokens) - request.num_prompt) - 1
 
+    def _num_chunks(self, item: StepItem) -> int:
+        """Of a prompt: steps that compute as much of it as this one, and none of them the last."""
+        request = self._scheduler._requests.get(item.seq)
+        if request is None or request.epoch != item.epoch or item.samples or self._scheduler.kv.has_windows:
+            return 0
+        if (
+            request.cache is not None
+            or request.in_background
+            or item.count + self._num_decoding() != self._scheduler.token_budget
+        ):
+            return 0
+        return (len(request.tokens) - request.num_computed - 1) // item.count
+
+    def _num_decoding(self) -> int:
+        return len(self._scheduler.running) - 1
+
     def _is_one_class(self) -> bool:
         """The background beside others gets varying parts of steps; alone, the same, unless others wait."""
         running = self._scheduler.running
@@ -70,14 +90,14 @@ class Repeats:
             return not self._scheduler.waiting
         return not running[-1].in_background
 
-    def _queue_rests_until(self) -> float:
+    def _queue_rests_until(self, plan: StepPlan, prompt: StepItem | None) -> float:
         """Until when no queued request can start, nor take another's place; -inf: that is not known."""
         table, unknown = self._scheduler, -math.inf
         alone = table.waiting.only_tenant()
         if alone is None or table._by_prefix:
             return unknown
         request = table._next_waiting()
-        if request is None:
+        if request is None or (prompt is not None and table._requests[prompt.seq].account is not alone):
             return unknown
         running = table.running
         state = StepState(table.token_budget, table.token_budget, len(running), len(running))
@@ -87,19 +107,19 @@ class Repeats:
                 return unknown
             if not table._free_rows and table.waiting.num_tenants(request.in_background) > 1:
                 return unknown
-        state.num_left -= len(running)
-        if self._obstacle(request, state) != request.deferred_because:
+        state.num_left -= plan.num_tokens
+        if self._obstacle(request, state, prompt is not None) != request.deferred_because:
             return unknown
         oldest = alone.by_age[0]
         return math.inf if oldest.is_aged else _until_aged(oldest.queued_s, table._clock.now())
 
-    def _obstacle(self, request: Request, state: StepState) -> str:
-        """What the next plan says, if that is nothing that decoding changes; else a word that it never says."""
+    def _obstacle(self, request: Request, state: StepState, has_prompt: bool) -> str:
+        """What the next plan says, if that is nothing that these steps change; else a word that it never says."""
         table = self._scheduler
-        if state.num_left <= 0 and not table.policy.prefill_first:
-            return "?"
         if obstacle := table._obstacle(request, state):
             return obstacle
+        if has_prompt:  # its pages may be what the request waits for
+            return "?"
         reserve = table._pages.reserve(request, table.running, to_the_end=not table._evict)
         if table._pages.num_to_start(request) + reserve > table.kv.num_free_pages and not table.kv.holds(request.seq):
             return "not enough free pages" if table._evict else "not enough free pages to run to its end"
@@ -132,6 +152,9 @@ class Repeats:
         items = []
         for item in plan.items:
             request = requests[item.seq]
+            if item.count > 1:
+                items.append(self._go_on(request, item, num))
+                continue
             request.num_computed += num
             tokens = request.tokens
             tokens += [token_of(item.seq)] * num
@@ -148,22 +171,32 @@ class Repeats:
             table._emit(events.PagesEvicted(table._clock.now(), kv.num_evicted - num_evicted, why, 0))
         return items
 
+    def _go_on(self, request: Request, item: StepItem, num: int) -> StepItem:
+        """With a prompt, so many times as far."""
+        request.num_computed += num * item.count
+        request.account.num_served += num * item.count
+        self._scheduler.kv.record(request.seq, request.tokens, request.num_computed)
+        return StepItem(item.seq, item.row, item.start + num * item.count, item.count, False, item.epoch)
+
     def _take_pages(self, plan: StepPlan, num: int) -> None:
         """In the order of the steps, and in each in that of its items."""
         table, size = self._scheduler, self._scheduler.kv.page_size
         taken = []
         for i, item in enumerate(plan.items):
+            if item.count > 1:
+                continue  # it has its pages
             request = table._requests[item.seq]
             first = request.writable_end - request.num_computed  # of the steps, the first that writes beyond
-            taken += [(step, i, request) for step in range(first, num, size)]
+            if first < num:
+                taken += [(step, i, request) for step in range(first, num, size)]
         taken.sort(key=_by_step)
         for step, _, request in taken:
-            before = request.num_computed
-            request.num_computed += step
-            done = table._pages.make_writable(request, 1)
-            assert done, "there were enough pages"
+            at = request.num_computed + step
+            if table.kv.has_windows:
+                table.kv.trim(request.seq, at)
+            done = table.kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
+            assert done is not None, "there were enough pages"
             request.writable_end += size
-            request.num_computed = before
 
 
 def _by_step(entry: tuple[int, int, Request]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.config import EngineConfig
@@ -24,8 +25,9 @@ class SimCore(EngineCore):
     def __init__(self, parts: Parts, config: EngineConfig, clock: VirtualClock, emit: EventBuffer, runner: SimRunner) -> None:
         super().__init__(parts, config, clock, emit)
         self._simulated, self._virtual = runner, clock
+        self.scheduler.kv.use_keys(_quick_key)
         self._repeats = Repeats(self.scheduler)
-        self._can_jump = self.drafting is None and parts.tiers is None and runner.can_repeat and runner.steps_ahead <= 1
+        self._can_jump = self.drafting is None and parts.tiers is None and runner.steps_ahead <= 1
 
     def jump(self, until_s: float) -> Jump | None:
         """After a step: all that follow like it and are planned before `until_s`. The result is as if each had been made."""
@@ -33,7 +35,7 @@ class SimCore(EngineCore):
         if not self._can_jump or last is None or len(self._in_flight) != self.runner.steps_ahead or self.structured:
             return None
         most, before_s = self._repeats.most(last)
-        if most == 0:
+        if most == 0 or not self._simulated.can_repeat(last):
             return None
         times_s, planned_s = self._simulated.repeat(last, most, min(until_s, before_s))
         if not times_s:
@@ -42,4 +44,9 @@ class SimCore(EngineCore):
         repeated = self._simulated.repeated(last, items, len(times_s))
         if self._in_flight:
             self._in_flight[0] = InFlight(repeated, (repeated, self._simulated.free_s), planned_s, is_ahead=True)
-        return Jump([self._live_of[item.seq].request_id for item in items], times_s)
+        return Jump([self._live_of[item.seq].request_id for item in items if item.samples], times_s)
+
+
+def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Of a page. 64 bits that are no secret are enough for one process of a simulation."""
+    return hash((parent, *token_ids)).to_bytes(8, "big", signed=True)

@@ -15,7 +15,8 @@ from tidemill.sched.plan import StepPlan
 class CostModel(Protocol):
     """It may also have `host_s`: how long the host takes to plan and launch a step, which a runner that works ahead hides; and
     `decode_line`: of a step in which so many sequences decode, the fixed part, and what is added per token of all contexts and
-    per token of the longest. With it, steps that only repeat each other need not be simulated one by one."""
+    per token of the longest. With it, steps that only repeat each other need not be simulated one by one; with `shape_s`, the
+    time of a step by its shape, neither need those that go on with a prompt."""
 
     def step_s(self, plan: StepPlan) -> float: ...
 
@@ -30,6 +31,12 @@ class StepShape(NamedTuple):
     pairs: int  # of a prompt's token and one that it sees
     num_draws: int  # tokens that are drawn
     num_new: int  # tokens of requests that start in this step
+
+    def next(self) -> StepShape:
+        """Of the next step with the same sequences, of which at most one has a prompt that goes on."""
+        num, prompt = self.num_decoding, self.num_prompt
+        context, longest = self.decode_context + num, self.longest + (num > 0)
+        return StepShape(num, context, longest, prompt, self.pairs + prompt * prompt, self.num_draws, 0)
 
 
 def shape_of(plan: StepPlan) -> StepShape:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.sim.cost import CostModel
+from tidemill.sim.cost import CostModel, StepShape, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +34,11 @@ class SimRunner:
     def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0) -> None:
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)
+        self._shape_s: Callable[[StepShape], float] | None = getattr(cost, "shape_s", None)
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self.free_s = 0.0  # when all that was launched is done
         self.last_plan: StepPlan | None = None  # that was launched
         self.times: list[tuple[float, float, int]] = []  # begin and end of a step (0), or of so many like it that follow
-
-    @property
-    def can_repeat(self) -> bool:
-        """The cost model tells how steps in which all sequences decode differ from each other."""
-        return self._line is not None
 
     @property
     def cache(self) -> torch.Tensor:
@@ -67,19 +63,14 @@ class SimRunner:
     def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:
         """Launch and collect the steps that follow this one and are like it, at most so many and as long as they are planned
         before some time. Returns when the tokens of each came, and when the last was planned."""
-        assert self._line is not None
-        num = len(plan.items)
-        context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
-        fixed_s, context_s, longest_s = self._line(num)
+        following = self._following_s(plan)
         now = planned_s = self._clock.now()
         free_s = done_s = self.free_s
         first_s, times, host_s, is_ahead = free_s, list[float](), self._host_s, self.steps_ahead > 0
         while len(times) < most and now < until_s:
             planned_s = now
-            context += num
-            longest += 1
             now += host_s
-            free_s = (now if now > free_s else free_s) + (fixed_s + context_s * context + longest_s * longest)
+            free_s = (now if now > free_s else free_s) + next(following)
             if not is_ahead:
                 done_s = free_s
             if done_s > now:
@@ -91,6 +82,27 @@ class SimRunner:
             self.free_s = free_s
             self.times.append((first_s, free_s, len(times)))
         return times, planned_s
+
+    def _following_s(self, plan: StepPlan) -> Iterator[float]:
+        """Of the steps that follow this one and are like it, how long each takes."""
+        if any(item.count > 1 for item in plan.items):
+            assert self._shape_s is not None
+            shape = shape_of(plan).next()
+            while True:
+                yield self._shape_s(shape)
+                shape = shape.next()
+        assert self._line is not None
+        num = len(plan.items)
+        context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
+        fixed_s, context_s, longest_s = self._line(num)
+        while True:
+            context += num
+            longest += 1
+            yield fixed_s + context_s * context + longest_s * longest
+
+    def can_repeat(self, plan: StepPlan) -> bool:
+        """The cost model tells how such steps differ from each other."""
+        return self._line is not None and (self._shape_s is not None or all(item.count == 1 for item in plan.items))
 
     def repeated(self, plan: StepPlan, items: list[StepItem], num: int) -> StepPlan:
         """The last of so many steps after this one."""

@@ -6,8 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
+from functools import lru_cache
 
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
@@ -158,7 +157,9 @@ class SimConfig:
 class SimEngine:
     """An engine whose steps only cost time, on a clock of its own."""
 
-    def __init__(self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True) -> None:
+    def __init__(
+        self, config: SimConfig, cost: CostModel | None = None, *, jumps: bool = True, keeps_events: bool = True
+    ) -> None:
         """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
         `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
@@ -233,11 +234,15 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
 
 def _submit(core: EngineCore, arrival: Arrival, next_token: int) -> int:
     """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
-    prompt = arrival.prompt_ids or range(next_token, next_token + arrival.num_prompt)
-    params = SamplingParams(max_tokens=arrival.num_output, seed=0)
-    request = Submit(arrival.request_id, list(prompt), params, priority=arrival.priority, tenant=arrival.tenant)
-    core.submit(msgspec.structs.replace(request, holds=list(arrival.holds)))
-    return next_token + arrival.num_prompt
+    prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
+    params, holds = _params(arrival.num_output), list(arrival.holds)
+    core.submit(Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, holds=holds))
+    return next_token + 1
+
+
+@lru_cache(maxsize=1 << 16)
+def _params(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, seed=0)
 
 
 _ANY_NUMBER = 2**31 - 1

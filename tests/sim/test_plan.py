@@ -5,6 +5,7 @@ import math
 import random
 import re
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -15,11 +16,14 @@ from tidemill.planning.commands import commands
 from tidemill.planning.hardware import HARDWARE, Shape, estimate, parse_devices
 from tidemill.planning.load import Lengths, parse_lengths, poisson, read_trace
 from tidemill.planning.plans import Case, Evaluator, Limits, Plan, Pool, Slo, parse_slo
+from tidemill.planning.profiles import Costs
 from tidemill.planning.report import why
 from tidemill.planning.search import Floors, search
 from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
 from tidemill.sim.cluster import DECODE, PREFILL, Job
+from tidemill.sim.cost import Curve, FittedCost, StepShape
+from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 
 H200 = HARDWARE["H200"]
 
@@ -41,11 +45,11 @@ def random_space(seed):
 
 def check_equals_brute_force(case, space):
     """That it attains, its winner, its runner-up; with no more simulations."""
-    try:
-        found = search(case, space)
-    except ConfigError as error:
-        assert "does not fit" in error.message
+    if not any(space.plans(case, num) for num in range(1, case.num_devices + 1)):
+        with pytest.raises(ConfigError, match="does not fit"):
+            search(case, space)
         return 0
+    found = search(case, space)
     brute = search(case, space, "exhaustive")
     assert (found.winner, found.runner_up, found.attains) == (brute.winner, brute.runner_up, brute.attains)
     assert {pool.num_devices > 0 for pool in found.winner.plan.pools} == {True}
@@ -53,7 +57,7 @@ def check_equals_brute_force(case, space):
 
 
 def test_the_search_equals_brute_force():
-    assert sum(check_equals_brute_force(random_case(seed, num=10), random_space(seed)) for seed in range(5)) >= 3
+    assert sum(check_equals_brute_force(random_case(seed, num=10), random_space(seed)) for seed in range(4)) >= 2
 
 
 @pytest.mark.slow
@@ -89,8 +93,8 @@ def test_limits_that_nothing_can_keep_name_the_nearest():
 def test_a_budget_leaves_out_what_costs_more():
     jobs = [Job(i, i / 40, 2000, 50) for i in range(20)]
     space = Space(["continuous"], [2048], [64])
-    dear = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.05, 0.01), H200, 4), space)
-    cheap = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.05, 0.01), H200, 4, dear.winner.gpu_hours / 2), space)
+    dear = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.05, 0.01), H200, 2), space)
+    cheap = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.05, 0.01), H200, 2, dear.winner.gpu_hours / 2), space)
     assert not cheap.attains
     assert cheap.winner.strain > 1
 
@@ -98,9 +102,9 @@ def test_a_budget_leaves_out_what_costs_more():
 def test_more_load_needs_more_devices_also_beyond_what_is_searched_one_by_one():
     space = Space(["continuous"], [2048], [256], disaggregated=False)
     nums = []
-    for rate in (20.0, 100.0):
-        jobs = poisson([("", rate)], 120, Lengths(1000, 3000), Lengths(5, 20))
-        found = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.4, 0.03), H200, 16), space)
+    for rate in (20.0, 80.0):
+        jobs = poisson([("", rate)], 60, Lengths(1000, 3000), Lengths(5, 20))
+        found = search(Case({"": SHAPES["llama8b"]}, jobs, Slo(0.4, 0.03), H200, 9, page_size=512), space)
         assert found.attains
         assert not found.is_exact
         nums.append(found.winner.plan.num_devices)
@@ -238,3 +242,37 @@ def test_what_is_written_is_read():
     assert parse_devices("8xh200") == (8, H200)
     assert parse_slo("ttft=0.5, tpot=0.05") == Slo(0.5, 0.05, 0.9)
     assert parse_lengths("20", "--input-tokens") == Lengths(20, 20)
+
+
+def profile_of(tmp_path, **more):
+    """As `tidemill calibrate` would have made it of a machine that is as fast as the estimate."""
+    one = estimate(SHAPES["llama8b"], H200, Shape())
+    decode = Curve([1, 64, 256], [one.seconds(num, num, 0, 0) for num in (1, 64, 256)])
+    mixed = Curve([2, 2048], [one.seconds(num, 1, 0, 0) for num in (2, 2048)])
+    cost = FittedCost(decode, mixed, one.kv_token_s, 0.0, one.kv_token_s, one.pair_s, 0.0, 0.0)
+    shape = ModelShape.of("llama8b", SHAPES["llama8b"], 16_000_000_000, "bfloat16")
+    engine = EngineShape("cuda", "bfloat16", "dense", "bfloat16", 64, 1000, 8192, 256, 2048, 1)
+    made = Profile(FORMAT, "0", "2026-11-17", "a machine", shape, engine, cost, FitErrors(0, 0, 0, 0))
+    path = tmp_path / "profile.json"
+    msgspec.structs.replace(made, **more).save(path)
+    return str(path)
+
+
+def test_measured_costs_are_taken_and_those_of_several_devices_derived(tmp_path):
+    costs = Costs({"llama8b": SHAPES["llama8b"]}, H200, [profile_of(tmp_path)])
+    case = Case(costs.models, [Job(0, 0.0, 100, 10, model="llama8b")], Slo(1, 1), H200, 4, costs=costs)
+    assert "measured for llama8b on a machine (2026-11-17)" in costs.source
+    for shape in (Shape(), Shape(4)):
+        made, own = case.cost("llama8b", shape), estimate(SHAPES["llama8b"], H200, shape)
+        fixed_s, context_s, _ = made.decode_line(64)
+        assert fixed_s + 64_000 * context_s == pytest.approx(own.seconds(64, 64, 64_000, 0), rel=1e-6)
+        prompt = StepShape(0, 0, 0, 2048, 2**21, 1, 0)
+        assert made.shape_s(prompt) == pytest.approx(own.shape_s(prompt), rel=1e-3)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    path = profile_of(tmp_path)
+    with pytest.raises(ConfigError, match="another shape"):
+        Costs({"qwen14b": SHAPES["qwen14b"]}, H200, [path])
+    with pytest.raises(ConfigError, match="for no model"):
+        Costs({"llama8b": SHAPES["llama8b"]}, H200, [f"gpt={path}"])

@@ -21,6 +21,7 @@ from tidemill.planning.commands import commands
 from tidemill.planning.hardware import HARDWARE, parse_devices, with_link
 from tidemill.planning.load import Lengths, parse_lengths, poisson, read_trace
 from tidemill.planning.plans import Case, Result, Slo, parse_slo
+from tidemill.planning.profiles import Costs
 from tidemill.planning.report import as_dict, why
 from tidemill.planning.search import Found, search
 from tidemill.planning.shapes import NAMES, SHAPES
@@ -32,7 +33,6 @@ _TRIED = "continuous,prefill-first"
 _SHOWN = 12  # plans of the table
 _WIDTH = 150
 _MAX_REQUESTS = 1_000_000
-_ESTIMATED = "estimated from the model's shape and the device's measured rates"
 
 
 def plan(
@@ -62,6 +62,14 @@ def plan(
     policies: Annotated[str, typer.Option(help="Scheduling policies that are tried, with commas between them.")] = _TRIED,
     token_budgets: Annotated[str, typer.Option(help="Values of --token-budget that are tried.")] = "512,2048,8192",
     max_requests: Annotated[str, typer.Option(help="Values of --max-requests that are tried.")] = "64,256",
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[MODEL=]PROFILE",
+            help="Measured costs of a model on one device: a file of `tidemill calibrate`, or a shipped name; those of several "
+            "devices are derived. Default: the shipped one of that model and device, if there is one; none: estimates from the shape.",
+        ),
+    ] = None,
     link: Annotated[str | None, typer.Option(help="Bytes a second by which a KV cache moves between engines, like 40G.")] = None,
     unbuilt: Annotated[
         bool, typer.Option(help="Also layouts that the engine does not have on these devices: estimates to compare with.")
@@ -89,9 +97,10 @@ def plan(
     rates = _rates(wanted, rate)
     jobs = _trace(trace, rates, requests, speed, seed) if trace else _random(rates, requests, *lengths, limits, seed)
     moved = with_link(hardware, None if link is None else float(parse_bytes(link)))
-    case = Case(
-        {one.name: one.config for one in wanted}, jobs, limits, moved, num_devices, math.inf if budget is None else budget
-    )
+    costs = Costs({one.name: one.config for one in wanted}, moved, profile)
+    most = math.inf if budget is None else budget
+    case = Case(costs.models, jobs, limits, moved, num_devices, most, costs=costs)
+    source = costs.source
     console = Console(stderr=True, highlight=False)
     found = search(case, replace(space, unbuilt=unbuilt), how, lambda text: console.print(text, style="dim", markup=False))
     names = {one.name: NAMES.get(one.given, one.given) for one in wanted}
@@ -101,9 +110,9 @@ def plan(
 
         plot_plans(case, found, plot)
     if as_json:
-        print(json.dumps(as_dict(case, found, lines, _ESTIMATED), indent=1))
+        print(json.dumps(as_dict(case, found, lines, source), indent=1))
     else:
-        _print(case, found, lines)
+        _print(case, found, lines, source)
 
 
 @dataclass(frozen=True)
@@ -192,13 +201,13 @@ def _trace(path: Path, rates: Sequence[tuple[str, float]], num: int | None, spee
     return [replace(job, model=rng.choices(names, shares)[0]) for job in read_trace(path, limit=num or 1000, speed=speed)]
 
 
-def _print(case: Case, found: Found, lines: Sequence[str]) -> None:
+def _print(case: Case, found: Found, lines: Sequence[str], source: str) -> None:
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH))
     span = case.jobs[-1].at_s - case.jobs[0].at_s
     exact = "exact" if found.is_exact else "replicas by bisection"
     console.print(
-        f"{len(case.jobs):,} requests in {span:,.0f} s, {found.num_plans:,} plans, {found.num_simulated:,} simulations ({exact}). "
-        f"All figures are simulated; costs are {_ESTIMATED}.",
+        f"{len(case.jobs):,} requests in {span:,.0f} s, {found.num_plans:,} plans, {found.num_simulated:,} simulations "
+        f"({exact}). All figures are simulated; costs are {source}.",
         markup=False,
     )
     console.print(_table(found))

@@ -2,8 +2,8 @@
 share devices.
 
 Each engine has a clock of its own and is only run as far as all of the cluster has come. Its requests cannot end before a time
-that follows from their remaining tokens; until then nobody looks at it. An engine without requests costs nothing, and one that never
-gets any is not even made.
+that follows from their remaining tokens; until then nobody looks at it. An engine without requests costs nothing, and one that
+never gets any is not even made.
 
 A disaggregated request goes to a prefill engine for its first token. Its KV cache is sent meanwhile, chunk by chunk, by the
 engine's link; what a decode engine has in its cache already is not sent. Then it goes on in a decode engine.

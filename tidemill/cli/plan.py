@@ -67,7 +67,7 @@ def plan(
         typer.Option(
             metavar="[MODEL=]PROFILE",
             help="Measured costs of a model on one device: a file of `tidemill calibrate`, or a shipped name; those of several "
-            "devices are derived. Default: the shipped one of that model and device, if there is one; none: estimates from the shape.",
+            "devices are derived. Default: the shipped one of that model and device, if there is one. none: estimates.",
         ),
     ] = None,
     link: Annotated[str | None, typer.Option(help="Bytes a second by which a KV cache moves between engines, like 40G.")] = None,

@@ -163,7 +163,7 @@ class SimEngine:
         """`jumps`: steps that only repeat the one before are made at once, with the same result; their events are left out.
         `keeps_events`: False: of a long simulation; there is no `result` then, only `token_times_s`."""
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
-        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead)
+        self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events

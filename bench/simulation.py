@@ -6,7 +6,8 @@
 
 No load is used in calibration. Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each
 load the median of its runs counts. On a CPU, time is that which this process computes (one thread), since others may use the
-machine as well. `--out` gets profile.json and results.json.
+machine as well. `--out` gets profile.json, results.json and steps.json, every
+measured step: its StepShape, seconds, and whether it followed another.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.load import load_core
 from tidemill.kernels import machine
 from tidemill.sampling import SamplingParams
-from tidemill.sim.calibration import Calibration, profile_of
+from tidemill.sim.calibration import Calibration, StepTimer, profile_of, timed
+from tidemill.sim.fit import Sample
 from tidemill.sim.profile import Profile
 from tidemill.sim.simulator import Arrival, SimConfig, simulate
 from tidemill.wire import Submit
@@ -62,18 +64,26 @@ def loads(length_scale: float, number_scale: float, vocab: int, context: int) ->
     }
 
 
-def run_real(core: EngineCore, items: Sequence[Item], now: Callable[[], float]) -> list[Record]:
-    """The engine in this process; where nothing is under way, time goes on to the next arrival at once."""
+def run_real(core: EngineCore, items: Sequence[Item], now: Callable[[], float]) -> tuple[list[Record], list[Sample]]:
+    """The engine in this process; where nothing is under way, time goes on to the next arrival at once. Also what its steps took,
+    for a look at where a simulation is off."""
+    with timed(core, now) as timer:
+        return _run_real(core, timer, items, now), timer.samples
+
+
+def _run_real(core: EngineCore, timer: StepTimer, items: Sequence[Item], now: Callable[[], float]) -> list[Record]:
     records = [Record(item.at_s, item.at_s, num_prompt=len(item.prompt_ids)) for item in items]
     offset, num_sent, num_done = -now(), 0, 0
     while num_done < len(items):
-        if not core.has_work:
+        is_idle = not core.has_work
+        if is_idle:
             offset += max(0.0, items[num_sent].at_s - (now() + offset))
         while num_sent < len(items) and items[num_sent].at_s <= now() + offset:
             item = items[num_sent]
             params = SamplingParams(temperature=0.0, max_tokens=item.num_output, ignore_eos=True)
             core.submit(Submit(str(num_sent), item.prompt_ids, params))
             num_sent += 1
+        timer.begin_step(is_idle)
         output, failed = core.step()
         assert not failed
         at_s = now() + offset
@@ -130,6 +140,7 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> dict[str, Any
     profile = Profile.load(given.profile) if given.profile else None
     items_of: dict[str, list[Item]] = {}
     real: dict[str, list[dict[str, float]]] = {}
+    steps: dict[str, list[Sample]] = {}  # of the last run
     for number in range(given.rounds):
         if not given.profile:
             begin = time.perf_counter()
@@ -139,7 +150,8 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> dict[str, Any
             items_of = timed_loads(core, profile or profile_of(core, calibration.samples, name, _machine()), given)
         for load, items in items_of.items():
             core.scheduler.kv.clear_prefixes()
-            real.setdefault(load, []).append(figures(run_real(core, items, given.now)))
+            records, steps[load] = run_real(core, items, given.now)
+            real.setdefault(load, []).append(figures(records))
             print(f"{load}: {real[load][-1]['throughput']:.1f} tokens/s", flush=True)
     profile = profile or profile_of(core, calibration.samples, name, _machine())
     config = SimConfig.of(core.config, core.runner.steps_ahead)
@@ -151,7 +163,8 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> dict[str, Any
         measured = {key: statistics.median(one[key] for one in real[load]) for key in said}
         runs = {key: [one[key] for one in real[load]] for key in said}
         lines.append({"load": load, "requests": len(items), "real": measured, "runs": runs, "simulated": said, "took_s": took})
-    return {"profile": profile, "lines": lines}
+    steps["calibration"] = calibration.samples
+    return {"profile": profile, "lines": lines, "steps": steps}
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
@@ -219,6 +232,8 @@ def main() -> None:
     show(result["lines"])
     given.out.mkdir(parents=True, exist_ok=True)
     profile.save(given.out / "profile.json")
+    plain = {load: [[*one.shape, one.seconds, one.follows] for one in of_load] for load, of_load in result.pop("steps").items()}
+    (given.out / "steps.json").write_text(json.dumps(plain))
     (given.out / "results.json").write_text(json.dumps(result, indent=1))
     print(f"wrote {given.out / 'profile.json'}; all in {time.perf_counter() - begin:.0f} s")
 

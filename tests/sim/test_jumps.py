@@ -71,7 +71,9 @@ def drawn(seed):
         holds = (Hold(f"h{i}", 0, draw.uniform(0.1, 5), draw.random() < 0.3, "test"),) if draw.random() < 0.1 else ()
         priority = BACKGROUND if draw.random() < 0.1 else draw.randrange(priorities)
         tenant = f"t{draw.randrange(tenants)}"
-        arrivals.append(Arrival(f"r{i}", at, num_prompt, num_output, priority, tenant, prompt, holds))
+        n = draw.choice([1, 1, 1, 1, 1, 3])
+        abort_s = at + draw.expovariate(1.0) if draw.random() < 0.15 else None
+        arrivals.append(Arrival(f"r{i}", at, num_prompt, num_output, priority, tenant, prompt, holds, n, abort_s))
     return arrivals, config
 
 

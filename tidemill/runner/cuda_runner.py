@@ -105,6 +105,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:

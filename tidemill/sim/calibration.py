@@ -14,7 +14,7 @@ from tidemill.errors import TidemillError
 from tidemill.runner.base import StepResult
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import StepShape, shape_of
+from tidemill.sim.cost import Shapes, StepShape
 from tidemill.sim.fit import Sample, fit
 from tidemill.sim.profile import FORMAT, EngineShape, FitErrors, ModelShape, Profile
 from tidemill.version import __version__
@@ -24,13 +24,14 @@ _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _DECODE_STEPS = 10
+_SIZED = 4  # prompts of a size
 
 
 class StepTimer:
     """Stands before a runner and notes when its steps end, by a clock."""
 
-    def __init__(self, runner: Any, now: Callable[[], float] = time.perf_counter) -> None:
-        self._runner, self._now = runner, now
+    def __init__(self, runner: Any, shapes: Shapes, now: Callable[[], float] = time.perf_counter) -> None:
+        self._runner, self._now, self._shape_of = runner, now, shapes.of
         self._shapes: list[tuple[StepShape, float]] = []  # launched and not collected: when the host began with it
         self._begin_s = self._now()  # of the planning of the next step
         self._end_s: float | None = None  # of the step before, if the next follows at once
@@ -40,7 +41,7 @@ class StepTimer:
         return getattr(self._runner, name)
 
     def launch(self, plan: StepPlan) -> Any:
-        self._shapes.append((shape_of(plan), self._begin_s))
+        self._shapes.append((self._shape_of(plan), self._begin_s))
         return self._runner.launch(plan)
 
     def collect(self, launched: Any) -> StepResult:
@@ -60,7 +61,8 @@ class StepTimer:
 @contextmanager
 def timed(core: EngineCore, now: Callable[[], float] = time.perf_counter) -> Iterator[StepTimer]:
     """Its steps are measured. Only while it is driven by `drive`."""
-    timer, runner = StepTimer(core.runner, now), core.runner
+    shapes = Shapes(core.config.page_size, getattr(core.runner, "shared_unit", 0))
+    timer, runner = StepTimer(core.runner, shapes, now), core.runner
     core.runner = timer  # type: ignore[assignment]
     try:
         yield timer
@@ -110,7 +112,9 @@ class Calibration:
         self._measure([(0, self._prompt(0, min(config.token_budget, config.max_context - 8)), 4)], keep=False)
         rate = self._rate()
         most = int(rate * self._seconds / 10)  # prompt tokens of one load
-        loads = [*self._decode_loads(most), *self._alone_loads(most), *self._mixed_loads(most)]
+        loads = [*self._decode_loads(most), *self._alone_loads(most), *self._mixed_loads(most), *self._sized_loads()]
+        if getattr(self._core.runner, "shared_unit", 0):
+            loads += self._shared_loads(most)
         shuffled = sorted(range(len(loads)), key=lambda _: self._draw.random())
         for number, at in enumerate(shuffled):
             if self._now() - begin > 2 * self._seconds and number > len(loads) // 2:
@@ -171,6 +175,26 @@ class Calibration:
                     left -= length
                 yield load
 
+    def _sized_loads(self) -> Iterator[list[tuple[int, list[int], int]]]:
+        """Steps of every size that they are padded to: a few sequences decode, and one prompt after the other fills the rest."""
+        _, sizes = getattr(self._core.runner, "graph_sizes", ((), ()))
+        for size in sizes:
+            for batch in (2, 24):
+                if size > batch + 8:
+                    load = [(0, self._prompt(i, 32), 3 * _SIZED + 6) for i in range(batch)]
+                    length = size - batch - 4  # the prompt before may decode meanwhile
+                    yield load + [(4 + 3 * i, self._fresh(length), 2) for i in range(_SIZED)]
+
+    def _shared_loads(self, most: int) -> Iterator[list[tuple[int, list[int], int]]]:
+        """Batches that decode after a common prefix."""
+        config = self._core.config
+        for shared in (1024, 2048, 8192):
+            prefix = self._fresh(shared)
+            for batch in (2, 8, 32, 64, 128):
+                if batch <= config.max_requests and shared + 256 < config.max_context and shared + 64 * batch <= most:
+                    first = [(0, prefix + self._fresh(64), 2 * _DECODE_STEPS)]
+                    yield first + [(4 + shared // config.token_budget, prefix + self._fresh(64), 16) for _ in range(batch - 1)]
+
     def _prompt(self, number: int, length: int) -> list[int]:
         known = self._prompts.setdefault(number, [])
         known += self._fresh(length - len(known))
@@ -186,7 +210,7 @@ def profile_of(core: EngineCore, samples: Sequence[Sample], name: str, machine: 
     """The fit, with what it is about."""
     config, runner = core.config, core.runner
     decode_sizes, mixed_sizes = getattr(runner, "graph_sizes", ((), ()))
-    cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead)
+    cost, errors = fit(samples, decode_sizes, mixed_sizes, runner.steps_ahead, getattr(runner, "shared_unit", 0))
     engine = EngineShape(
         config.device,
         config.dtype,

@@ -44,7 +44,8 @@ class SimCore(EngineCore):
         repeated = self._simulated.repeated(last, items, len(times_s))
         if self._in_flight:
             self._in_flight[0] = InFlight(repeated, (repeated, self._simulated.free_s), planned_s, is_ahead=True)
-        return Jump([self._live_of[item.seq].request_id for item in items if item.samples], times_s)
+        requests = self.scheduler._requests
+        return Jump([requests[item.seq].request_id for item in items if item.samples], times_s)
 
 
 def _quick_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tidemill.errors import ConfigError
-from tidemill.sim.cost import Curve, FittedCost, StepShape, _padded
+from tidemill.sim.cost import Curve, FittedCost, StepShape, padded
 
 _LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _ROUNDS = 4  # of leaving out what the others contradict
@@ -43,26 +43,29 @@ def fit(
     decode_sizes: Sequence[int] = (),
     mixed_sizes: Sequence[int] = (),
     steps_ahead: int = 0,
+    shared_unit: int = 0,
 ) -> tuple[FittedCost, Errors]:
     """`decode_sizes`, `mixed_sizes`: what steps are padded to. `steps_ahead`: of the runner; without, the host's time is part of
-    every step's."""
+    every step's. `shared_unit`: of attention, see `Shapes`."""
     steady = [sample for sample in samples if sample.follows]
     decode = [sample for sample in steady if not sample.shape.num_prompt]
     mixed = [sample for sample in steady if sample.shape.num_prompt]
     if len(decode) < 2 * _LEAST or len(mixed) < 2 * _LEAST:
         raise ConfigError("There are too few measured steps to fit a profile.", fix="Measure for longer: --seconds.")
-    d_curve, (d_context, d_longest, d_new) = _fit_kind(
-        [_padded(one.shape.num_decoding, decode_sizes) for one in decode],
-        [[one.shape.decode_context, one.shape.longest, one.shape.num_new] for one in decode],
+    d_curve, (d_context, d_longest, d_new, d_shared) = _fit_kind(
+        [padded(one.shape.num_decoding, decode_sizes) for one in decode],
+        [[one.shape.decode_context, one.shape.longest, one.shape.num_new, one.shape.num_shared] for one in decode],
         [one.seconds for one in decode],
+        decode_sizes,
     )
     m_curve, (m_context, m_pairs, m_draws, m_new) = _fit_kind(
-        [_padded(one.shape.num_decoding + one.shape.num_prompt, mixed_sizes) for one in mixed],
+        [padded(one.shape.num_decoding + one.shape.num_prompt, mixed_sizes) for one in mixed],
         [[one.shape.decode_context, one.shape.pairs, one.shape.num_draws, one.shape.num_new] for one in mixed],
-        [one.seconds for one in mixed],
+        [one.seconds - d_shared * one.shape.num_shared for one in mixed],
+        mixed_sizes,
     )
     rates = (d_context, d_longest, m_context, m_pairs, m_draws, m_new or d_new)
-    cost = FittedCost(d_curve, m_curve, *rates, 0.0, [*decode_sizes], [*mixed_sizes])
+    cost = FittedCost(d_curve, m_curve, *rates, 0.0, d_shared, shared_unit, [*decode_sizes], [*mixed_sizes])
     waits = [one.seconds - cost.shape_s(one.shape) for one in samples if not one.follows]
     if steps_ahead and waits:
         cost = msgspec.structs.replace(cost, host_s=max(statistics.median(waits), 0.0))
@@ -76,12 +79,16 @@ def errors_of(cost: FittedCost, samples: Sequence[Sample]) -> Errors:
     return Errors(len(off), off[len(off) // 2], off[len(off) * 9 // 10], total)
 
 
-def _fit_kind(sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequence[float]) -> tuple[Curve, list[float]]:
-    """A curve over the sizes, and a rate for each other column: none is negative, and the curve never falls."""
-    knots = _knots(sizes)
+def _fit_kind(
+    sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequence[float], ladder: Sequence[int]
+) -> tuple[Curve, list[float]]:
+    """A curve over the sizes, and a rate for each other column; none is negative. `ladder`: sizes that there are, if they are
+    few: for each of them other code may run, so the curve may fall. Else it never does."""
+    knots = _knots(sizes, ladder)
     hats = np.array([_hat(knots, size) for size in sizes])
-    steps = np.triu(np.ones((len(knots), len(knots))))  # a point is the sum of the rises up to it: each of them is 0 or more
-    matrix = np.hstack([hats @ steps.T, np.array(more, float)])
+    # A point is the sum of the rises up to it, each of them 0 or more.
+    points = np.eye(len(knots)) if ladder else np.tril(np.ones((len(knots), len(knots))))
+    matrix = np.hstack([hats @ points, np.array(more, float)])
     measured = np.array(seconds)
     kept = np.ones(len(measured), bool)
     found = np.zeros(matrix.shape[1])
@@ -89,7 +96,7 @@ def _fit_kind(sizes: Sequence[int], more: Sequence[Sequence[int]], seconds: Sequ
         found = _least_squares(matrix[kept] / measured[kept, None])
         off = np.abs(matrix @ found / measured - 1)
         kept = off <= max(_OUTLIER * float(np.median(off[kept])), 0.02)
-    curve = np.cumsum(found[: len(knots)])
+    curve = points @ found[: len(knots)]
     return Curve(knots, [float(value) for value in curve]), [float(rate) for rate in found[len(knots) :]]
 
 
@@ -107,11 +114,10 @@ def _least_squares(matrix: np.ndarray) -> np.ndarray:
     return found
 
 
-def _knots(sizes: Sequence[int]) -> list[int]:
+def _knots(sizes: Sequence[int], given: Sequence[int]) -> list[int]:
     """Points of the ladder that enough samples are near to."""
     low, high = min(sizes), max(sizes)
-    ladder = [low, *(point for point in _LADDER if low < point < high), *(range(2560, high, 512)), high]
-    ladder = sorted(set(ladder))
+    ladder = sorted({low, *(point for point in given or (*_LADDER, *range(2560, high, 512)) if low < point < high), high})
     kept = [ladder[0]]
     for point in ladder[1:]:
         if point == high or sum(1 for size in sizes if kept[-1] < size <= point) >= _LEAST:

@@ -89,6 +89,14 @@ class Profile(msgspec.Struct, frozen=True):
     def host_s(self) -> float:
         return self.cost.host_s
 
+    @property
+    def shared_s(self) -> float:
+        return self.cost.shared_s
+
+    @property
+    def shared_unit(self) -> int:
+        return self.cost.shared_unit
+
     def step_s(self, plan: object) -> float:
         return self.cost.step_s(plan)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepItem, StepPlan
-from tidemill.sim.cost import CostModel, StepShape, shape_of
+from tidemill.sim.cost import CostModel, Shapes, StepShape
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +31,13 @@ class SimRunner:
     mover: PageMover | None = None
     loras: Loras | None = None
 
-    def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0) -> None:
+    def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
+        self._shapes = Shapes(page_size, getattr(cost, "shared_unit", 0))
+        self._shape = StepShape(0, 0, 0, 0, 0, 0, 0)  # of the last step
         self._cost, self._clock, self.steps_ahead = cost, clock, steps_ahead
         self._host_s: float = getattr(cost, "host_s", 0.0)
         self._shape_s: Callable[[StepShape], float] | None = getattr(cost, "shape_s", None)
+        self._shared_s: float = getattr(cost, "shared_s", 0.0)
         self._line: Callable[[int], tuple[float, float, float]] | None = getattr(cost, "decode_line", None)
         self.free_s = 0.0  # when all that was launched is done
         self.last_plan: StepPlan | None = None  # that was launched
@@ -47,7 +50,11 @@ class SimRunner:
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
         self._clock.advance(self._host_s)
         begin = max(self._clock.now(), self.free_s)
-        self.free_s = begin + self._cost.step_s(plan)
+        if self._shape_s is not None:
+            self._shape = self._shapes.of(plan)
+            self.free_s = begin + self._shape_s(self._shape)
+        else:
+            self.free_s = begin + self._cost.step_s(plan)
         self.times.append((begin, self.free_s, 0))
         self.last_plan = plan
         return plan, self.free_s
@@ -85,20 +92,22 @@ class SimRunner:
 
     def _following_s(self, plan: StepPlan) -> Iterator[float]:
         """Of the steps that follow this one and are like it, how long each takes."""
-        if any(item.count > 1 for item in plan.items):
-            assert self._shape_s is not None
-            shape = shape_of(plan).next()
+        shape = self._shape
+        if self._shape_s is not None and shape.num_prompt:
             while True:
-                yield self._shape_s(shape)
                 shape = shape.next()
+                yield self._shape_s(shape)
         assert self._line is not None
-        num = len(plan.items)
-        context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
+        num, rest_s = len(plan.items), 0.0
+        if self._shape_s is not None:
+            context, longest, rest_s = shape.decode_context, shape.longest, self._shared_s * shape.num_shared
+        else:
+            context, longest = sum(item.start for item in plan.items) + num, max(item.start for item in plan.items) + 1
         fixed_s, context_s, longest_s = self._line(num)
         while True:
             context += num
             longest += 1
-            yield fixed_s + context_s * context + longest_s * longest
+            yield fixed_s + context_s * context + longest_s * longest + rest_s
 
     def can_repeat(self, plan: StepPlan) -> bool:
         """The cost model tells how such steps differ from each other."""

@@ -28,6 +28,7 @@ from tidemill.planning.search import search
 from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
 from tidemill.sim.cluster import DECODE, PREFILL, Cluster, Job, Served
+from tidemill.sim.profile import shipped_profiles
 
 H200 = HARDWARE["H200"]
 GPUS = 1000
@@ -36,7 +37,9 @@ SMALL = Limits(token_budget=512)
 
 
 def make_case(model: str, jobs: list[Job], slo: Slo, num: int, profile: str | None = None, page_size: int = 64) -> Case:
-    costs = Costs({"": SHAPES[model]}, H200, [profile] if profile else None)
+    own = f"{H200.name}-{model}".lower()
+    given = profile or (own if own in shipped_profiles() else "none")
+    costs = Costs({"": SHAPES[model]}, H200, [given])
     if model not in _told:
         print(f"costs: {costs.source}")
         _told.add(model)

@@ -16,7 +16,7 @@ from tidemill.model_config import ModelConfig
 from tidemill.parallel import layouts
 from tidemill.parallel.layouts import Layout, Phase
 from tidemill.sched.plan import StepPlan
-from tidemill.sim.cost import StepShape, shape_of
+from tidemill.sim.cost import Shapes, StepShape
 
 _SMALLEST_BATCH = 32  # tokens of a micro-batch
 _BATCHES_A_STAGE = 2
@@ -93,7 +93,7 @@ class Estimate:
     hop_token_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
-        return self.shape_s(shape_of(plan))
+        return self.shape_s(Shapes(1).of(plan))
 
     def shape_s(self, shape: StepShape) -> float:
         return self.seconds(shape.num_decoding + shape.num_prompt, shape.num_draws, shape.decode_context, shape.pairs)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from tidemill.errors import ConfigError
 from tidemill.sim.cluster import Job
+from tidemill.sim.trace import MAX_REQUESTS, read_rows
 
-_MAX_LINE = 1_000_000  # characters
+_MOST = 10_000_000  # tokens of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +48,16 @@ def poisson(rates: Sequence[tuple[str, float]], num: int, prompt: Lengths, outpu
     return jobs
 
 
-def read_trace(path: Path, model: str = "", limit: int | None = None, speed: float = 1.0) -> list[Job]:
-    """Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSONL (milliseconds, lengths, a number for each 512
-    tokens of the prompt). `speed`: times pass so many times faster."""
-    try:
-        rows = _azure(path) if path.suffix == ".csv" else _mooncake(path)
-        jobs = [
-            Job(number, at, prompt, max(output, 1), blocks, model)
-            for number, (at, prompt, output, blocks) in zip(range(limit or 2**40), rows, strict=False)
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "Azure CSV and Mooncake JSONL are known."
-        raise ConfigError(f"{path} cannot be read as a trace: {error!r}.", fix=fix) from error
-    if not jobs:
-        raise ConfigError(f"{path} holds no request.")
-    jobs.sort(key=lambda job: job.at_s)
-    start = jobs[0].at_s
-    return [replace(job, number=i, at_s=(job.at_s - start) / speed) for i, job in enumerate(jobs)]
+def read_trace(path: Path, model: str = "", limit: int = MAX_REQUESTS, speed: float = 1.0) -> list[Job]:
+    """`speed`: its time passes so many times faster."""
+    rows = read_rows(path, limit)
+    most = max(row.num_prompt + row.num_output for row in rows)
+    if most > _MOST:
+        raise ConfigError(f"{path} cannot be read as a trace: a request has {most:,} tokens.", fix=f"At most {_MOST:,} are.")
+    return [
+        Job(number, row.at_s / speed, max(row.num_prompt, 1), max(row.num_output, 1), row.blocks, model)
+        for number, row in enumerate(rows)
+    ]
 
 
 def copies(jobs: Sequence[Job], num: int) -> Iterator[Job]:
@@ -81,32 +72,3 @@ def copies(jobs: Sequence[Job], num: int) -> Iterator[Job]:
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     return [replace(job, number=i) for i, job in enumerate(sorted(jobs, key=lambda job: job.at_s))]
-
-
-def _azure(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield at, _positive(row["ContextTokens"]), int(row["GeneratedTokens"]), ()
-
-
-def _mooncake(path: Path) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-    with path.open() as file:
-        while line := file.readline(_MAX_LINE):
-            row = json.loads(line)
-            blocks = tuple(_natural(block) for block in row["hash_ids"])
-            yield row["timestamp"] / 1000, _positive(row["input_length"]), int(row["output_length"]), blocks
-
-
-def _positive(value: object) -> int:
-    num = int(str(value))
-    if not 0 < num <= 10_000_000:
-        raise ValueError(f"a length of {num} tokens")
-    return num
-
-
-def _natural(value: object) -> int:
-    num = int(str(value))
-    if not 0 <= num < 2**24:
-        raise ValueError(f"the block {num}")
-    return num

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from tidemill.errors import ConfigError
 from tidemill.model_config import ModelConfig
 from tidemill.planning.hardware import ONE, Estimate, Hardware, Shape, estimate
@@ -27,7 +25,7 @@ class Costs:
         named = self._named(given or ())
         for name, model in models.items():
             own = named.get(name) or f"{hardware.name}-{name}".lower()
-            if own != _NONE and (name in named or own in _shipped()):
+            if own != _NONE and (name in named or own in shipped_profiles()):
                 self._profiles[name] = _checked(Profile.load(own), own, model)
 
     def __call__(self, name: str, shape: Shape) -> CostModel | None:
@@ -53,17 +51,10 @@ class Costs:
     def source(self) -> str:
         """Where the costs come from."""
         parts = [
-            f"{'estimated' if one.is_estimated else 'measured'} for {name} on {one.machine} ({one.date}), and derived from that"
+            f"{'estimated' if one.is_estimated else 'measured'} for {one.model.name} on {one.machine} ({one.date}), and derived from that"
             for name, one in self._profiles.items()
         ]
         return "; ".join(parts + ([_ESTIMATED] if len(parts) < len(self.models) else []))
-
-
-def _shipped() -> list[str]:
-    try:
-        return shipped_profiles()
-    except FileNotFoundError:
-        return []
 
 
 def _checked(profile: Profile, source: str, model: ModelConfig) -> Profile:
@@ -75,20 +66,41 @@ def _checked(profile: Profile, source: str, model: ModelConfig) -> Profile:
     return profile
 
 
-def derived(cost: FittedCost, one: Estimate, cut: Estimate) -> FittedCost:
+class Measured(FittedCost, frozen=True):
+    """With bounds for the search and for the order of time in a cluster."""
+
+    @property
+    def least_s(self) -> float:
+        """No step takes less."""
+        return min(*self.decode.seconds, *self.mixed.seconds)
+
+    def prefill_floor_s(self, start: int, end: int, budget: int) -> float:
+        """As of an Estimate."""
+        num, (sizes, seconds) = end - start, _points(self.mixed)
+        rate = min(s / n for n, s in zip(sizes, seconds, strict=True))
+        if len(sizes) > 1:  # beyond the last point
+            rate = min(rate, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+        num_steps = -(-num // budget)
+        return max(rate * (num - 1), num_steps * self.least_s, 0.0)
+
+    def decode_floor_s(self, context: int) -> float:
+        """As of an Estimate. Others may share the context."""
+        return self.least_s
+
+
+def derived(cost: FittedCost, one: Estimate, cut: Estimate) -> Measured:
     """Of several devices: each part is measured on one, times what the estimates say that cutting the model does to it."""
+    values = {name: getattr(cost, name) for name in cost.__struct_fields__}
     if one == cut:
-        return cost
+        return Measured(**values)
     by_context = cut.decode_line(1)[1] / one.decode_line(1)[1]
-    return msgspec.structs.replace(
-        cost,
-        decode=Curve(cost.decode.at, [s * _ratio(one, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)]),
-        mixed=Curve(cost.mixed.at, [s * _ratio(one, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)]),
-        decode_context_s=cost.decode_context_s * by_context,
-        longest_s=cost.longest_s * by_context,
-        mixed_context_s=cost.mixed_context_s * by_context,
-        pair_s=cost.pair_s * _pair_s(cut) / _pair_s(one),
-    )
+    changed = {
+        "decode": Curve(cost.decode.at, [s * _ratio(one, cut, n, n) for n, s in zip(*_points(cost.decode), strict=True)]),
+        "mixed": Curve(cost.mixed.at, [s * _ratio(one, cut, n, 1) for n, s in zip(*_points(cost.mixed), strict=True)]),
+        "pair_s": cost.pair_s * _pair_s(cut) / _pair_s(one),
+    }
+    of_context = ("decode_context_s", "longest_s", "mixed_context_s", "shared_s")
+    return Measured(**values | changed | {name: values[name] * by_context for name in of_context})
 
 
 def _points(curve: Curve) -> tuple[list[int], list[float]]:

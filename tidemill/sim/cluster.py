@@ -23,10 +23,10 @@ from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sim.cost import CostModel
 from tidemill.sim.runner import FIRST_TOKEN
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
+from tidemill.sim.trace import MOONCAKE_BLOCK, prompt_of
 
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
-BLOCK = 512  # tokens of a prompt that have a number
-_REST = [0] * (BLOCK - 1)
+BLOCK = MOONCAKE_BLOCK  # tokens of a prompt that have a number
 _OWN = FIRST_TOKEN // 2  # the first token that is no block's
 
 
@@ -42,14 +42,8 @@ class Job:
     blocks: tuple[int, ...] = ()
     model: str = ""
 
-    def prompt_ids(self) -> list[int]:
-        """Only first tokens differ: all that follow depend on them."""
-        ids: list[int] = []
-        for block in self.blocks:
-            ids.append(block)
-            ids += _REST
-        ids.append(_OWN + self.number)
-        return (ids + [0] * (self.num_prompt - len(ids)))[: self.num_prompt]
+    def prompt_ids(self) -> tuple[int, ...]:
+        return prompt_of(self.blocks, self.num_prompt, self.number)
 
     @property
     def keys(self) -> Sequence[int]:
@@ -70,6 +64,11 @@ class EngineSpec:
     kv_token_bytes: float = 0.0  # sent of each token
     link: float = math.inf  # bytes a second
     link_latency_s: float = 0.0
+
+    def line(self, num_decoding: int) -> tuple[float, float, float]:
+        """Of a step in which so many decode: its fixed part, and what a token of context adds."""
+        found: Callable[[int], tuple[float, float, float]] | None = getattr(self.cost, "decode_line", None)
+        return (0.0, 0.0, 0.0) if found is None else found(num_decoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +245,11 @@ class Cluster:
         for one in node.neighbours:
             one.loads[one.name] += change
 
-    def _submit(self, node: _Node, live: _Live, prompt_ids: list[int], at_s: float) -> None:
+    def _submit(self, node: _Node, live: _Live, prompt_ids: tuple[int, ...], at_s: float) -> None:
         engine = self._at(node, at_s)
         request_id = str(live.job.number)
         node.live[request_id] = live
-        engine.submit(Arrival(request_id, at_s, live.num_prompt, live.num_output, prompt_ids=tuple(prompt_ids)))
+        engine.submit(Arrival(request_id, at_s, live.num_prompt, live.num_output, prompt_ids=prompt_ids))
         self._look_again(node)
 
     def _at(self, node: _Node, at_s: float) -> SimEngine:
@@ -288,11 +287,11 @@ class Cluster:
             if num:
                 num_decoding += 1
                 context += live.num_prompt + num
-        line = getattr(node.spec.cost, "decode_line", None)
-        if line is None:
-            return 0.0
-        fixed_s, context_s, _ = line(max(num_decoding, 1))
-        return (num_left - 1) * (fixed_s + context_s * context) * _ROUNDING  # the last one is run when those before it have ended
+        step_s: float | None = getattr(node.spec.cost, "least_s", None)
+        if step_s is None:
+            fixed_s, context_s, _ = node.spec.line(max(num_decoding, 1))
+            step_s = fixed_s + context_s * context
+        return (num_left - 1) * step_s * _ROUNDING  # the last one is run when those before it have ended
 
     def _check(self, node: _Node, at_s: float) -> None:
         """Run the engine until here, a step at least, and see which requests have ended."""
@@ -358,7 +357,7 @@ class Cluster:
         if target.engine is None or not job.blocks:
             return num
         kv = target.engine.kv
-        return num - min(kv.num_cached(kv.path([*job.prompt_ids(), 0])) // size * size, num)
+        return num - min(kv.num_cached(kv.path((*job.prompt_ids(), 0))) // size * size, num)
 
     def _deliver(self, target: _Node, sent: _Sent, at_s: float) -> None:
         if target.waiting or not self._admit(target, sent, at_s):
@@ -369,7 +368,7 @@ class Cluster:
         if len(node.live) >= node.spec.config.num_rows:
             return False
         job, kv = sent.job, self._at(node, at_s).kv
-        prompt_ids = [*job.prompt_ids(), 0]
+        prompt_ids = (*job.prompt_ids(), 0)
         num = (len(prompt_ids) - 1) // kv.page_size * kv.page_size
         if num:
             if kv.admit(_IMPORT, num, kv.path(prompt_ids), reserve=len(node.live) + 1) is None:

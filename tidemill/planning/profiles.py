@@ -51,8 +51,8 @@ class Costs:
     def source(self) -> str:
         """Where the costs come from."""
         parts = [
-            f"{'estimated' if one.is_estimated else 'measured'} for {one.model.name} on {one.machine} ({one.date}), and derived from that"
-            for name, one in self._profiles.items()
+            f"{'estimated' if one.is_estimated else 'measured'} for {one.model.name} on {one.machine} ({one.date}), and derived"
+            for one in self._profiles.values()
         ]
         return "; ".join(parts + ([_ESTIMATED] if len(parts) < len(self.models) else []))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
@@ -296,6 +296,11 @@ class KVManager:
     def until_stop(self, seq: int, start: int, count: int) -> int:
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
         return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
+
+    def use_keys(self, chain: Callable[[bytes, Sequence[int]], bytes]) -> None:
+        """Before any sequence is there: by which keys an index by hashes knows content."""
+        if isinstance(self._index, HashIndex):
+            self._index.chain = chain
 
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough

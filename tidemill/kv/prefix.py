@@ -143,9 +143,10 @@ class HashPath(Path):
     root: bytes
     keys: list[bytes] = field(default_factory=list)  # of the leading full pages, as far as they are known
     num_seen: int = 0  # of them, how many are noted as seen
+    chain: Callable[[bytes, Sequence[int]], bytes] = chain_key
 
     def until(self, num_tokens: int) -> HashPath:
-        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size])
+        return HashPath(self.page_size, self.root, self.keys[: num_tokens // self.page_size], chain=self.chain)
 
     def through(self, token_ids: Sequence[int], num_tokens: int) -> HashPath:
         made = self.until(num_tokens)
@@ -153,9 +154,9 @@ class HashPath(Path):
         return made
 
     def extend(self, token_ids: Sequence[int], end: int) -> None:
-        size, key = self.page_size, self.keys[-1] if self.keys else self.root
+        size, key, chain = self.page_size, self.keys[-1] if self.keys else self.root, self.chain
         for start in range(len(self.keys) * size, end // size * size, size):
-            key = chain_key(key, token_ids[start : start + size])
+            key = chain(key, token_ids[start : start + size])
             self.keys.append(key)
 
 
@@ -189,6 +190,7 @@ class HashIndex(PrefixIndex[HashPath]):
         self._key_of: dict[int, bytes] = {}
         self._has_states = any(group.is_state for group in groups)
         self._place_of: Callable[[bytes], int | None] = self._page_of.get
+        self.chain = chain_key  # how keys are made; a simulation, in which nobody can be misled, takes a faster one
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # if there are states: keys of what was computed, the latest last
 
     def __contains__(self, page: int) -> bool:
@@ -198,7 +200,7 @@ class HashIndex(PrefixIndex[HashPath]):
         return self._key_of
 
     def path(self, token_ids: Sequence[int], salt: str, num_indexed: int) -> HashPath:
-        path = HashPath(self._page_size, root_key(salt, self._page_size))
+        path = HashPath(self._page_size, root_key(salt, self._page_size), chain=self.chain)
         path.extend(token_ids, num_indexed)
         return path
 

@@ -105,6 +105,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
@@ -202,6 +203,11 @@ class CudaRunner:
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    @property
+    def graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Numbers of tokens that a step is padded to: one in which every sequence decodes, and one with prompts."""
+        return list(self._decode_sizes), list(self._mixed_sizes)
 
     def _new_cache(self, config: EngineConfig) -> torch.Tensor:
         return _new_pool(config, self.model.config, self._device)

@@ -10,6 +10,7 @@ from rich.console import Console
 from tidemill.cli import (
     batch,
     bench,
+    calibrate,
     calibrate_kv,
     chat,
     completion,
@@ -27,6 +28,7 @@ from tidemill.cli import (
     quantize,
     route,
     serve,
+    simulate,
     train_draft,
     worker,
 )
@@ -63,6 +65,8 @@ app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
+app.command(epilog=EPILOG, cls=Command)(calibrate.calibrate)
+app.command(epilog=EPILOG, cls=Command)(simulate.simulate)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)

@@ -15,12 +15,16 @@ from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
 from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
+from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Tiers
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
+from tidemill.sim.drafter import SimDrafter, Speculation
+from tidemill.sim.moves import SimMover
 from tidemill.sim.runner import SimRunner
 from tidemill.wire import Abort, Hold, Submit
 
@@ -83,6 +87,17 @@ class SimResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SimTiers:
+    """Behind the KV cache: host memory and disk, and how fast they are (bytes a second)."""
+
+    host_pages: int
+    page_bytes: int
+    disk_pages: int = 0
+    host_rate: float = 50e9
+    disk_rate: float = 3e9
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """An engine, as far as it matters here. `steps_ahead`: launched before the results of the first are known, as on a GPU."""
 
@@ -102,6 +117,9 @@ class SimConfig:
     groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
     background_tokens: float = 1.0
     background_budget: int | None = None
+    device: str = "cpu"
+    speculation: Speculation | None = None
+    tiers: SimTiers | None = None
 
     @staticmethod
     def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
@@ -123,11 +141,12 @@ class SimConfig:
             groups=config.layout.groups,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
+            device=config.device,
         )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
-            device="cpu",
+            device=self.device,
             dtype="float32",
             scheme="dense",
             kv_dtype="float32",
@@ -154,6 +173,8 @@ class SimConfig:
             evict=self.evict,
             max_pinned=self.max_pinned,
             max_draws=self.token_budget,
+            max_drafts=self.speculation.max_drafts if self.speculation else 0,
+            adaptive_drafts=self.speculation is None or self.speculation.adaptive,
         )
 
 
@@ -193,6 +214,14 @@ class SimEngine:
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
+        if config.speculation is not None:
+            self._runner.acceptance = config.speculation.acceptance
+            parts.drafters = [SimDrafter(config.speculation, self.clock)]
+        if (behind := config.tiers) is not None:
+            mover = SimMover(self.clock, behind.page_bytes, behind.host_rate, behind.disk_rate)
+            self._runner.mover = mover  # type: ignore[assignment]
+            costs = Costs(config.token_budget)
+            parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
         self._next_token = 0
@@ -258,7 +287,9 @@ class SimEngine:
                 self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
                 for request_id in jump.request_ids:
                     token_times[request_id] += jump.times_s
-            elif len(self._runner.times) == num_steps and not produced and not self._core.is_in_flight:
+            elif (
+                len(self._runner.times) == num_steps and not produced and not self._core.is_in_flight and not self._core.has_moves
+            ):
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
 
     def _end(self, name: str) -> None:

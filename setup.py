@@ -21,6 +21,7 @@ NAMES = (
     "scan",
     "lora",
     "group",
+    "stream",
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]

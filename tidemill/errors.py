@@ -137,6 +137,10 @@ class WorkerLost(EngineDead):
     """A process of a group that computes one model together has ended; the group ends with it."""
 
 
+class WeightsLost(EngineDead):
+    """The file that weights are streamed from is no longer what it was; the engine ends."""
+
+
 class NoUpstream(TidemillError):
     """No server behind the router can take the request."""
 
@@ -172,5 +176,6 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         CalibrationError,
         EngineDead,
         WorkerLost,
+        WeightsLost,
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.config.parallel import MAX_RANKS
@@ -14,12 +15,14 @@ from tidemill.errors import ConfigError
 from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
-from tidemill.kernels import machine
+from tidemill.kernels import machine, native
+from tidemill.layers.streamed import Streaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
 from tidemill.models.registry import model_class
 from tidemill.quant import WeightPlan
+from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
 from tidemill.runner.rank import largest_part
@@ -30,6 +33,9 @@ from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
+from tidemill.weights.prepared import Folder, key_of
+
+_TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
 
 
 def inspect(model: str) -> tuple[Checkpoint, type[Model], ModelConfig]:
@@ -106,13 +112,38 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     if config.num_ranks > 1:
         model, group = start_group(options, checkpoint, architecture, model_config, config, progress)
     else:
-        model = architecture.load(checkpoint, model_config, weight_plan(config, config.scheme), progress, random)
+        model = _load_alone(checkpoint, architecture, model_config, config, progress, random)
     try:
         return _core_with(options, config, model, checkpoint, model_config, group, draft, progress)
     except BaseException:
         if group is not None:
             group.close()
         raise
+
+
+def _load_alone(
+    checkpoint: Checkpoint,
+    architecture: type[Model],
+    shape: ModelConfig,
+    config: EngineConfig,
+    progress: ProgressFn | None,
+    random: bool,
+) -> Model:
+    """On one rank, with all weights in memory, or streamed from disk."""
+    plan = weight_plan(config, config.scheme)
+    if not config.weight_memory:
+        return architecture.load(checkpoint, shape, plan, progress, random)
+    store = open_store(checkpoint, shape, config, random)
+    with store.writing():
+        streaming = Streaming(config.weight_memory, store)
+        return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
+
+
+def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool) -> Store:
+    """Of the model's weights as the kernels of this machine take them."""
+    about = f"{config.scheme} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
+    folder = Folder(Path(config.weight_cache).expanduser(), config.weight_cache_bytes)
+    return Store(folder, key_of(checkpoint.path, about), shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES)
 
 
 def _core_with(

@@ -18,7 +18,7 @@ from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WorkerLost
+from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WeightsLost, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
@@ -321,7 +321,7 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
-        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+        except (WorkerLost, WeightsLost):  # nothing can be computed any more; requests go on in another engine
             raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)

@@ -33,7 +33,7 @@ from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
-from tidemill.weights.prepared import Folder, key_of
+from tidemill.weights.prepared import Folder, PreparedCorrupt, key_of
 
 _TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
 
@@ -133,10 +133,17 @@ def _load_alone(
     plan = weight_plan(config, config.scheme)
     if not config.weight_memory:
         return architecture.load(checkpoint, shape, plan, progress, random)
-    store = open_store(checkpoint, shape, config, random)
-    with store.writing():
-        streaming = Streaming(config.weight_memory, store)
-        return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
+
+    def load_streamed() -> Model:
+        store = open_store(checkpoint, shape, config, random)
+        with store.writing():
+            streaming = Streaming(config.weight_memory, store)
+            return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
+
+    try:
+        return load_streamed()
+    except PreparedCorrupt:
+        return load_streamed()  # which writes the file anew
 
 
 def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool) -> Store:

@@ -43,6 +43,10 @@ _SUFFIX, _UNFINISHED = ".weights", ".unfinished"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class PreparedCorrupt(CheckpointError):
+    """A file of prepared weights that was changed since it was written. It is gone: the next start writes it anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """Arrays that are read together."""
@@ -125,7 +129,8 @@ class PreparedFile:
             self._read(part, item.offset + start)
             checksum = zlib.crc32(part, checksum)
         if checksum != item.checksum:
-            raise CheckpointError(f"{self.path} is corrupt: {item.name} has another checksum.", fix="Remove the file.")
+            self.path.unlink(missing_ok=True)
+            raise PreparedCorrupt(f"{self.path} was corrupt, and is removed: {item.name} had another checksum.")
 
     def verify(self, items: Iterable[Item]) -> None:
         """That these are as they were written."""
@@ -150,7 +155,9 @@ class PreparedFile:
 def _fits(item: Item, end: int) -> bool:
     whole = all(isinstance(num, int) and num >= 0 for num in (item.offset, item.num_bytes, *item.starts))
     aligned = whole and item.offset % PAGE == 0 and item.num_bytes % PAGE == 0
-    return aligned and PAGE <= item.offset and item.offset + item.num_bytes <= end and all(s <= item.num_bytes for s in item.starts)
+    return (
+        aligned and PAGE <= item.offset and item.offset + item.num_bytes <= end and all(s <= item.num_bytes for s in item.starts)
+    )
 
 
 def _open_direct(path: Path) -> int:

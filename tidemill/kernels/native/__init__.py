@@ -201,7 +201,9 @@ def check_group(code: int) -> None:
     if code in _GROUP_ERRORS:
         raise WorkerLost(f"The engine cannot go on: {_GROUP_ERRORS[code]}.")
     if code in STREAM_ERRORS:
-        raise WeightsLost(f"The engine cannot go on: {STREAM_ERRORS[code]}.", fix="Start again: it is written anew if it is wrong.")
+        raise WeightsLost(
+            f"The engine cannot go on: {STREAM_ERRORS[code]}.", fix="Start again: it is written anew if it is wrong."
+        )
 
 
 class _Field(ctypes.Structure):

@@ -148,7 +148,7 @@ def test_too_little_memory_says_how_much_is_needed(own):
     with pytest.raises(ConfigError, match="at least about") as error:
         core_of(own, 60_000)
     assert error.value.param == "weight_memory_bytes"
-    with pytest.raises(ConfigError, match="2 layers of .* Give at least 1M"):
+    with pytest.raises(ConfigError, match=r"2 layers of .* Give at least 1M"):
         core_of(own, 330_000)
 
 

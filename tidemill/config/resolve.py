@@ -293,8 +293,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        weight_memory_bytes=None, prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
-        kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
+        weight_memory_bytes=None, prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None,
+        kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, policy="continuous", batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         remote_workers=0,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Stream:
                     pieces.append((item.offset + start, min(_PIECE, item.num_bytes - start), place + start))
                 place += item.num_bytes
             firsts.append(len(pieces))
-        self._pieces = (Piece * len(pieces))(*pieces)
+        self._pieces = (Piece * len(pieces))(*(Piece(*piece) for piece in pieces))
         self._firsts, self._slot_of = np.array(firsts, np.int64), np.array(slot_of, np.int64)
         spec = StreamSpec(
             fd=file.fd,
@@ -158,7 +158,7 @@ class Streaming:
     # ---- layers
 
     def _stream_layers(self, file: PreparedFile, blocks: nn.ModuleList) -> None:
-        items = [[file.items[linear.method.name] for linear in _streamed_linears(block)] for block in blocks]
+        items = [[file.items[_method_of(linear).name] for linear in _streamed_linears(block)] for block in blocks]
         sizes = [size_of(one) for one in items]
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
         if plan is None:
@@ -189,7 +189,7 @@ class Streaming:
     # ---- experts
 
     def _stream_experts(self, file: PreparedFile, layers: list[Experts]) -> None:
-        names = [[layer.method.expert(number) for number in range(layer.num_experts)] for layer in layers]
+        names = [[_method_of(layer).expert(number) for number in range(layer.num_experts)] for layer in layers]
         items = [file.items[name] for of_layer in names for name in of_layer]
         largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
         num_slots = min(len(items), (self.budget - self.fixed_bytes) // largest)
@@ -209,11 +209,16 @@ class Streaming:
     def _too_small(self, num_bytes: int, what: str) -> ConfigError:
         least = self.fixed_bytes + num_bytes
         return ConfigError(
-            f"{fmt_bytes(self.budget)} of memory for weights are too few: {fmt_bytes(self.fixed_bytes)} of tables and norms always "
-            f"stay there, and {what} must fit beside them.",
+            f"{fmt_bytes(self.budget)} of memory for weights are too few: {fmt_bytes(self.fixed_bytes)} of tables and norms "
+            f"always stay there, and {what} must fit beside them.",
             fix=f"Give at least {-(-least // 2**20)}M with --weight-memory.",
             param="weight_memory_bytes",
         )
+
+
+def _method_of(layer: Linear | Experts) -> Streamed:
+    assert isinstance(layer.method, Streamed)
+    return layer.method
 
 
 def _streamed_linears(block: nn.Module) -> list[Linear]:

@@ -104,7 +104,7 @@ class PreparedFile:
     def _read_table(self, key: str) -> dict[str, Item]:
         head = memory(PAGE)
         self._read(head, 0)
-        magic, version, offset, num_bytes, digest = _HEAD.unpack_from(head)
+        magic, version, offset, num_bytes, digest = _HEAD.unpack_from(head.data)
         is_ours = magic == _MAGIC and version == VERSION and offset % PAGE == 0 and 0 < num_bytes <= _MAX_TABLE
         if not is_ours or self.file_bytes != offset + _up(num_bytes, PAGE):
             raise CheckpointError(f"{self.path} is no file of prepared weights, or was cut short.")
@@ -127,7 +127,7 @@ class PreparedFile:
             num = min(_PIECE, item.num_bytes - start)
             part = piece[:num] if to is None else piece[start : start + num]
             self._read(part, item.offset + start)
-            checksum = zlib.crc32(part, checksum)
+            checksum = zlib.crc32(part.data, checksum)
         if checksum != item.checksum:
             self.path.unlink(missing_ok=True)
             raise PreparedCorrupt(f"{self.path} was corrupt, and is removed: {item.name} had another checksum.")
@@ -141,7 +141,7 @@ class PreparedFile:
     def _read(self, to: np.ndarray, offset: int) -> None:
         done = 0
         while done < len(to):
-            num = os.preadv(self.fd, [to[done:]], offset + done)
+            num = os.preadv(self.fd, [to[done:].data], offset + done)
             if num <= 0:
                 raise CheckpointError(f"{self.path} was cut short.")
             done += num
@@ -155,9 +155,8 @@ class PreparedFile:
 def _fits(item: Item, end: int) -> bool:
     whole = all(isinstance(num, int) and num >= 0 for num in (item.offset, item.num_bytes, *item.starts))
     aligned = whole and item.offset % PAGE == 0 and item.num_bytes % PAGE == 0
-    return (
-        aligned and PAGE <= item.offset and item.offset + item.num_bytes <= end and all(s <= item.num_bytes for s in item.starts)
-    )
+    is_inside = aligned and item.offset >= PAGE and item.offset + item.num_bytes <= end
+    return is_inside and all(start <= item.num_bytes for start in item.starts)
 
 
 def _open_direct(path: Path) -> int:
@@ -180,14 +179,14 @@ class Writer:
         self.items: dict[str, Item] = {}
         self._written = 0  # bytes that are on the disk
         with self._reported():
-            self._file = open(self._path, "wb", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: PTH123
+            self._file = os.fdopen(os.open(self._path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600), "wb")
             fcntl.flock(self._file, fcntl.LOCK_EX)
             self._file.write(bytes(PAGE))
 
     def put(self, name: str, arrays: Sequence[torch.Tensor], about: dict[str, Any]) -> None:
         offset, num_bytes, checksum, starts = self._file.tell(), 0, 0, list[int]()
         for array in arrays:
-            data = array.contiguous().view(torch.uint8).flatten().numpy()
+            data = array.contiguous().view(torch.uint8).flatten().numpy().data
             starts.append(num_bytes)
             for part in (data, bytes(-len(data) % _ALIGN)):
                 checksum = self._add(part, checksum)
@@ -197,7 +196,7 @@ class Writer:
         if self._file.tell() - self._written >= _SYNC_EVERY:
             self._forget_pages()
 
-    def _add(self, data: bytes | np.ndarray, checksum: int) -> int:
+    def _add(self, data: bytes | memoryview, checksum: int) -> int:
         with self._reported():
             self._file.write(data)
         return zlib.crc32(data, checksum)

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from tests.helpers import make_llama, run
+from tests.helpers import make_core, make_llama, run
 from tests.models.test_moe import IN_GGUF, make
 from tests.models.test_moe import write_gguf as write_moe
 from tests.weights.test_gguf import write_gguf
@@ -16,8 +16,13 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError, WeightsLost
 from tidemill.kernels import native
-from tidemill.layers.streamed import evenly, plan_layers, slots_in_turn
+from tidemill.layers import host_streamed
+from tidemill.layers.host_streamed import HostStreaming
+from tidemill.layers.streamed import evenly, plan_layers, resident_bytes, slots_in_turn
+from tidemill.models.registry import model_class
+from tidemill.quant import PLAIN
 from tidemill.sampling import SamplingParams
+from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.prepared import Folder
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
@@ -208,6 +213,29 @@ def test_the_quota_makes_room_by_removing_what_nobody_uses(own):
         Folder(folder, size + 2**19).write("new", 2**20)
     assert used.exists()
     del core
+
+
+# ---- from host memory to a GPU; here both are the CPU's
+
+
+def test_layers_from_host_memory_give_the_same_bits(dense, monkeypatch):
+    monkeypatch.setattr(native, "lib", None)  # weights as plain tensors, like a GPU's
+    monkeypatch.setattr(host_streamed, "_SMALL", 2**10)
+    checkpoint = open_checkpoint(dense)
+    cls = model_class(checkpoint)
+    config = cls.read_config(checkpoint)
+    whole = cls.load(checkpoint, config, PLAIN)
+    streaming = HostStreaming(450_000)
+    half = cls.load(checkpoint, config, PLAIN, streaming=streaming)
+    assert streaming.fixed_bytes < streaming.held_bytes <= 450_000 < resident_bytes(whole)
+    expected = answers(make_core(whole))
+    before = streaming.num_bytes
+    assert answers(make_core(half)) == expected
+    assert (streaming.num_bytes - before) % streaming.streamed_bytes == 0  # whole passes
+    for layers in ([3], [6, 0], [2, 1, 2]):
+        with whole.only_layers(layers), half.only_layers(layers):
+            assert answers(make_core(half)) == answers(make_core(whole))
+    assert answers(make_core(half)) == expected
 
 
 # ---- which layers, and where

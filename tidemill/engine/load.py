@@ -16,7 +16,8 @@ from tidemill.events import EventBuffer
 from tidemill.frontend.structured import check_backend
 from tidemill.frontend.tokenizer import Tokenizer
 from tidemill.kernels import machine, native
-from tidemill.layers.streamed import Streaming
+from tidemill.layers.host_streamed import HostStreaming
+from tidemill.layers.streamed import DiskStreaming
 from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 from tidemill.models.base import Model, ProgressFn
@@ -133,11 +134,13 @@ def _load_alone(
     plan = weight_plan(config, config.scheme)
     if not config.weight_memory:
         return architecture.load(checkpoint, shape, plan, progress, random)
+    if config.device == "cuda":
+        return architecture.load(checkpoint, shape, plan, progress, random, streaming=HostStreaming(config.weight_memory))
 
     def load_streamed() -> Model:
         store = open_store(checkpoint, shape, config, random)
         with store.writing():
-            streaming = Streaming(config.weight_memory, store)
+            streaming = DiskStreaming(config.weight_memory, store)
             return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
 
     try:

@@ -56,11 +56,6 @@ class Weight(ABC):
         """Find out how to multiply by so many rows, where that is not known: later it would keep a request waiting."""
         return
 
-    @property
-    def num_bytes(self) -> int:
-        """That it holds in memory, where that is counted."""
-        return 0
-
     @abstractmethod
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         """Rows of the matrix: an embedding is a lookup in the same table that a tied head multiplies by."""
@@ -97,10 +92,6 @@ class Panels(Weight):
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._lib.linear(self._kind, x_TK, *self._addresses, self._num_out)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._panels.nbytes
 
     @property
     def held(self) -> Held:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import numpy as np
+import torch
 from torch import nn
 
 from tidemill.config.sizes import fmt_bytes
 from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.linear import PlacedMatrix, Weight
-from tidemill.kernels.moe import NativeExperts, Stack
+from tidemill.kernels.moe import ExpertWeights, NativeExperts
 from tidemill.kernels.native.streams import Piece, StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
 from tidemill.layers.moe import Experts
@@ -129,16 +131,45 @@ def size_of(items: Sequence[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-class Streaming:
+class Streaming(ABC):
     """Of one model. `attach` before its tensors are read, `finish` when all are."""
 
-    def __init__(self, budget: int, store: Store) -> None:
+    def __init__(self, budget: int) -> None:
         """`budget`: bytes of weights in memory, of all of the model."""
-        self.budget, self.store = budget, store
-        self.stream: Stream | None = None  # None: all is in memory after all
+        self.budget = budget
         self.fixed_bytes = 0  # of what always stays
         self.held_bytes = 0  # of weights, in memory
-        self.streamed_bytes = 0  # in the file, and not always in memory
+        self.streamed_bytes = 0  # not always in memory
+
+    @abstractmethod
+    def attach(self, blocks: nn.ModuleList) -> None: ...
+
+    @abstractmethod
+    def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None: ...
+
+    def plan(self, sizes: Sequence[int]) -> LayerPlan:
+        plan = plan_layers(sizes, self.budget - self.fixed_bytes)
+        if plan is None:
+            raise self.too_small(_FEWEST_SLOTS * max(sizes), f"{_FEWEST_SLOTS} layers of {fmt_bytes(max(sizes))}")
+        return plan
+
+    def too_small(self, num_bytes: int, what: str) -> ConfigError:
+        least = self.fixed_bytes + num_bytes
+        return ConfigError(
+            f"{fmt_bytes(self.budget)} of memory for weights are too few: {fmt_bytes(self.fixed_bytes)} of tables and norms "
+            f"always stay there, and {what} must fit beside them.",
+            fix=f"Give at least {-(-least // 2**20)}M with --weight-memory.",
+            param="weight_memory_bytes",
+        )
+
+
+class DiskStreaming(Streaming):
+    """From a file of prepared weights, on a CPU."""
+
+    def __init__(self, budget: int, store: Store) -> None:
+        super().__init__(budget)
+        self.store = store
+        self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
 
     def attach(self, blocks: nn.ModuleList) -> None:
@@ -149,7 +180,7 @@ class Streaming:
 
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         file = self.store.finish()
-        self.fixed_bytes = _bytes_of(model)
+        self.fixed_bytes = resident_bytes(model)
         if any(isinstance(module, Experts) for module in blocks.modules()):
             self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, Experts)])
         else:
@@ -160,9 +191,7 @@ class Streaming:
     def _stream_layers(self, file: PreparedFile, blocks: nn.ModuleList) -> None:
         items = [[file.items[_method_of(linear).name] for linear in _streamed_linears(block)] for block in blocks]
         sizes = [size_of(one) for one in items]
-        plan = plan_layers(sizes, self.budget - self.fixed_bytes)
-        if plan is None:
-            raise self._too_small(_FEWEST_SLOTS * max(sizes), f"{_FEWEST_SLOTS} layers of {fmt_bytes(max(sizes))}")
+        plan = self.plan(sizes)
         if plan.streamed:
             units = [items[layer] for layer in plan.streamed]
             if not self.store.is_new:
@@ -194,7 +223,7 @@ class Streaming:
         largest, most = max(item.num_bytes for item in items), max(layer.num_experts for layer in layers)
         num_slots = min(len(items), (self.budget - self.fixed_bytes) // largest)
         if num_slots < most:
-            raise self._too_small(most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each")
+            raise self.too_small(most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each")
         if not self.store.is_new:
             file.verify(items)
         self.stream = Stream(file, [[item] for item in items], num_slots)
@@ -205,15 +234,6 @@ class Streaming:
             layer.weights.read_from(self.stream.address, first)
             first += layer.num_experts
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
-
-    def _too_small(self, num_bytes: int, what: str) -> ConfigError:
-        least = self.fixed_bytes + num_bytes
-        return ConfigError(
-            f"{fmt_bytes(self.budget)} of memory for weights are too few: {fmt_bytes(self.fixed_bytes)} of tables and norms "
-            f"always stay there, and {what} must fit beside them.",
-            fix=f"Give at least {-(-least // 2**20)}M with --weight-memory.",
-            param="weight_memory_bytes",
-        )
 
 
 def _method_of(layer: Linear | Experts) -> Streamed:
@@ -235,14 +255,20 @@ def _place(block: nn.Module, items: Sequence[Item], address: int) -> None:
         address += item.num_bytes
 
 
-def _bytes_of(model: nn.Module) -> int:
+def resident_bytes(model: nn.Module) -> int:
     """Of what is in memory: tables, norms, and matrices that are not streamed."""
-    total = sum(one.nbytes for one in (*model.parameters(), *model.buffers()) if one.device.type != "meta")
+    held = [one for one in (*model.parameters(), *model.buffers()) if one.device.type != "meta"]
     for module in model.modules():
-        if isinstance(module, Linear):
-            weight: Weight = module.weight
-            total += weight.num_bytes
-        elif isinstance(module, Experts) and isinstance(module.weights, NativeExperts):
-            stacks = [stack for stack in module.weights.stacks if isinstance(stack, Stack)]
-            total += sum(stack.codes.nbytes + (0 if stack.scales is None else stack.scales.nbytes) for stack in stacks)
-    return total
+        held += tensors_of(module.weight if isinstance(module, Linear) else module.weights if isinstance(module, Experts) else ())
+    return sum(one.nbytes for one in held)
+
+
+def tensors_of(held: object) -> list[torch.Tensor]:
+    """Those of a weight, in whatever they lie."""
+    if isinstance(held, torch.Tensor):
+        return [held]
+    if isinstance(held, Weight | ExpertWeights):
+        held = list(vars(held).values())
+    elif is_dataclass(held) and not isinstance(held, type):
+        held = [getattr(held, one.name) for one in fields(held)]
+    return [tensor for part in held for tensor in tensors_of(part)] if isinstance(held, list | tuple) else []

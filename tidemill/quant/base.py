@@ -96,9 +96,5 @@ class Gated(Weight):
         return self._both.rows(ids_T)
 
     @property
-    def num_bytes(self) -> int:
-        return self._both.num_bytes
-
-    @property
     def ungated(self) -> Weight:
         return self._both

@@ -61,7 +61,7 @@ class Item:
 
 def memory(num_bytes: int) -> np.ndarray:
     """Bytes from a multiple of a page on, in which nothing lies yet."""
-    made = mmap.mmap(-1, max(PAGE, _up(num_bytes, PAGE)))
+    made = mmap.mmap(-1, max(PAGE, _up(num_bytes, PAGE)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             made.madvise(mmap.MADV_HUGEPAGE)

@@ -2,10 +2,10 @@
 
     python -m bench.streaming [--gigabytes 2] [--share 0.5] [--kind layers|experts] [--folder FOLDER] [--rounds 3]
 
-Random weights of a Llama (or of a mixture of experts) are written to FOLDER and streamed from there; each engine is a process of
-its own. Rates are measured in turns: the disk alone, read past the page cache (O_DIRECT) by as many threads and pieces as streaming
-uses and by more, then decode steps of one request and of 32. Memory is the anonymous memory of the process, less what it had before
-the model was loaded. The tokens of both engines are compared.
+Random weights of a Llama (or of a mixture of experts) are written to FOLDER and streamed from there; each engine is a process
+of its own. Rates are measured in turns: the disk alone, read past the page cache (O_DIRECT) by as many threads and in such pieces
+as streaming uses and by more, the best of them; then decode steps of one request and of 32. Memory is the anonymous memory of the
+process, less what it had before the model was loaded. The tokens of both engines are compared.
 """
 
 from __future__ import annotations
@@ -117,10 +117,12 @@ class Engine:
 
 def child(folder: Path, budget: int | None, rounds: int) -> dict[str, Any]:
     """What an engine of this process measures; the disk in turns with it."""
+    from tidemill.layers.streamed import resident_bytes
+
     engine = Engine(folder, budget)
     model, result = engine.core.runner.model, dict[str, Any]()  # type: ignore[attr-defined]
     result |= {"load_s": engine.load_s, "held": engine.held, "tokens": [engine.tokens(1)[0], engine.tokens(32)[0]]}
-    result |= {"weights": engine.core.config.weight_bytes, "speed": {1: [], 32: []}, "rate": {1: [], 32: []}, "disk": []}
+    result |= {"weights": resident_bytes(model), "speed": {1: [], 32: []}, "rate": {1: [], 32: []}, "disk": []}
     if model.streaming is not None:
         stream = model.streaming
         result |= {"counted": stream.held_bytes, "streamed": stream.streamed_bytes, "fixed": stream.fixed_bytes}
@@ -141,7 +143,17 @@ def child(folder: Path, budget: int | None, rounds: int) -> dict[str, Any]:
 
 def apart(folder: Path, budget: int | None, rounds: int) -> dict[str, Any]:
     """In a process of its own."""
-    command = [sys.executable, "-m", "bench.streaming", "--child", str(folder), "--budget", str(budget or 0), "--rounds", str(rounds)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.streaming",
+        "--child",
+        str(folder),
+        "--budget",
+        str(budget or 0),
+        "--rounds",
+        str(rounds),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -151,11 +163,15 @@ def apart(folder: Path, budget: int | None, rounds: int) -> dict[str, Any]:
 
 def report(whole: dict[str, Any], half: dict[str, Any], again: dict[str, Any], budget: int) -> None:
     gb, mid = 1e9, statistics.median
-    print(f"weights {whole['weights'] / gb:.2f} GB; allowed {budget / gb:.2f} GB; tokens equal: {whole['tokens'] == half['tokens']}")
+    print(
+        f"weights {whole['weights'] / gb:.2f} GB; allowed {budget / gb:.2f} GB; tokens equal: {whole['tokens'] == half['tokens']}"
+    )
     extra = (half["held"] - half["counted"]) / 2**20
-    print(f"memory: {half['counted'] / gb:.2f} GB of weights held; the process grew by {half['held'] / gb:.2f} GB ({extra:.0f} MiB of KV")
-    print(f"  cache, activations and the rest); with all in memory by {whole['held'] / gb:.2f} GB")
-    print(f"start: {whole['load_s']:.1f} s in memory, {half['load_s']:.1f} s with a new file, {again['load_s']:.1f} s with it there")
+    print(f"memory: {half['counted'] / gb:.2f} GB of weights held; the process grew by {half['held'] / gb:.2f} GB, of which")
+    print(f"  {extra:.0f} MiB are KV cache, activations and the rest; with all weights in memory by {whole['held'] / gb:.2f} GB")
+    print(
+        f"start: {whole['load_s']:.1f} s in memory, {half['load_s']:.1f} s with a new file, {again['load_s']:.1f} s with it there"
+    )
     print("requests  disk GB/s  streamed GB/s  share  tok/s streamed  tok/s in memory")
     for num in ("1", "32"):
         shares = [rate / disk for rate, disk in zip(again["rate"][num], again["disk"], strict=True)]

@@ -88,7 +88,7 @@ class InHostMemory(LinearMethod[Any]):
             host = pinned(tensor.nbytes, tensor.device)
             host.copy_(tensor.view(torch.uint8).flatten())
             self._moved.append(Moved(tensor, host, tensor.shape))
-            tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            tensor.set_(torch.empty(0, device=tensor.device).untyped_storage(), 0, (0,), (1,))
         return made
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     held = torch.cuda.memory_allocated() - before
     print(f"weights {total / 1e9:.2f} GB; allowed {given.share * total / 1e9:.2f} GB; held {streaming.held_bytes / 1e9:.2f} GB")
     print(
-        f"streamed {streaming.streamed_bytes / 1e9:.2f} GB a pass; GPU memory of the engine, with its KV cache: {held / 1e9:.2f} GB"
+        f"streamed {streaming.streamed_bytes / 1e9:.2f} GB a pass; GPU memory with the KV cache: {held / 1e9:.2f} GB"
     )
     rates: dict[int, list[float]] = {1: [], 32: []}
     speeds: dict[int, list[float]] = {1: [], 32: []}

@@ -107,9 +107,7 @@ def main() -> None:
     print("tokens are equal: 1, 7 and 32 requests, prompts of 16 to 48 tokens")
     held = torch.cuda.memory_allocated() - before
     print(f"weights {total / 1e9:.2f} GB; allowed {given.share * total / 1e9:.2f} GB; held {streaming.held_bytes / 1e9:.2f} GB")
-    print(
-        f"streamed {streaming.streamed_bytes / 1e9:.2f} GB a pass; GPU memory with the KV cache: {held / 1e9:.2f} GB"
-    )
+    print(f"streamed {streaming.streamed_bytes / 1e9:.2f} GB a pass; GPU memory with the KV cache: {held / 1e9:.2f} GB")
     rates: dict[int, list[float]] = {1: [], 32: []}
     speeds: dict[int, list[float]] = {1: [], 32: []}
     links = []

@@ -15,6 +15,7 @@ from tests.weights.test_gguf import write_gguf
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError, WeightsLost
+from tidemill.events import WeightsStreamed
 from tidemill.kernels import native
 from tidemill.layers import host_streamed
 from tidemill.layers.host_streamed import HostStreaming
@@ -22,8 +23,10 @@ from tidemill.layers.streamed import evenly, plan_layers, resident_bytes, slots_
 from tidemill.models.registry import model_class
 from tidemill.quant import PLAIN
 from tidemill.sampling import SamplingParams
+from tidemill.server.metrics import Metrics
 from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.prepared import Folder
+from tidemill.wire import Submit
 
 pytestmark = pytest.mark.skipif(native.lib is None, reason=native.why)
 
@@ -92,6 +95,22 @@ def test_half_the_memory_gives_the_same_bits(name, tmp_path):
         assert streaming.held_bytes <= budget
         assert answers(core) == expected
         assert streaming.stream.figures.num_bytes > streaming.streamed_bytes > 0
+
+
+def test_what_is_read_is_an_event_and_a_metric(dense):
+    core = core_of(dense, 450_000)
+    core.submit(Submit("a", [3, 4], SamplingParams(max_tokens=3)))
+    said = []
+    while core.has_work:
+        said += [event for event in core.step()[0].events if isinstance(event, WeightsStreamed)]
+    (event,) = said
+    streaming = core.runner.model.streaming
+    assert event.num_bytes >= 2 * streaming.streamed_bytes
+    assert event.num_asked % (streaming.streamed_bytes // streaming.stream.slot_bytes) == 0
+    assert event.num_read > 0
+    metrics = Metrics()
+    metrics.take([event])
+    assert metrics.registry.get_sample_value("tidemill_weights_read_bytes_total") == event.num_bytes
 
 
 def test_layers_that_stay_and_layers_that_come(dense):

@@ -62,6 +62,7 @@ class Parts:
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
     ranks: Ranks | None = None  # if the runner is of several processes
+    take_weight_reads: Callable[[], tuple[int, float, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
 
 
 class EngineCore:
@@ -116,6 +117,8 @@ class EngineCore:
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._take_expert_counts = parts.take_expert_counts
         self._take_expert_counts()  # what starting computed
+        self._take_weight_reads = parts.take_weight_reads
+        self._streams_weights = self._take_weight_reads() is not None
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
@@ -365,7 +368,7 @@ class EngineCore:
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now
-        self._count_experts(now)
+        self._count_uses(now)
         return done, result, progress, of_beams
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
@@ -377,9 +380,9 @@ class EngineCore:
                 self._forget(one.request.seq)
         return deltas
 
-    def _count_experts(self, now: float) -> None:
-        """Every so many steps, and when nothing is left to do."""
-        if not self.model_config.experts:
+    def _count_uses(self, now: float) -> None:
+        """Of experts and of streamed weights: every so many steps, and when nothing is left to do."""
+        if not self.model_config.experts and not self._streams_weights:
             return
         self._num_uncounted_steps += 1
         if self._num_uncounted_steps >= _COUNT_EVERY or not self.has_work:
@@ -387,6 +390,8 @@ class EngineCore:
             if any(map(any, counts.values())):
                 tokens_of = tuple((layer, tuple(of_layer)) for layer, of_layer in counts.items())
                 self._events(events.ExpertsUsed(now, self._num_uncounted_steps, tokens_of))
+            if (reads := self._take_weight_reads()) is not None and reads[0]:
+                self._events(events.WeightsStreamed(now, *reads))
             self._num_uncounted_steps = 0
 
     def _add_masks(self, plan: StepPlan) -> list[Refused]:

@@ -93,7 +93,8 @@ def core_of(
     tiers = open_tiers(runner, config, weights_digest + bytes([is_long]), emit, clock.now)
     structured = StructuredOutput(config.structured_backend, model.config.vocab_size)
     drafters = make_drafters(DrafterParts(config, runner, model.config.vocab_size, structured.forced, draft))
-    parts = Parts(runner, whole or model.config, structured, drafters, tiers, model.take_expert_counts, group)
+    counts = model.take_expert_counts, group, model.take_weight_reads
+    parts = Parts(runner, whole or model.config, structured, drafters, tiers, *counts)
     return EngineCore(parts, config, clock, emit)
 
 

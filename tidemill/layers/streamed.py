@@ -147,6 +147,11 @@ class Streaming(ABC):
     @abstractmethod
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None: ...
 
+    def take_reads(self) -> tuple[int, float, int, int] | None:
+        """Since the last call: bytes that were read, seconds for which steps waited, layers or experts that they used, and those
+        that were read. None where that is not counted."""
+        return None
+
     def plan(self, sizes: Sequence[int]) -> LayerPlan:
         plan = plan_layers(sizes, self.budget - self.fixed_bytes)
         if plan is None:
@@ -171,6 +176,15 @@ class DiskStreaming(Streaming):
         self.store = store
         self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
+        self._taken = (0, 0.0, 0, 0)  # figures when they were last asked for
+
+    def take_reads(self) -> tuple[int, float, int, int] | None:
+        if self.stream is None:
+            return None
+        now, before = self.stream.figures, self._taken
+        self._taken = (now.num_bytes, now.waited_ns / 1e9, now.num_asked, now.num_read)
+        num_bytes, waited_s, num_asked, num_read = self._taken
+        return num_bytes - before[0], waited_s - before[1], num_asked - before[2], num_read - before[3]
 
     def attach(self, blocks: nn.ModuleList) -> None:
         has_experts = any(isinstance(module, Experts) for module in blocks.modules())

@@ -277,6 +277,10 @@ class Model(nn.Module, ABC):
         self._taken = now
         return taken
 
+    def take_weight_reads(self) -> tuple[int, float, int, int] | None:
+        """As `Streaming.take_reads`."""
+        return None if self.streaming is None else self.streaming.take_reads()
+
     def count_experts(self, live: torch.Tensor) -> None:
         """On a GPU: count the tokens that experts get from now on, of a step's tokens the first `live`."""
         for weights in self._experts().values():

@@ -22,6 +22,7 @@ NAMES = (
     "lora",
     "group",
     "stream",
+    "neurons",
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]

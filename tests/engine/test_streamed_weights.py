@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+import torch
 
 from tests.helpers import make_core, make_llama, run
 from tests.models.test_moe import IN_GGUF, make
@@ -135,6 +136,41 @@ def test_without_a_recorded_pass_and_in_another_order(dense):
     for layers in ([3], [6, 0], [2, 1, 2], list(range(7))):
         with runners[0].model.only_layers(layers), runners[1].model.only_layers(layers):
             assert answers(core) == answers(whole)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def relu(request, tmp_path_factory):
+    """Gates with a bias below zero, as training with a ReLU makes them: most neurons are zero."""
+    path = tmp_path_factory.mktemp("relu") / "model"
+    reference = make_llama(
+        num_hidden_layers=4, vocab_size=128, hidden_size=512, intermediate_size=204, hidden_act="relu", mlp_bias=True,
+        num_attention_heads=8, initializer_range=0.05,
+    )  # fmt: skip
+    for layer in reference.model.layers:
+        layer.mlp.gate_proj.bias.data -= 1.0
+    reference.to(getattr(torch, request.param)).save_pretrained(path)
+    return path
+
+
+def test_neurons_that_are_zero_are_neither_read_nor_computed(relu):
+    whole = core_of(relu)
+    expected = answers(whole)
+    total = whole.config.weight_bytes
+    for is_new in (True, False):
+        core = core_of(relu, int(0.92 * total))
+        streaming = core.runner.model.streaming
+        assert core.runner.model.blocks[0].mlp.neurons is not None
+        assert streaming.store.is_new == is_new
+        assert streaming.held_bytes <= 0.92 * total
+        assert core.runner.fallback == ""
+        figures = streaming.stream.figures
+        asked, read = figures.num_asked, figures.num_read
+        assert answers(core) == expected
+        num_steps, num_neurons = 12, 4 * 204
+        assert streaming.stream.figures.num_asked - asked < 0.7 * num_steps * num_neurons  # a prompt of many tokens needs most
+        run(core, {"b": ([7, 8], SamplingParams(max_tokens=8, temperature=0.0))})
+        figures = streaming.stream.figures
+        assert figures.num_read - read < figures.num_asked - asked  # others were in memory
 
 
 def test_experts_that_are_used_often_stay(tmp_path):

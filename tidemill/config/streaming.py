@@ -12,6 +12,7 @@ from tidemill.machine import Machine
 from tidemill.model_config import ModelConfig
 
 _QUOTA = 100 * GIB
+_PAGE = 4096  # of a disk: a neuron takes whole ones
 _SURELY = 0.75  # of the least that is estimated: below it, nothing is read before it is refused
 
 
@@ -41,7 +42,7 @@ def decide_weight_memory(
     if asked >= total:
         return 0, f"all weights are in memory: {fmt_bytes(total)} fit in the {fmt_bytes(asked)} of --weight-memory"
     least = least_weight_memory(model, total)
-    if asked < _SURELY * least:
+    if model.stored and asked < _SURELY * least:
         raise ConfigError(
             f"{fmt_bytes(asked)} of memory for weights are too few: tables and two layers, or a layer's experts, must be there.",
             fix=f"Give at least about {-(-least // MIB)}M with --weight-memory.",
@@ -59,6 +60,15 @@ def least_weight_memory(model: ModelConfig, total: int) -> int:
     if experts:
         return int(each * (model.num_parameters - sum(experts) + max(experts)))
     return int(each * (tables + 2 * (model.num_parameters - tables) / model.num_layers))
+
+
+def streams_neurons(model: ModelConfig, scheme: str, max_loras: int, total: int, budget: int) -> bool:
+    """Whether feed-forwards are streamed by the neurons that are not zero: their gates are ReLUs, and all else fits."""
+    if model.act != "relu" or not model.is_gated or any(model.experts) or scheme != "dense" or max_loras:
+        return False
+    each, neurons = total / max(1, model.num_parameters), 2 * model.hidden_size * model.intermediate_size
+    page = -(-2 * int(each) * model.hidden_size // _PAGE) * _PAGE
+    return budget >= total - each * neurons * model.num_layers + page * model.intermediate_size
 
 
 def decide_weight_cache(options: EngineOptions) -> Decision[tuple[str, int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tidemill.config import EngineConfig, EngineOptions, resolve
 from tidemill.config.parallel import MAX_RANKS
+from tidemill.config.streaming import streams_neurons
 from tidemill.engine.core import EngineCore, Parts
 from tidemill.engine.group import start_group
 from tidemill.engine.kv_tiers import open_tiers
@@ -34,7 +35,7 @@ from tidemill.sched.policies import make_policy
 from tidemill.weights.checkpoint import Checkpoint, open_checkpoint
 from tidemill.weights.digest import digest_of
 from tidemill.weights.locate import locate
-from tidemill.weights.prepared import Folder, PreparedCorrupt, key_of
+from tidemill.weights.prepared import PAGE, Folder, PreparedCorrupt, key_of
 
 _TABLE_BYTES = 2**24  # of prepared weights: their table, and what rounding to pages adds
 
@@ -138,10 +139,13 @@ def _load_alone(
     if config.device == "cuda":
         return architecture.load(checkpoint, shape, plan, progress, random, streaming=HostStreaming(config.weight_memory))
 
+    total = shape.weight_bytes(config.dtype, compiled=True)
+    by_neuron = streams_neurons(shape, config.scheme, config.max_loras, total, config.weight_memory)
+
     def load_streamed() -> Model:
-        store = open_store(checkpoint, shape, config, random)
+        store = open_store(checkpoint, shape, config, random, by_neuron)
         with store.writing():
-            streaming = DiskStreaming(config.weight_memory, store)
+            streaming = DiskStreaming(config.weight_memory, store, by_neuron)
             return architecture.load(checkpoint, shape, plan, progress, random, streaming=streaming)
 
     try:
@@ -150,11 +154,14 @@ def _load_alone(
         return load_streamed()  # which writes the file anew
 
 
-def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool) -> Store:
+def open_store(checkpoint: Checkpoint, shape: ModelConfig, config: EngineConfig, random: bool, by_neuron: bool) -> Store:
     """Of the model's weights as the kernels of this machine take them."""
-    about = f"{config.scheme} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
+    about = f"{config.scheme} {by_neuron} {native.sources} {native.why} {random} {shape if random else shape.architecture}"
     folder = Folder(Path(config.weight_cache).expanduser(), config.weight_cache_bytes)
-    return Store(folder, key_of(checkpoint.path, about), shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES)
+    num_bytes = shape.weight_bytes(config.dtype, compiled=True) + _TABLE_BYTES
+    if by_neuron:
+        num_bytes += PAGE * shape.intermediate_size * shape.num_layers
+    return Store(folder, key_of(checkpoint.path, about), num_bytes)
 
 
 def _core_with(

@@ -7,7 +7,6 @@ but the experts stays; those that are used most often stay in slots.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,10 +21,12 @@ from tidemill.errors import ConfigError
 from tidemill.kernels import native
 from tidemill.kernels.linear import PlacedMatrix, Weight
 from tidemill.kernels.moe import ExpertWeights, NativeExperts
-from tidemill.kernels.native.streams import Piece, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import StreamFigures, StreamSpec
 from tidemill.layers.linear import Linear
+from tidemill.layers.mlp import GatedMLP
 from tidemill.layers.moe import Experts
 from tidemill.quant.base import Gated
+from tidemill.quant.neurons import StreamedNeurons
 from tidemill.quant.streamed import Store, Streamed
 from tidemill.weights.prepared import Item, PreparedFile, memory
 
@@ -75,11 +76,38 @@ def plan_layers(sizes: Sequence[int], budget: int) -> LayerPlan | None:
 class Stream:
     """Units of a file, each of some items, and slots of memory that they are read into."""
 
-    def __init__(self, file: PreparedFile, units: Sequence[Sequence[Item]], num_slots: int, slot_of: Sequence[int] = ()) -> None:
+    def __init__(
+        self, file: PreparedFile, pieces: np.ndarray, firsts: Sequence[int], num_slots: int, slot_of: Sequence[int] = ()
+    ) -> None:
+        """`pieces`: [n, 3] of where in the file, how many bytes, where in a slot. `firsts`: of each unit, and the number of all.
+        `slot_of`: of each unit; empty: any."""
         assert native.lib is not None
         self._lib, self._file = native.lib, file
-        self.slot_bytes = max(size_of(unit) for unit in units)
+        self.slot_bytes = int((pieces[:, 1] + pieces[:, 2]).max())
         self._slots = memory(num_slots * self.slot_bytes)
+        self._pieces = np.ascontiguousarray(pieces, np.int64)
+        self._firsts, self._slot_of = np.array(firsts, np.int64), np.array(slot_of, np.int64)
+        spec = StreamSpec(
+            fd=file.fd,
+            file_bytes=file.file_bytes,
+            changed_ns=file.changed_ns,
+            num_units=len(firsts) - 1,
+            num_slots=num_slots,
+            slot_bytes=self.slot_bytes,
+            slots=self.base,
+            pieces=self._pieces.ctypes.data,
+            first_piece=self._firsts.ctypes.data,
+            slot_of=self._slot_of.ctypes.data if len(slot_of) else None,
+        )
+        self.address = self._lib.open_stream(spec, _NUM_READERS)
+        # What the stream reads from and writes to must outlive it.
+        self.close = weakref.finalize(
+            self, _close, self._lib, self.address, file, self._slots, self._pieces, self._firsts, self._slot_of
+        )
+
+    @classmethod
+    def of_items(cls, file: PreparedFile, units: Sequence[Sequence[Item]], num_slots: int, slot_of: Sequence[int] = ()) -> Stream:
+        """Units of some items each."""
         pieces, firsts = list[tuple[int, int, int]](), [0]
         for unit in units:
             place = 0
@@ -88,23 +116,7 @@ class Stream:
                     pieces.append((item.offset + start, min(_PIECE, item.num_bytes - start), place + start))
                 place += item.num_bytes
             firsts.append(len(pieces))
-        self._pieces = (Piece * len(pieces))(*(Piece(*piece) for piece in pieces))
-        self._firsts, self._slot_of = np.array(firsts, np.int64), np.array(slot_of, np.int64)
-        spec = StreamSpec(
-            fd=file.fd,
-            file_bytes=file.file_bytes,
-            changed_ns=file.changed_ns,
-            num_units=len(units),
-            num_slots=num_slots,
-            slot_bytes=self.slot_bytes,
-            slots=self.base,
-            pieces=ctypes.addressof(self._pieces),
-            first_piece=self._firsts.ctypes.data,
-            slot_of=self._slot_of.ctypes.data if len(slot_of) else None,
-        )
-        self.address = self._lib.open_stream(spec, _NUM_READERS)
-        # What the stream reads from and writes to must outlive it.
-        self.close = weakref.finalize(self, _close, self._lib, self.address, file, self._slots, self._pieces, self._firsts)
+        return cls(file, np.array(pieces), firsts, num_slots, slot_of)
 
     @property
     def base(self) -> int:
@@ -171,9 +183,11 @@ class Streaming(ABC):
 class DiskStreaming(Streaming):
     """From a file of prepared weights, on a CPU."""
 
-    def __init__(self, budget: int, store: Store) -> None:
+    def __init__(self, budget: int, store: Store, by_neuron: bool = False) -> None:
+        """`by_neuron`: feed-forwards with a ReLU, of which those neurons are read that are not zero; all else stays in memory."""
         super().__init__(budget)
-        self.store = store
+        self.store, self._by_neuron = store, by_neuron
+        self._neurons: list[tuple[GatedMLP, StreamedNeurons]] = []
         self.stream: Stream | None = None  # None: all is in memory after all
         self._kept: list[np.ndarray] = []
         self._taken = (0, 0.0, 0, 0)  # figures when they were last asked for
@@ -187,6 +201,13 @@ class DiskStreaming(Streaming):
         return num_bytes - before[0], waited_s - before[1], num_asked - before[2], num_read - before[3]
 
     def attach(self, blocks: nn.ModuleList) -> None:
+        if self._by_neuron:
+            for path, module in blocks.named_modules():
+                if isinstance(module, GatedMLP):
+                    neurons = StreamedNeurons(module.gate_up.method, module.down.method, self.store, path)
+                    module.gate_up.method, module.down.method = neurons.gate_up, neurons.down
+                    self._neurons.append((module, neurons))
+            return
         has_experts = any(isinstance(module, Experts) for module in blocks.modules())
         for path, module in blocks.named_modules():
             if isinstance(module, Experts if has_experts else Linear):
@@ -195,7 +216,9 @@ class DiskStreaming(Streaming):
     def finish(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         file = self.store.finish()
         self.fixed_bytes = resident_bytes(model)
-        if any(isinstance(module, Experts) for module in blocks.modules()):
+        if self._by_neuron:
+            self._stream_neurons(file)
+        elif any(isinstance(module, Experts) for module in blocks.modules()):
             self._stream_experts(file, [module for module in blocks.modules() if isinstance(module, Experts)])
         else:
             self._stream_layers(file, blocks)
@@ -210,7 +233,7 @@ class DiskStreaming(Streaming):
             units = [items[layer] for layer in plan.streamed]
             if not self.store.is_new:
                 file.verify(item for unit in units for item in unit)
-            self.stream = Stream(file, units, plan.num_slots, plan.slots)
+            self.stream = Stream.of_items(file, units, plan.num_slots, plan.slots)
             self.streamed_bytes = sum(size_of(unit) for unit in units)
         for layer, block in enumerate(blocks):
             if layer in plan.streamed:
@@ -240,13 +263,40 @@ class DiskStreaming(Streaming):
             raise self.too_small(most * largest, f"all {most} experts of a layer, {fmt_bytes(largest)} each")
         if not self.store.is_new:
             file.verify(items)
-        self.stream = Stream(file, [[item] for item in items], num_slots)
+        self.stream = Stream.of_items(file, [[item] for item in items], num_slots)
         self.streamed_bytes = size_of(items) - min(size_of(items), self.stream.num_bytes)
         first = 0
         for layer in layers:
             assert isinstance(layer.weights, NativeExperts)
             layer.weights.read_from(self.stream.address, first)
             first += layer.num_experts
+        self.held_bytes = self.fixed_bytes + self.stream.num_bytes
+
+    # ---- neurons
+
+    def _stream_neurons(self, file: PreparedFile) -> None:
+        items = [file.items[neurons.name] for _, neurons in self._neurons]
+        layers = [neurons.weights() for _, neurons in self._neurons]
+        largest, most = max(one.layout.num_bytes for one in layers), max(one.layout.num_inner for one in layers)
+        nums = [one.layout.num_inner for one in layers]
+        num_slots = min(sum(nums), (self.budget - self.fixed_bytes) // largest)
+        if num_slots < most:
+            raise self.too_small(most * largest, f"all {most} neurons of a layer, {fmt_bytes(largest)} each")
+        if not self.store.is_new:
+            file.verify(items)
+        pieces = [
+            np.stack([item.offset + np.arange(num) * size, np.full(num, size), np.zeros(num, np.int64)], axis=1)
+            for item, num, size in (
+                (item, one.layout.num_inner, one.layout.num_bytes) for item, one in zip(items, layers, strict=True)
+            )
+        ]
+        self.stream = Stream(file, np.concatenate(pieces), range(sum(nums) + 1), num_slots)
+        first = 0
+        for (module, _), weights in zip(self._neurons, layers, strict=True):
+            weights.read_from(self.stream.address, first)
+            module.neurons = weights
+            first += weights.layout.num_inner
+        self.streamed_bytes = size_of(items) - min(size_of(items), self.stream.num_bytes)
         self.held_bytes = self.fixed_bytes + self.stream.num_bytes
 
 

@@ -31,6 +31,10 @@ class Store:
         arrays = [array for one in matrices for array in (one.codes, one.scales) if array is not None]
         self._writer.put(name, arrays, about)
 
+    def put_array(self, name: str, array: torch.Tensor, about: dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.put(name, [array], about)
+
     def about(self, name: str) -> dict[str, Any]:
         return self.item(name).about
 

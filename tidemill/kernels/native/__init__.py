@@ -22,7 +22,7 @@ from tidemill.errors import WeightsLost, WorkerLost
 from tidemill.kernels.kv_cache import HeadWeights
 from tidemill.kernels.native.program import Op, Program, Recording
 from tidemill.kernels.native.sources import source_hash
-from tidemill.kernels.native.streams import STREAM_ERRORS, Piece, StreamFigures, StreamSpec
+from tidemill.kernels.native.streams import STREAM_ERRORS, Neurons, Piece, StreamFigures, StreamSpec
 from tidemill.kernels.state import ScanInputs, StateWeights
 
 # Best first: (file, CPU flags it needs).
@@ -216,7 +216,8 @@ _STRUCTS: Final = (
     ("tm_step", Step), ("tm_layer", LayerSpec), ("tm_op", Op), ("tm_state_layer", StateLayer), ("tm_states", States),
     ("tm_moe", MoE), ("tm_matrices", Matrices), ("tm_lora_pair", LoraPair), ("tm_lora_step", LoraStep), ("tm_lora", Lora),
     ("tm_kvquant", KVQuantSpec), ("tm_policy", Policy), ("tm_segment", Segment), ("tm_round", Round),
-    ("tm_group", GroupSpec), ("tm_piece", Piece), ("tm_stream_spec", StreamSpec), ("tm_stream_figures", StreamFigures),
+    ("tm_group", GroupSpec), ("tm_neurons", Neurons),
+    ("tm_piece", Piece), ("tm_stream_spec", StreamSpec), ("tm_stream_figures", StreamFigures),
 )  # fmt: skip
 
 
@@ -289,6 +290,8 @@ class Library:
         self._gate.restype = None
         self._moe = lib.tm_run_moe
         self._moe.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
+        self._neurons = lib.tm_run_neurons
+        self._neurons.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]
         self._add = lib.tm_add
         self._add.argtypes = [_POINTER, _FLOAT, _POINTER, _LONG, _LONG]
         self._add.restype = None
@@ -493,6 +496,17 @@ class Library:
             raise MemoryError("no memory for a mixture of experts")
         if self._recording:
             self._recording.note("moe", out, x_TH, logits_TL, a=experts)
+        return out
+
+    def neurons(self, neurons: int, x_TH: torch.Tensor, gate_TI: torch.Tensor, num_out: int) -> torch.Tensor:
+        """`neurons`: the address of a `Neurons`."""
+        _check(x_TH, gate_TI)
+        out = x_TH.new_empty(x_TH.shape[0], num_out)
+        if failed := self._neurons(neurons, x_TH.data_ptr(), gate_TI.data_ptr(), x_TH.shape[0], out.data_ptr()):
+            check_group(failed)
+            raise MemoryError("no memory for a feed-forward")
+        if self._recording:
+            self._recording.note("neurons", out, x_TH, in_2=gate_TI, a=neurons)
         return out
 
     def open_stream(self, spec: StreamSpec, num_readers: int) -> int:

@@ -15,6 +15,7 @@ units by the thread that computes, when it asks for one: what it asked for befor
 #include "tidemill.h"
 
 #define MAX_READERS 16
+#define CANDIDATES 256
 #define HALVE_AFTER 64 /* uses of an expert, on average, after which all counts are halved: what was hot long ago may cool down */
 
 struct tm_stream {
@@ -25,7 +26,7 @@ struct tm_stream {
     long *uses, *used_at; /* of each unit: how often, and the number of the last request that used it */
     long *queue;   /* slots to fill, in order: a ring */
     long first, num_queued, next_piece; /* of the first */
-    long num_requests, num_uses;
+    long num_requests, num_uses, hand; /* hand: the last slot that was looked at */
     int failed, is_stopping;
     pthread_mutex_t lock;
     pthread_cond_t work, arrived;
@@ -96,7 +97,6 @@ static void fill(tm_stream *s, long slot, long unit) {
     s->left[slot] = s->spec.first_piece[unit + 1] - s->spec.first_piece[unit];
     s->queue[(s->first + s->num_queued++) % s->spec.num_slots] = slot;
     s->figures.num_read++;
-    pthread_cond_broadcast(&s->work);
 }
 
 static void wait_for(tm_stream *s, long slot) {
@@ -127,19 +127,22 @@ int stream_layer_op(tm_stream *s, long layer) {
         }
         fill(s, slot, unit);
     }
+    pthread_cond_broadcast(&s->work);
     wait_for(s, s->spec.slot_of[layer]);
     const int failed = s->failed;
     pthread_mutex_unlock(&s->lock);
     return failed;
 }
 
-/* A slot for another expert: one that is empty, or whose expert was used least often, and of those the longest ago. */
-static long coldest(const tm_stream *s) {
+/* A slot for another unit: one that is empty, or whose unit was used least often, and of those the longest ago. Of very many slots, the
+   best of some that come in turn. */
+static long coldest(tm_stream *s) {
     long best = -1;
-    for (long slot = 0; slot < s->spec.num_slots; slot++) {
-        const long unit = s->in_slot[slot];
+    for (long i = 0, num_seen = 0; i < s->spec.num_slots && num_seen < CANDIDATES; i++) {
+        const long slot = s->hand = (s->hand + 1) % s->spec.num_slots, unit = s->in_slot[slot];
         if (unit < 0) return slot;
         if (s->used_at[unit] == s->num_requests || s->left[slot]) continue;
+        num_seen++;
         const long other = best < 0 ? -1 : s->in_slot[best];
         if (other < 0 || s->uses[unit] < s->uses[other] || (s->uses[unit] == s->uses[other] && s->used_at[unit] < s->used_at[other])) best = slot;
     }
@@ -165,6 +168,7 @@ int stream_experts(tm_stream *s, const long *units, long num, const char **place
         if (slot < 0) s->failed = TM_STREAM_FAILED; /* there are slots for all experts of a layer */
         else fill(s, slot, units[i]);
     }
+    pthread_cond_broadcast(&s->work);
     for (long i = 0; i < num && !s->failed; i++) {
         wait_for(s, s->where[units[i]]);
         places[i] = s->spec.slots + s->where[units[i]] * s->spec.slot_bytes;

@@ -28,6 +28,16 @@ class StreamFigures(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("num_bytes", "waited_ns", "num_asked", "num_read")]
 
 
+class Neurons(ctypes.Structure):
+    """tm_neurons of tidemill.h."""
+
+    _fields_ = [
+        *((name, _LONG) for name in ("kind", "num_in", "num_inner", "num_out", "down_place")),
+        *((name, _POINTER) for name in ("up_bias", "down_bias", "stream")),
+        ("first_unit", _LONG),
+    ]
+
+
 # What streams return; the numbers are tidemill.h's.
 STREAM_ERRORS = {
     -5: "the file of prepared weights was changed or cut short while it was in use",

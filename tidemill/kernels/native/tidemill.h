@@ -173,6 +173,18 @@ int stream_layer_op(tm_stream *stream, long layer);
 /* Until these experts are in slots: where. The ones of the call before are no longer needed. */
 int stream_experts(tm_stream *stream, const long *units, long num, const char **places);
 
+/* A feed-forward of neurons in a stream (neurons.c): of each, a row of up, and from `down_place` bytes on a column of down. Both are
+   followed by zeros, to a multiple of 8 and of 32 values. Field by field as in kernels/neurons.py. */
+typedef struct {
+    long kind, num_in, num_inner, num_out, down_place; /* kind: F32, F16 or BF16 of linear.h */
+    const float *up_bias, *down_bias; /* NULL: none */
+    tm_stream *stream;
+    long first_unit;
+} tm_neurons;
+
+/* gate: [row][num_inner], before the activation. */
+int neurons_op(const tm_neurons *neurons, const float *x, const float *gate, long num_rows, float *out);
+
 /* A matrix of each expert, one after the other, each laid out as a linear's (linear.c). */
 typedef struct {
     long kind, num_in, num_out;

@@ -187,10 +187,10 @@ OPTIONS = (
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
-           help="Memory for weights, like 8G, of a model that is larger (CPU): layers, or experts, that do not fit are read from "
-           "disk as they are needed."),
+           help="Memory for weights, like 8G, of a model that is larger: what does not fit is read as it is needed, on a CPU from "
+           "disk, on a GPU from host memory."),
     Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
-           help="With --weight-memory: folder and quota, as PATH:SIZE, of the files from which weights are read. On the fastest "
+           help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the fastest "
            "disk."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",

@@ -306,6 +306,15 @@ class ExpertsUsed(_Event, frozen=True):
     tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
 
 
+class WeightsStreamed(_Event, frozen=True):
+    """Of a model whose weights are not all in memory, now and then: what was read from disk since the last time."""
+
+    num_bytes: int
+    waited_s: float  # for which steps waited
+    num_asked: int  # layers or experts that steps used
+    num_read: int  # those of them, and those ahead of use, that were not in memory
+
+
 class MasksMade(_Event, frozen=True):
     """Before a step: the token masks of structured outputs."""
 
@@ -348,6 +357,7 @@ Event: TypeAlias = (
     | Resumed
     | MasksMade
     | ExpertsUsed
+    | WeightsStreamed
     | DraftsVerified
     | EngineRestarted
     | KernelsFellBack

@@ -30,6 +30,8 @@ class EngineOptions:
     max_waiting: int = 4096
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
+    weight_memory_bytes: int | None = None  # for weights; what does not fit is streamed from disk
+    weight_cache: str | None = None  # PATH:SIZE, for the files that weights are streamed from
     kv_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory

@@ -36,6 +36,7 @@ from tidemill.config.memory import GPU_SPARE, decide_kv_bytes, decide_num_pages,
 from tidemill.config.options import Decision, EngineOptions, T
 from tidemill.config.parallel import decide_ranks
 from tidemill.config.policies import check_kv_policy, decide_kv_policies, decide_kv_policy, decide_max_stream
+from tidemill.config.streaming import decide_weight_cache, decide_weight_memory
 from tidemill.config.tiers import decide_disk, decide_host_slots
 from tidemill.config.transfer import decide_export, decide_import
 from tidemill.config.virtual import decide_kv_layout, decide_virtual
@@ -101,6 +102,9 @@ class EngineConfig:
     kv_import: tuple[str, ...] = ()  # addresses of other engines
     kv_key_file: str | None = None
     kv_layout: str = "paged"
+    weight_memory: int = 0  # bytes of weights in memory, if not all are there
+    weight_cache: str = ""  # the folder of the files that the others are streamed from
+    weight_cache_bytes: int = 0
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
@@ -193,6 +197,11 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     memory = measure(
         options, device, dtype, scheme, kv_dtype, page_size, layout, context, max_draws, token_budget, model, machine
     )
+    num_ranks, all_bytes = tensor_parallel * pipeline_parallel, memory.weight_bytes
+    weight_memory = settle("weight_memory", decide_weight_memory(options, device, num_ranks, all_bytes, model, machine))
+    weight_cache, weight_cache_bytes = settle("weight_cache", decide_weight_cache(options))
+    if weight_memory:
+        memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
     most_pages = max_requests * memory.num_pages_for(context)
@@ -277,6 +286,9 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         kv_import=kv_import,
         kv_key_file=options.kv_key_file,
         kv_layout=kv_layout,
+        weight_memory=weight_memory,
+        weight_cache=weight_cache,
+        weight_cache_bytes=weight_cache_bytes,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,
@@ -301,8 +313,8 @@ def _draft(
     given = replace(
         options, model=name, draft_model=None, speculate="off", dtype="auto", quantization="auto", device=device, loras=(),
         max_loras=None, max_context=None, max_requests=max_requests, token_budget=token_budget, memory_bytes=None,
-        prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None, kv_dtype="auto",
-        kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
+        weight_memory_bytes=None, prefix_index="hash", queue_order="arrival", acceptance="exact", draft_heads=None,
+        kv_dtype="auto", kv_host_memory_bytes=None, kv_disk=None, kv_export=None, kv_import=None, policy="continuous",
         batch_window_ms=None, kv_layout="paged",
         kv_calibration=None, kv_policy=None, max_stream=None, tensor_parallel=1, pipeline_parallel=1, expert_parallel=False,
         remote_workers=0,

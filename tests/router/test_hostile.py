@@ -79,6 +79,38 @@ async def test_bodies_in_chunks_and_pipelined_requests_are_answered_in_order():
         assert router.fronts.num_buffered == 0
 
 
+async def test_a_head_that_comes_again_is_read_as_the_first_time():
+    """Bytes that were parsed once are not parsed again; whatever differs from them is."""
+    stub = Stub("a")
+    async with routed(stub, access=Access.of(["a" * 16], None, [], [], [])) as (router, port):
+        client = await Client.open(port)
+        key = "authorization: Bearer " + "a" * 16
+        for body in (b"1", b"22", b"", b"a" * 999):
+            client.send(post(body, "/v1/completions", key))
+            assert (await client.answer())[0] == 200
+        assert [(sent.body, sent.header("content-length")) for sent in stub.sent] == [
+            (b"1", "1"), (b"22", "2"), (b"", "0"), (b"a" * 999, "999"),
+        ]  # fmt: skip
+        again = post(b"whole", "/v1/completions", key)
+        client.send(again[:-2])  # in two pieces
+        await asyncio.sleep(0.02)
+        client.send(again[-2:] + again)  # and with the next one behind it
+        assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
+        client.send(again[:-5] + b"other" + get("/v1/completions", key))  # two in a piece: the length ends the first
+        assert [(await client.answer())[0] for _ in range(2)] == [200, 200]
+        assert [sent.body for sent in stub.sent[4:]] == [b"whole", b"whole", b"other", b""]
+        client.send(post(b"1", "/v1/completions", key.replace("a" * 16, "b" * 16)))
+        assert (await client.answer())[0] == 401
+        assert router.fronts.num_buffered == 0
+        for length in (b"+1", b" 1 1", b"1\n", b"0x1", b"99999999999"):
+            client = await Client.open(port)
+            client.send(again)
+            assert (await client.answer())[0] == 200
+            client.send(again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1")
+            assert (await client.rest()).startswith(b"HTTP/1.1 4")
+        assert len(stub.sent) == 8 + 5
+
+
 async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():
     stub = Stub("a")
     async with routed(stub) as (_, port):
@@ -308,6 +340,21 @@ async def test_a_key_is_checked_before_the_body_is_taken():
         assert bytes(held._body) == b"[]" * 100  # and not an object for each piece
         client.close()
         await until(lambda: not router.fronts.all)
+        assert router.fronts.num_buffered == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/"])
+async def test_without_a_key_little_is_held(path):
+    async with routed(Stub("a"), access=Access.of(["a" * 16], None, [], [], [])) as (router, port):
+        client = await Client.open(port)
+        client.send(post(b"{}", path))
+        assert (await client.answer())[0] in (200, 405)
+        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-length: 8000000\r\n\r\n" % path.encode())
+        assert (await client.answer())[0] == 413
+        client = await Client.open(port)
+        client.send(b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n" % path.encode())
+        client.send(b"2000\r\n" + b"a" * 0x2000 + b"\r\n")
+        assert (await client.answer())[0] == 413
         assert router.fronts.num_buffered == 0
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.engine.test_tiers import PROMPTS, one_by_one
 from tests.helpers import greedy, make_llama, run
+from tidemill import events
 from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.engine.worker_rank import Worker
@@ -20,6 +22,7 @@ from tidemill.parallel.channel import connect
 from tidemill.parallel.world import World, split_layers
 from tidemill.runner import team as team_module
 from tidemill.runner.cpu_runner import CpuRunner
+from tidemill.runner.page_moves import CpuMover
 from tidemill.runner.stage_runner import cut_items
 from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
@@ -111,6 +114,68 @@ def test_a_real_process_shares_layers_and_is_missed_when_it_ends(folder, expecte
     assert process.poll() is not None
 
 
+def with_host_memory(folder, layout, pages=16, slots=200):
+    """A pool so small that each of the prompts evicts those before it."""
+    page_bytes = core_of(folder, max_context=256).config.page_bytes // layout.get("tensor_parallel", 1)
+    sizes = {"kv_memory_bytes": pages * page_bytes, "kv_host_memory_bytes": slots * page_bytes}
+    return load_core(EngineOptions(model=str(folder), threads=1, max_context=256, **sizes, **layout))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_every_rank_moves_its_part_of_a_page(folder, as_threads, layout):
+    core = with_host_memory(folder, layout)
+    try:
+        first = one_by_one(core)[0]
+        again, started, happened = one_by_one(core)
+        assert again == first  # from host memory, bit for bit
+        assert all(one.num_host >= 96 for one in list(started.values())[:-1])
+        moved = [one for one in happened if isinstance(one, events.PagesMoved) and one.is_load]
+        own = core.runner.own.mover._pages.shape[1]
+        assert sum(one.num_bytes for one in moved) == 2 * own * sum(one.num_pages for one in moved) > 0
+        assert not core.runner.mover._under_way
+    finally:
+        core.close()
+    assert {name: answer.tokens for name, answer in first.items()} == {
+        name: answer.tokens for name, answer in run(core_of(folder, max_context=256), PROMPTS).items()
+    }
+
+
+def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, monkeypatch):
+    core = with_host_memory(folder, {"tensor_parallel": 2})
+    copy = CpuMover._copy
+
+    def fails(mover, move):
+        if mover is not core.runner.own.mover and move.is_load and move.target % 3 == 0:
+            raise OSError("as if the memory were broken")
+        return copy(mover, move)
+
+    monkeypatch.setattr(CpuMover, "_copy", fails)
+    try:
+        first = one_by_one(core)[0]
+        again, _, happened = one_by_one(core)
+        assert again == first
+        assert any(isinstance(one, events.MovesFailed) and "broken" in one.reason for one in happened)
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
+    prompt = [(7 * i * i) % 250 + 2 for i in range(90)]
+    kinds = {"window": {"recent": 40}, "streaming": {"sinks": 3, "recent": 40}, "h2o": {"budget": 48}}
+    kinds |= {"snapkv": {"budget": 40, "observed": 8}, "quest": {"budget": 0.4, "dense_layers": 1}}
+    asked = {kind: (prompt, greedy(20, ignore_eos=True, kv_policy={"kind": kind} | more)) for kind, more in kinds.items()}
+    asked |= {"full": (prompt, greedy(20, ignore_eos=True))}
+    expected = run(core_of(folder), asked)
+    core = core_of(folder, **layout)
+    try:
+        answers = run(core, asked)
+    finally:
+        core.close()
+    assert {name: answer.tokens for name, answer in answers.items()} == {name: answer.tokens for name, answer in expected.items()}
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 3  # they do give up something
+
+
 # ---- starts that fail
 
 
@@ -184,8 +249,8 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
         ({"expert_parallel": True}, "needs several ranks"),
         ({"remote_workers": 1}, "At least rank 0 is on this host"),
         ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
-        ({"tensor_parallel": 2, "kv_policy": "streaming"}, "2 ranks cannot be combined with --kv-policy"),
-        ({"pipeline_parallel": 2, "kv_host_memory_bytes": 2**20}, "cannot be combined with --kv-host-memory"),
+        ({"tensor_parallel": 4, "kv_policy": "streaming"}, "there are more ranks than KV heads"),
+        ({"pipeline_parallel": 2, "kv_disk": "folder"}, "cannot be combined with --kv-disk"),
         ({"pipeline_parallel": 2, "max_loras": 1}, "cannot be combined with --lora"),
         ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
     ],

@@ -207,8 +207,6 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         used = num_pages * memory.page_bytes
         host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
-    if tensor_parallel * pipeline_parallel > 1 and kv_policies:
-        kv_policies = settle("kv_policies", ((), "KV policies are not there with several ranks"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(

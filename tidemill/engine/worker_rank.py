@@ -14,6 +14,7 @@ from tidemill.parallel.channel import Address, Door, connect
 from tidemill.parallel.group import use
 from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, take_device
 from tidemill.runner.base import StepResult
+from tidemill.runner.make import make_mover
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
 from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
@@ -26,6 +27,7 @@ from tidemill.runner.worker_messages import (
     Join,
     Loaded,
     Loading,
+    PageMoved,
     Prepare,
     Prepared,
     Result,
@@ -117,6 +119,9 @@ class Worker:
         if not isinstance(self._receive(), Prepare):
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
+        if config.host_slots:
+            runner.mover = make_mover(runner, config, None)
+            runner.mover.report_to = lambda moved: self._send(PageMoved(moved))
         self._send(Prepared(runner.fallback))
         group.begin()
         return runner

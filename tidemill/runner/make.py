@@ -41,7 +41,7 @@ def make_runner(model: Model, config: EngineConfig) -> Runner:
 def make_mover(runner: Runner, config: EngineConfig, file: PageFile | None) -> PageMover:
     """Of pages between the device, host memory and disk."""
     pages = runner.cache.flatten(1).view(torch.uint8)
-    assert pages.shape[1] == config.page_bytes
+    assert pages.shape[1] == config.page_bytes or config.num_ranks > 1  # ranks may have fewer heads
     if config.device != "cuda":
         return CpuMover(pages.numpy(), config.host_slots, file)
     from tidemill.runner.cuda_moves import CudaMover

@@ -96,6 +96,7 @@ class PageMover(ABC):
     def __init__(self, file: PageFile | None) -> None:
         self._file = file
         self._done: list[Moved] = []
+        self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
         self._disk = None if file is None else Worker("kv-disk", self._move_on_disk, self._report, loads_first=True)
 
@@ -137,6 +138,9 @@ class PageMover(ABC):
             self._file.close()
 
     def _report(self, moved: Moved) -> None:
+        if self.report_to is not None:
+            self.report_to(moved)
+            return
         with self._reported:
             self._done.append(moved)
             self._reported.notify_all()

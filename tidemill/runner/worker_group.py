@@ -12,6 +12,7 @@ import torch
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.layers.lora import Loras
 from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.group_moves import GroupMover
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState
 from tidemill.runner.team import Team
@@ -56,9 +57,26 @@ class WorkerGroup:
         """`own`: of rank 0."""
         self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
         self.fallback, self.cache = own.fallback, own.cache
-        self.mover: PageMover | None = None
+        self._mover: GroupMover | None = None
         self._samples = team.world.sampler == 0
         self._drawn_in, self._drawn = -1, list[Drawn]()
+
+    @property
+    def mover(self) -> PageMover | None:
+        return self._mover
+
+    @mover.setter
+    def mover(self, own: PageMover | None) -> None:
+        """`own`: of rank 0's pages; the others have theirs."""
+        self.own.mover, team = own, self.team
+        self._mover = None if own is None else GroupMover(own, team.world.size, lambda: team.lost is not None)
+        if self._mover is not None:
+            team.on_moved = self._mover.take
+            team.on_lost.append(self._mover.wake)
+
+    def _expect_moves(self, plan: StepPlan) -> None:
+        if self._mover is not None:
+            self._mover.expect(plan.page_moves)
 
     @property
     def loras(self) -> Loras | None:
@@ -66,6 +84,7 @@ class WorkerGroup:
 
     def launch(self, plan: StepPlan) -> Launched:
         self.team.check()
+        self._expect_moves(plan)
         self.team.send_all(Step(plan, self._drawn_in, self._drawn))
         try:
             return launch(self.own, plan)
@@ -86,6 +105,7 @@ class WorkerGroup:
 
     def change_pages(self, plan: StepPlan) -> None:
         self.team.check()
+        self._expect_moves(plan)
         self.team.send_all(Change(plan))
         try:
             self.own.change_pages(plan)

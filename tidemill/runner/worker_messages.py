@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from tidemill.config import EngineConfig, EngineOptions
+from tidemill.kv.tiers import Moved
 from tidemill.parallel.channel import Address
 from tidemill.parallel.world import World
 from tidemill.runner.base import StepResult
@@ -97,6 +98,10 @@ class Result(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         return StepResult(self.tokens, self.logprobs, self.prompt_logprobs, pooled, self.paths, set(self.broken))
 
 
+class PageMoved(msgspec.Struct, frozen=True, tag=True):
+    moved: Moved
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The worker ends."""
 
@@ -110,7 +115,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The group ends in good order."""
 
 
-FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | Failed
+FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | PageMoved | Failed
 ToWorker: TypeAlias = Join | Prepare | Step | Change | Stop | Failed
 
 encode = msgspec.msgpack.Encoder().encode

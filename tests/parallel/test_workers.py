@@ -159,6 +159,18 @@ def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, 
         core.close()
 
 
+def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
+    small = EngineOptions(model=str(folder), threads=1, kv_memory_bytes=2**21, pipeline_parallel=2)
+    one, core = core_of(folder), load_core(small)
+    try:
+        assert core.runner.cache.shape[1] == 2  # of 4 layers
+        assert core.runner.cache[0].nbytes == core.config.page_bytes == one.config.page_bytes // 2
+        assert core.config.kv_bytes <= 2**21 < core.config.kv_bytes + core.config.page_bytes  # of each rank
+        assert run(core, requests()) == expected
+    finally:
+        core.close()
+
+
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
     prompt = [(7 * i * i) % 250 + 2 for i in range(90)]
@@ -268,6 +280,8 @@ def test_layers_are_shared_out_by_cost():
     assert split_layers([1] * 10, 2, last=3) == (6, 10)
     assert split_layers([9, 1, 1, 1], 2) == (1, 4)
     assert split_layers([1] * 4, 4) == (1, 2, 3, 4)
+    assert split_layers([1, 1, 9, 1], 2, fits=lambda begin, end: end - begin == 2) == (2, 4)
+    assert split_layers([1] * 4, 2, fits=lambda begin, end: end - begin == 1) is None
     world = World(2, (3, 5))
     assert [(world.stage(rank).first, world.stage(rank).end, world.shard(rank).rank) for rank in range(4)] == [
         (0, 3, 0), (0, 3, 1), (3, 5, 0), (3, 5, 1),

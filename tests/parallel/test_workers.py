@@ -10,7 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import transformers
 
+from tests.engine.test_lora import ask, make_lora
 from tests.engine.test_tiers import PROMPTS, one_by_one
 from tests.helpers import greedy, make_llama, run
 from tidemill import events
@@ -188,6 +190,27 @@ def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, l
     assert len({tuple(answer.tokens) for answer in answers.values()}) > 3  # they do give up something
 
 
+@pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_every_rank_has_its_part_of_an_adapter(folder, as_threads, tmp_path, layout):
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    paths = [make_lora(tmp_path / f"{seed}", base, seed, rank=4) for seed in (1, 2)]
+    prompt = [(7 * i) % 250 + 2 for i in range(20)]
+    asked = {f"{i}": (prompt, greedy(8, ignore_eos=True), i) for i in range(3)}
+
+    def answers(**layout):
+        core = core_of(folder, max_loras=1, **layout)  # the second takes the slot of the first
+        try:
+            for number, path in enumerate(paths, 1):
+                core.adapters.load_now(number, f"a{number}", str(path))
+            return {name: answer.tokens for name, answer in ask(core, asked).items()}
+        finally:
+            core.close()
+
+    expected = answers()
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3
+    assert answers(**layout) == expected
+
+
 # ---- starts that fail
 
 
@@ -263,7 +286,6 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
         ({"tensor_parallel": 2, "remote_workers": 1}, "needs --workers-address"),
         ({"tensor_parallel": 4, "kv_policy": "streaming"}, "there are more ranks than KV heads"),
         ({"pipeline_parallel": 2, "kv_disk": "folder"}, "cannot be combined with --kv-disk"),
-        ({"pipeline_parallel": 2, "max_loras": 1}, "cannot be combined with --lora"),
         ({"pipeline_parallel": 2, "speculate": "eagle"}, "cannot be combined with --speculate eagle"),
     ],
 )

@@ -55,7 +55,7 @@ def _check_combinations(options: EngineOptions, device: str, model: ModelConfig,
         "device cuda and --kv-host-memory": device == "cuda" and options.kv_host_memory_bytes is not None,
         "--kv-disk": options.kv_disk is not None,
         "--kv-calibration": options.kv_calibration is not None,
-        "--lora and --max-loras": bool(options.loras) or options.max_loras is not None,
+        "device cuda and --lora": device == "cuda" and (bool(options.loras) or options.max_loras is not None),
         f"--speculate {options.speculate}": options.speculate in _DRAFT_HEADS,
         "--fast-math": options.fast_math,
     }

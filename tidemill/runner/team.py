@@ -196,7 +196,9 @@ class Team:
         self._channels[rank].send(encode(message))
 
     def send_all(self, message: ToWorker) -> None:
-        encoded = encode(message)
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
         for channel in self._channels.values():
             channel.send(encoded)
 

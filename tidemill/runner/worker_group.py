@@ -11,7 +11,8 @@ import torch
 
 from tidemill.errors import TidemillError, WorkerLost
 from tidemill.layers.lora import Loras
-from tidemill.runner.base import Runner, StepResult
+from tidemill.runner.base import AdapterSlots, Runner, StepResult
+from tidemill.runner.group_loras import GroupLoras
 from tidemill.runner.group_moves import GroupMover
 from tidemill.runner.page_moves import PageMover
 from tidemill.runner.state import RowState
@@ -53,11 +54,14 @@ def append(state: RowState, drawn: list[Drawn]) -> None:
 
 
 class WorkerGroup:
-    def __init__(self, own: RankRunner, team: Team) -> None:
-        """`own`: of rank 0."""
+    def __init__(self, own: RankRunner, team: Team, lora_shapes: dict[str, tuple[int, int]] | None = None) -> None:
+        """`own`: of rank 0. `lora_shapes`: of the matrices that adapters may change on other ranks."""
         self.own, self.team, self.alarm, self.steps_ahead = own, team, team.alarm, own.steps_ahead
         self.fallback, self.cache = own.fallback, own.cache
         self._mover: GroupMover | None = None
+        self._loras = None
+        if isinstance(own.loras, Loras):
+            self._loras = GroupLoras(own.loras, team, own.loras.shapes | (lora_shapes or {}))
         self._samples = team.world.sampler == 0
         self._drawn_in, self._drawn = -1, list[Drawn]()
 
@@ -79,8 +83,8 @@ class WorkerGroup:
             self._mover.expect(plan.page_moves)
 
     @property
-    def loras(self) -> Loras | None:
-        return None
+    def loras(self) -> AdapterSlots | None:
+        return self._loras
 
     def launch(self, plan: StepPlan) -> Launched:
         self.team.check()

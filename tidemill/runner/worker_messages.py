@@ -54,6 +54,23 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     fallback: str = ""
+    shapes: dict[str, tuple[int, int]] = {}  # of the matrices that an adapter may change
+
+
+class SentPair(msgspec.Struct, frozen=True):
+    """Of an adapter: for one stored matrix, float32."""
+
+    rank: int
+    down: bytes
+    up: bytes
+    scale: float
+
+
+class PutAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Into a slot, from the next step on. Without pairs, the slot becomes free."""
+
+    slot: int
+    pairs: dict[str, SentPair]
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +133,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker: TypeAlias = Hello | Loading | Loaded | Prepared | Result | PageMoved | Failed
-ToWorker: TypeAlias = Join | Prepare | Step | Change | Stop | Failed
+ToWorker: TypeAlias = Join | Prepare | PutAdapter | Step | Change | Stop | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

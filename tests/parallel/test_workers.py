@@ -3,6 +3,7 @@
 Most workers here are threads, to save the start of processes: they run a worker's code over the same sockets.
 """
 
+import asyncio
 import os
 import signal
 import threading
@@ -30,6 +31,9 @@ from tidemill.runner.team import Team, own_kernels
 from tidemill.runner.worker_messages import Hello, encode
 from tidemill.sampling import SamplingParams
 from tidemill.sched.plan import StepItem
+from tidemill.server.listen import Listen
+from tidemill.server.models import Served
+from tidemill.server.run import Sharing, serve
 from tidemill.version import __version__
 from tidemill.wire import Submit
 
@@ -292,6 +296,12 @@ def test_a_worker_with_another_model(folder, as_threads, monkeypatch, tmp_path):
 def test_what_cannot_be(folder, options, words):
     with pytest.raises(ConfigError, match=words):
         core_of(folder, **options)
+
+
+def test_workers_of_other_hosts_are_not_unloaded(folder):
+    served = Served(EngineOptions(model=str(folder), tensor_parallel=2, remote_workers=1))
+    with pytest.raises(ConfigError, match="they end when it is unloaded"):
+        asyncio.run(serve([served], Listen(port=0), sharing=Sharing(idle_s=5)))
 
 
 # ---- plans

@@ -34,6 +34,7 @@ from tidemill.sched.placement import Placement, prefix_keys
 from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Resumed, Submit
 
 BLOCK_LEN = 32  # tokens of a prompt that are remembered together
+MAX_LOSSES = 5
 _TOKEN_BYTES = 4
 
 
@@ -44,6 +45,7 @@ class _Route:
     client: EngineClient
     outputs: list[list[int]]
     over: set[int] = field(default_factory=set)  # samples
+    num_losses: int = 0  # of engines in a row that gave it no token, though none need have died of it
 
 
 class Replicas:
@@ -201,11 +203,16 @@ class Replicas:
                     async with aclosing(route.client.submit(request, left_s, tells_accepted, tells_progress)) as deltas:
                         async for delta in deltas:
                             route.outputs[delta.index] += delta.token_ids
+                            route.num_losses = 0 if delta.token_ids else route.num_losses
                             if delta.finish_reason is not None:
                                 route.over.add(delta.index)
                             yield delta
                     return
                 except EngineLost as lost:
+                    route.num_losses += lost.may_have_killed
+                    if route.num_losses >= MAX_LOSSES:  # as when it takes all memory of a node
+                        what = f"{MAX_LOSSES} engines were lost one after the other while this request was computed."
+                        raise EngineDead(what, fix="Try again, perhaps with a smaller request.") from lost
                     route.client = self._choose(request)
                     if lost.is_known:
                         left = [Resumed(i, tokens) for i, tokens in enumerate(route.outputs) if i not in route.over]

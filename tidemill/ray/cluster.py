@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tidemill.errors import ConfigError
 from tidemill.version import __version__
 
 INSTALL = "pip install 'tidemill[ray]'"
+START_S = 180.0  # for an actor that has a place to run; nodes may be slow to import
+_CONNECT_S = 10.0
 _log = logging.getLogger("tidemill.ray")
 
 
@@ -58,6 +61,7 @@ class Cluster:
             raise ConfigError(f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address")
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            _check_somebody_listens(address)
             how: dict[str, Any] = {} if address else {"include_dashboard": False}
             logging.getLogger("ray").setLevel(logging.ERROR)
             try:
@@ -106,12 +110,17 @@ class Cluster:
             max_task_retries=0,
             max_concurrency=1000,
         )
+        free = self._num_free(needs)
         actors = [remote.remote() for _ in range(num)]
+        answers = asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors))
         try:
-            found = await asyncio.wait_for(asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors)), self.wait_s)
+            await asyncio.wait([answers], timeout=self.wait_s)
+            if not answers.done() and free - self._num_free(needs) < num:
+                raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
+            found = await asyncio.wait_for(answers, START_S)  # all have a place, and some do not run yet
         except TimeoutError:
             self.kill(*actors)
-            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+            raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s") from None
         except self.errors as error:
             self.kill(*actors)
             raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
@@ -124,6 +133,12 @@ class Cluster:
                 what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
+
+    def _num_free(self, needs: Needs) -> int:
+        """Actors for which the cluster has room, if that were all on one node."""
+        free = self._ray.available_resources()
+        rooms = {"GPU": needs.num_gpus, "CPU": needs.num_cpus}
+        return min(int(free.get(name, 0) // num) for name, num in rooms.items() if num)
 
     def described(self) -> str:
         """What the cluster has, and what of it is free."""
@@ -142,6 +157,18 @@ class Cluster:
         """Ends the actors, and the cluster if it was started here."""
         if self._is_ours:
             self._ray.shutdown()
+
+
+def _check_somebody_listens(address: str | None) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():  # auto, local
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`."
+        raise ConfigError(f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address") from error
 
 
 async def _awaited(ref: Any) -> Any:

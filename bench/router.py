@@ -85,7 +85,13 @@ def chat_request(number: int, num_chars: int, is_traced: bool = False) -> bytes:
         {"role": "user", "content": f"Question {number}. " + "x" * num_chars},
     ]
     body = json.dumps({"model": "stub", "messages": messages, "max_tokens": 100, "temperature": 0}).encode()
-    names = ["accept: application/json", "accept-encoding: gzip, deflate", "authorization: Bearer key", "user-agent: bench"]
+    names = [
+        "accept: application/json",
+        "accept-encoding: gzip, deflate",
+        "connection: keep-alive",
+        "authorization: Bearer key",
+        "user-agent: bench",
+    ]
     names += [f"x-stainless-{i}: value" for i in range(8)]
     names += [f"x-request-id: {number:032x}"] if is_traced else []
     head = ["POST /v1/chat/completions HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", *names]

@@ -102,13 +102,29 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
         client.send(post(b"1", "/v1/completions", key.replace("a" * 16, "b" * 16)))
         assert (await client.answer())[0] == 401
         assert router.fronts.num_buffered == 0
+        client = await Client.open(port)
+        for number in ("1", "2\x01", "3"):  # a header of each request's own
+            client.send(post(number.encode(), "/v1/completions", key, f"x-id: {number}", "connection: keep-alive"))
+            if number == "2\x01":
+                assert (await client.rest()).startswith(b"HTTP/1.1 4")
+                client = await Client.open(port)
+            else:
+                assert (await client.answer())[0] == 200
+        assert [(sent.body, sent.header("x-id")) for sent in stub.sent[8:]] == [(b"1", "1"), (b"3", "3")]
+        for other in (b"host: elsewhere.example", b"transfer-encoding: chunked", b"x-id : 1", b"x-id: 1\r\n 2"):
+            client = await Client.open(port)
+            client.send(again)
+            assert (await client.answer())[0] == 200
+            client.send(again.replace(b"host: localhost", other))
+            assert (await client.rest()).startswith(b"HTTP/1.1 4")
+        before = len(stub.sent)
         for length in (b"+1", b" 1 1", b"1\n", b"0x1", b"99999999999"):
             client = await Client.open(port)
             client.send(again)
             assert (await client.answer())[0] == 200
             client.send(again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1")
             assert (await client.rest()).startswith(b"HTTP/1.1 4")
-        assert len(stub.sent) == 8 + 5
+        assert len(stub.sent) == before + 5
 
 
 async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():

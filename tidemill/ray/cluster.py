@@ -127,6 +127,8 @@ class Cluster:
         except BaseException:
             self.kill(*actors)
             raise
+        finally:
+            answers.cancel()  # of those that will not come
         for about in found:
             if about.version != __version__:
                 self.kill(*actors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.router.test_forward import ask, until
 from tidemill.router import front, upstream
 from tidemill.router.limits import Limits
 from tidemill.router.upstream import Upstream
-from tidemill.server.guard import Access
+from tidemill.server.guard import Access, Caller
 
 SMUGGLED = b"POST /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -125,6 +126,49 @@ async def test_a_head_that_comes_again_is_read_as_the_first_time():
             client.send(again.replace(b"content-length: 5", b"content-length: " + length)[:-5] + b"1")
             assert (await client.rest()).startswith(b"HTTP/1.1 4")
         assert len(stub.sent) == before + 5
+
+
+class Wire:
+    """What the router writes to a client goes nowhere."""
+
+    write = abort = close = write_eof = lambda self, data=b"": None
+
+    def get_extra_info(self, name):
+        return ("127.0.0.1", 1)
+
+    def can_write_eof(self):
+        return True
+
+
+def taken(*pieces: bytes) -> list[tuple]:
+    """Requests as a connection hands them on, each answered at once."""
+    found = []
+
+    def handle(made, request):
+        found.append((request.method, request.target, request.headers, request.first, request.head_for(b"u", b""), request.body))
+        made.answer(200, b"")
+
+    made = front.Fronts(lambda request: Caller(), handle, 10).make()
+    made.connection_made(Wire())
+    for piece in pieces:
+        made.data_received(piece)
+    return found
+
+
+async def test_a_head_like_the_one_before_means_what_it_would_alone():
+    base = post(b"body", "/v1/completions", "x-id: 17", "connection: keep-alive", "X-Other:  spaced ", "te: x", "accept: */*")
+    chance, num_alike = random.Random(1), 0
+    assert len(taken(base, base)) == 2
+    for _ in range(600):
+        other = bytearray(base)
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            at = chance.randrange(len(other))
+            how = chance.randrange(3)
+            other[at : at + (how != 0)] = bytes([chance.choice(b"\r\n :;,\t\0x19aZ\x7f\x80-")]) if how != 2 else b""
+        alone, after = taken(bytes(other)), taken(base, bytes(other))
+        assert after[1:] == alone, bytes(other)
+        num_alike += len(alone)
+    assert num_alike > 60
 
 
 async def test_an_upgrade_is_not_made_and_what_follows_it_is_not_read():

@@ -112,15 +112,14 @@ class Cluster:
         )
         free = self._num_free(needs)
         actors = [remote.remote() for _ in range(num)]
-        answers = asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors))
+        answers = [asyncio.create_task(_awaited(actor.about.remote())) for actor in actors]
         try:
-            await asyncio.wait([answers], timeout=self.wait_s)
-            if not answers.done() and free - self._num_free(needs) < num:
+            found = await _all_of(answers, self.wait_s)
+            if found is None and free - self._num_free(needs) < num:
                 raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
-            found = await asyncio.wait_for(answers, START_S)  # all have a place, and some do not run yet
-        except TimeoutError:
-            self.kill(*actors)
-            raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s") from None
+            found = found or await _all_of(answers, START_S)
+            if found is None:
+                raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s")
         except self.errors as error:
             self.kill(*actors)
             raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
@@ -128,7 +127,9 @@ class Cluster:
             self.kill(*actors)
             raise
         finally:
-            answers.cancel()  # of those that will not come
+            for answer in answers:
+                answer.cancel()  # of those that will not come
+            await asyncio.gather(*answers, return_exceptions=True)
         for about in found:
             if about.version != __version__:
                 self.kill(*actors)
@@ -171,6 +172,13 @@ def _check_somebody_listens(address: str | None) -> None:
     except (OSError, OverflowError) as error:
         fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`."
         raise ConfigError(f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address") from error
+
+
+async def _all_of(answers: list[asyncio.Task[Any]], within_s: float) -> list[Any] | None:
+    """None: some do not come within that time. Raises what one of them fails with."""
+    done, missing = await asyncio.wait(answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+    found = [one.result() for one in done]
+    return None if missing else found
 
 
 async def _awaited(ref: Any) -> Any:

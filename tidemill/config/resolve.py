@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from tidemill.cache_layout import CacheLayout
 from tidemill.config.cache import (
+    bytes_of_page,
     decide_kv_calibration,
     decide_kv_dtype,
     decide_layout,
@@ -160,8 +162,15 @@ class EngineConfig:
         return self.num_kv_tokens / self.max_context
 
 
-def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_model: ModelConfig | None = None) -> EngineConfig:
-    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`."""
+def resolve(
+    options: EngineOptions,
+    model: ModelConfig,
+    machine: Machine,
+    draft_model: ModelConfig | None = None,
+    stages: Sequence[Collection[int]] = (),
+) -> EngineConfig:
+    """Fill every "auto", check every given value, record why. `draft_model`: of `options.draft_model`. `stages`: of a pipeline,
+    the layers with keys and values that each has."""
     reasons: dict[str, str] = {}
 
     def settle(name: str, decision: Decision[T]) -> T:
@@ -204,6 +213,10 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         memory = replace(memory, weight_bytes=weight_memory)
     draft = _draft(options, speculate, draft_model, machine, device, context, max_requests, token_budget)
     memory = replace(memory, lora_bytes=lora_bytes, draft_bytes=_draft_bytes(draft))
+    held = max([layout.only(layers) for layers in stages] or [layout], key=lambda one: one.layers_per_page)
+    of_rank = replace(memory, page_bytes=bytes_of_page(model, kv_dtype, page_size, held))
+    if options.kv_memory_bytes is not None:  # of each rank; what is left of a machine, its stages share
+        memory = of_rank
     most_pages = max_requests * memory.num_pages_for(context)
     if model.pooler is not None:  # a step's, each sequence's last page partly filled and one kept back
         most_pages = min(most_pages, token_budget // page_size + 2 * max_requests)
@@ -224,16 +237,14 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
     if model.pooler is not None:
         reasons["host_slots"] = "no tiers behind the KV cache: an encoder keeps nothing"
     else:
-        used = num_pages * memory.page_bytes
-        host_slots = settle("host_slots", decide_host_slots(options, memory, used, prefix_caching, prefix_index, machine))
-        taken = host_slots * memory.page_bytes + (0 if memory.gpu else memory.weight_bytes + memory.activation_bytes + used)
+        used = num_pages * of_rank.page_bytes
+        host_slots = settle("host_slots", decide_host_slots(options, of_rank, used, prefix_caching, prefix_index, machine))
+        taken = host_slots * of_rank.page_bytes + (0 if of_rank.gpu else of_rank.weight_bytes + of_rank.activation_bytes + used)
         kv_export, export_slots = settle(
-            "kv_export", decide_export(options, memory, taken, prefix_caching, prefix_index, machine)
+            "kv_export", decide_export(options, of_rank, taken, prefix_caching, prefix_index, machine)
         )
         kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
-    if tensor_parallel * pipeline_parallel > 1 and kv_policies:
-        kv_policies = settle("kv_policies", ((), "KV policies are not there with several ranks"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(
@@ -242,7 +253,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         scheme=scheme,
         kv_dtype=kv_dtype,
         page_size=page_size,
-        layout=layout,
+        layout=held,
         num_pages=num_pages,
         max_context=context,
         max_requests=max_requests,
@@ -258,7 +269,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         fast_math=fast_math,
         structured_backend=options.structured_backend,
         weight_bytes=memory.weight_bytes,
-        kv_bytes=num_pages * memory.page_bytes,
+        kv_bytes=num_pages * of_rank.page_bytes,
         activation_bytes=memory.activation_bytes,
         speculate=speculate,
         max_drafts=max_drafts,

@@ -54,7 +54,7 @@ class Prompt:
 
 def read_prompt(body: bytes, tenant: bytes, session: bytes = b"") -> Prompt:
     """`tenant`: whoever shares no cache with others. `session`: as a header names it."""
-    if not body.lstrip(b" \t\r\n").startswith(b"{"):
+    if not body.startswith(b"{") and not body.lstrip(b" \t\r\n").startswith(b"{"):
         return Prompt()
     try:
         given = _decode(body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.config.options import Decision, EngineOptions, at_least
+from tidemill.config.options import Decision, EngineOptions, at_least, one_of
 from tidemill.coverage import uncovered
 from tidemill.errors import ConfigError
 from tidemill.machine import Machine
@@ -178,6 +178,13 @@ def decide_fast_math(options: EngineOptions, device: str, model: ModelConfig) ->
             param="fast_math",
         )
     return options.fast_math, "given: tokens may depend on the batch" if options.fast_math else "off: batch-invariant"
+
+
+def decide_nano_batching(options: EngineOptions, device: str) -> Decision[str]:
+    given = one_of("nano_batching", options.nano_batching, ("auto", "on", "off"))
+    if given == "on" and device != "cuda":
+        raise ConfigError("nano_batching is for GPUs.", fix="Leave --nano-batching out.", param="nano_batching")
+    return (given if device == "cuda" else "off"), "steps in two halves that overlap, on a GPU"
 
 
 def decide_max_loras(options: EngineOptions, device: str, model: ModelConfig) -> Decision[int]:

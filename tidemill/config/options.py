@@ -53,6 +53,7 @@ class EngineOptions:
     workers_key_file: str | None = None
     data_parallel: int = 1  # engines that serve the model side by side
     fast_math: bool = False
+    nano_batching: str = "off"  # on a GPU: steps in two halves that overlap; auto: where a trial at start is faster, on, off
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
     draft_model: str | None = None

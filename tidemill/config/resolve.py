@@ -24,6 +24,7 @@ from tidemill.config.compute import (
     decide_device,
     decide_dtype,
     decide_fast_math,
+    decide_nano_batching,
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
@@ -99,6 +100,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
+    nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
@@ -257,6 +259,7 @@ def resolve(options: EngineOptions, model: ModelConfig, machine: Machine, draft_
         kv_disk=kv_disk,
         kv_disk_bytes=kv_disk_bytes,
         kv_layout=kv_layout,
+        nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,

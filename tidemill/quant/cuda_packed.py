@@ -20,14 +20,17 @@ from tidemill.weights.packed.fp8 import FP8Tensor
 
 Part: TypeAlias = "Codes | Fp8Part | torch.Tensor"
 _MOST_ROWS = 512  # with more, a weight is dequantized into a buffer first
-_buffers: dict[torch.device, torch.Tensor] = {}  # one for all weights: they are used one after the other
+# By device and lane, one for all weights: they are used one after the other.
+_buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _buffer(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    num = shape[0] * shape[1]
-    if device not in _buffers or _buffers[device].numel() < num:
-        _buffers[device] = torch.empty(num, dtype=torch.bfloat16, device=device)
-    return _buffers[device][:num].view(shape)
+    from tidemill.kernels.cuda.lanes import lane
+
+    num, where = shape[0] * shape[1], (device, lane())
+    if where not in _buffers or _buffers[where].numel() < num:
+        _buffers[where] = torch.empty(num, dtype=torch.bfloat16, device=device)
+    return _buffers[where][:num].view(shape)
 
 
 class CudaPackedWeight(CudaMatrix):

@@ -1,0 +1,158 @@
+"""Steps in two halves, on the GPU's runner without a GPU: the same answers as whole ones, and only where a trial is faster."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.runner.test_cuda_runner import REQUESTS, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
+from tests.helpers import run
+from tidemill.errors import ConfigError
+from tidemill.events import NanoBatchingTried
+from tidemill.kernels.cuda import lanes
+from tidemill.kernels.cuda.records import MEMBER_SLOT, SINGLE_SLOT, SINGLE_SPLITS, SINGLE_TOKEN
+from tidemill.runner import cuda_runner, nano
+from tidemill.runner.cuda_graphs import halves, sizes
+from tidemill.runner.cuda_work import make_halves, make_work
+
+
+@pytest.fixture
+def in_halves(on_gpu, monkeypatch):
+    monkeypatch.setattr(lanes, "new_context", OnCpu)
+    return on_gpu
+
+
+def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):
+    """Prompts, decoding sequences and a shared prefix among them."""
+    cut = []
+    monkeypatch.setattr(cuda_runner, "make_halves", lambda *given: cut.append(given[2]) or make_halves(*given))
+    core = in_halves(nano_batching="on")
+    assert_same(run(core, REQUESTS), expected)
+    assert len(set(cut)) > 2, "steps of several sizes were cut"
+    assert len(core.runner._halved) == 2 * len(core.runner._cuts)
+
+
+@pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
+def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
+    def timed(replay, graph, work):
+        replay(graph, work)
+        if graph.second is not None and not is_same:
+            graph.out = torch.zeros_like(graph.out)
+        return 10.0 if graph.second is None else halves_ms
+
+    for name, value in {"_time": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
+        monkeypatch.setattr(nano, name, value)
+    core = in_halves(nano_batching="auto")
+    decode = [trial for trial in core.runner.nano if trial.decodes]
+    assert [trial.size for trial in decode] == [4, 8]
+    assert all(trial.is_taken == is_taken for trial in decode), [str(trial) for trial in decode]
+    assert {size for decodes, size in core.runner._cuts if decodes} == ({3, 4, 8} if is_taken else set())
+    assert not core.runner.state.pages.any()
+    assert not core.runner.cache.any()
+    tried = [event for event in core.take_events() if isinstance(event, NanoBatchingTried)]
+    assert [(event.tokens, event.is_taken) for event in tried] == [(4, is_taken), (8, is_taken), (32, halves_ms < 9.8)]
+
+
+def test_what_cannot_be_cut_is_refused(in_halves, monkeypatch):
+    monkeypatch.setattr(nano, "refused", lambda *given: "because")
+    monkeypatch.setattr(cuda_runner, "refused", lambda *given: "because")
+    with pytest.raises(ConfigError, match="cannot be cut in two: because"):
+        in_halves(nano_batching="on")
+    assert in_halves(nano_batching="auto").runner.nano == []
+
+
+def test_a_cut_prompt_and_slots_of_both_halves():
+    items = np.array([[0, 1100, 1], [1, 20, 1], [2, 0, 7], [3, 1500, 1]], np.int32)
+    samples = np.array([True, True, False, True])
+    table = np.arange(4 * 64, dtype=np.int32).reshape(4, 64) + 1
+    whole = make_work(items, samples, [table], 4, 4)
+    work = make_halves(items, samples, 5, [table], 4, 4)
+    second = work.second
+    assert np.array_equal(work.rows, whole.rows)
+    assert np.array_equal(work.positions, whole.positions)
+    assert np.array_equal(work.last, whole.last)
+    assert work.prompts.tolist() == [[2, 3, 0, 2]]
+    assert second.prompts.tolist() == [[0, 4, 3, 2]]
+    used = [int(one[SINGLE_SLOT.value]) + i for one in (*work.singles, *second.singles) for i in range(one[SINGLE_SPLITS.value])]
+    own = {(int(one[SINGLE_SLOT.value]), int(one[SINGLE_SPLITS.value])) for one in (*work.singles, *second.singles)}
+    assert max(used) < 3 + 1 + 3
+    assert own == {(0, 3), (3, 1), (4, 3)}, "no two sequences share a slot"
+    assert second.singles[0, SINGLE_TOKEN.value] == 4
+    shared = np.array([[0, 600, 1], [1, 700, 1], [2, 800, 1], [3, 900, 1]], np.int32)
+    table[:, :8] = np.arange(1, 9)
+    work = make_halves(shared, np.ones(4, bool), 2, [table], 4, 4)
+    slots = [work.members[:, MEMBER_SLOT.value].tolist(), work.second.members[:, MEMBER_SLOT.value].tolist()]
+    assert slots == [[0, 2], [4, 6]]
+
+
+def test_halves_are_sizes_themselves():
+    some = sizes(256, ((4, 1), (64, 8), (256, 16)))
+    made = halves(some)
+    assert made[256] == 128
+    assert made[2] == 1
+    assert all(cut in some and size - cut in some for size, cut in made.items())
+    assert halves([3, 7]) == {}
+
+
+class Stream:
+    """Notes what it waits for."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event.of))
+
+
+def test_lanes_take_turns_and_wait_for_each_other(monkeypatch):
+    log, streams = [], {}
+
+    class Event:
+        def record(self, stream):
+            self.of = f"{stream.name} {sum(1 for one in log if one[:2] == (stream.name, 'runs'))}"
+
+    main, side = Stream(log, "first"), Stream(log, "second")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: side if lanes.lane() else main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: lanes.new_context())
+    assert not streams
+
+    def work():
+        for _ in range(2):
+            with lanes.in_order("attention"):
+                log.append(("second" if lanes.lane() else "first", "runs"))
+            lanes.change_over()
+        return torch.tensor(lanes.lane())
+
+    assert [one.item() for one in lanes.Lanes(side).run(work, work)] == [0, 1]
+    assert log == [
+        ("second", "waits for", "first"),
+        ("first", "runs"),
+        ("second", "waits for", "first 1"),
+        ("second", "runs"),
+        ("first", "waits for", "second 1"),
+        ("first", "runs"),
+        ("second", "waits for", "first 2"),
+        ("second", "runs"),
+        ("first", "waits for", "second"),
+    ]
+    assert lanes.lane() == 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_error_in_a_lane_is_raised(monkeypatch, which):
+    log = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(log, "first"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: lanes.new_context())
+
+    def work():
+        lanes.change_over()
+        if lanes.lane() == which:
+            raise ValueError("no room")
+        return torch.zeros(1)
+
+    with pytest.raises(ValueError, match="no room"):
+        lanes.Lanes(Stream(log, "second")).run(work, work)
+    assert lanes.lane() == 0

@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,roles,many,sparse] [--json out.json] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 
-from tidemill.kernels.cuda import gemm
+from tidemill.kernels.cuda import gemm, hopper_packed
 from tidemill.kernels.cuda.compile_server import compile_elsewhere
 from tidemill.kernels.cuda.elementwise import LARGEST, Scaled
 from tidemill.kernels.cuda.launch import compile_only
@@ -444,6 +444,57 @@ def time_many(until: float) -> None:
         print(f"  dequantize w4 g128 {name}: {took:.1f} us ({math.prod(shape) * 2.5 / BANDWIDTH * 1e6:.1f})", flush=True)
 
 
+ROLES = {
+    64: [(64, 128, 4, 3), (64, 128, 5, 2), (64, 64, 6, 4), (128, 64, 4, 3)],
+    256: [(128, 64, 4, 3), (128, 64, 6, 3), (128, 128, 4, 2), (128, 128, 3, 3), (256, 64, 3, 3), (256, 128, 3, 2), (256, 128, 3, 3)],
+    2048: [(128, 128, 4, 2), (256, 128, 3, 3)],
+}
+ROLES_32 = {  # planes of 32: buffers are half as large
+    64: [(64, 128, 8, 4), (64, 128, 10, 4), (128, 128, 8, 4)],
+    256: [(128, 128, 8, 4), (128, 128, 8, 2), (256, 128, 6, 4), (256, 128, 5, 3), (256, 64, 6, 4)],
+    2048: [(128, 128, 8, 4), (256, 128, 6, 4)],
+}
+
+
+def check_roles(until: float) -> None:
+    """The kernel with roles: the bits of the other one, at every number of rows and in every tile; then both are timed."""
+    for name in ("w4 g128", "w4 g32 offsets (Q4_K)", "nf4 g64", "w8 channel", "ternary"):
+        for num_out, num_in, act in ((1024, 4096, ""), (4096, 14336, ""), (9216, 2048, "silu")):
+            weight = new_packed(num_out, num_in, *FORMATS[name])
+            x = torch.randn(600, num_in, device="cuda", dtype=torch.bfloat16)
+            expected = gemm_packed(x, weight, act=act)
+            wrong = []
+            for rows in (33, 48, 64, 65, 100, 128, 192, 256, 300, 600):
+                made = hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act)
+                if not torch.equal(made, expected[:rows]):
+                    wrong.append((rows, round(error(made, expected[:rows].float()), 5)))
+            label = f"roles {name} {num_out}x{num_in} {act}"
+            print(f"check {label}: the other's bits: {not wrong} {wrong or ''}{'' if not wrong else '   <<< WRONG'}", flush=True)
+    for kind, rows_to_try in (("w4 g128", (64, 128, 256, 512, 2048)), ("w4 g32 offsets (Q4_K)", (64, 256, 2048))):
+        for name, (num_out, num_in) in SHAPES.items():
+            weights = weights_of(kind, name)
+            table = ROLES_32 if weights[0].plane == 32 else ROLES
+            for rows in rows_to_try:
+                x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
+                floor = floor_us(weights[0].num_bytes, rows, num_out, num_in, "bf16")
+                time_cases(
+                    [
+                        Case(
+                            f"roles {kind}", name, rows, tile, weights,
+                            lambda w, t=tile, x=x, n=name: hopper_packed.gemm_by_roles(
+                                x, w, hopper_packed.RolesTile(*t), act=act_of(n)
+                            ),
+                            floor,
+                        )
+                        for tile in nearest(table, rows)
+                    ],
+                    until,
+                )  # fmt: skip
+                if rows <= 512:
+                    old = time_us([partial(gemm_packed, x, w, act=act_of(name)) for w in weights], 3)
+                    print(f"  {kind} {name} M={rows}, without roles: {old:.1f} us", flush=True)
+
+
 def time_sparse(until: float) -> None:
     """2:4 by the library, beside dense."""
     for name in ("o", "gate_up", "down"):
@@ -517,7 +568,7 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,roles,many,sparse")
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
     options = parser.parse_args()
@@ -525,7 +576,7 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "packed": lambda: time_packed(until), "many": lambda: time_many(until), "sparse": lambda: time_sparse(until),
+        "packed": lambda: time_packed(until), "roles": lambda: check_roles(until), "many": lambda: time_many(until), "sparse": lambda: time_sparse(until),
         "engine": check_engines,
     }  # fmt: skip
     for name in options.only.split(","):

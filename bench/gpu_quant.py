@@ -347,7 +347,7 @@ def compile_cases(cases: list[list[Case]]) -> None:
     with compile_elsewhere(), compile_only():
         for group in cases:
             for case in group:
-                key = case.kind, act_of(case.name), case.tile
+                key = case.kind, case.name if case.kind.endswith("roles") else act_of(case.name), case.tile
                 if key not in done:
                     done.add(key)
                     try:
@@ -446,7 +446,15 @@ def time_many(until: float) -> None:
 
 ROLES = {
     64: [(64, 128, 4, 3), (64, 128, 5, 2), (64, 64, 6, 4), (128, 64, 4, 3)],
-    256: [(128, 64, 4, 3), (128, 64, 6, 3), (128, 128, 4, 2), (128, 128, 3, 3), (256, 64, 3, 3), (256, 128, 3, 2), (256, 128, 3, 3)],
+    256: [
+        (128, 64, 4, 3),
+        (128, 64, 6, 3),
+        (128, 128, 4, 2),
+        (128, 128, 3, 3),
+        (256, 64, 3, 3),
+        (256, 128, 3, 2),
+        (256, 128, 3, 3),
+    ],
     2048: [(128, 128, 4, 2), (256, 128, 3, 3)],
 }
 ROLES_32 = {  # planes of 32: buffers are half as large
@@ -458,41 +466,54 @@ ROLES_32 = {  # planes of 32: buffers are half as large
 
 def check_roles(until: float) -> None:
     """The kernel with roles: the bits of the other one, at every number of rows and in every tile; then both are timed."""
-    for name in ("w4 g128", "w4 g32 offsets (Q4_K)", "nf4 g64", "w8 channel", "ternary"):
-        for num_out, num_in, act in ((1024, 4096, ""), (4096, 14336, ""), (9216, 2048, "silu")):
-            weight = new_packed(num_out, num_in, *FORMATS[name])
-            x = torch.randn(600, num_in, device="cuda", dtype=torch.bfloat16)
-            expected = gemm_packed(x, weight, act=act)
-            wrong = []
-            for rows in (33, 48, 64, 65, 100, 128, 192, 256, 300, 600):
-                made = hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act)
-                if not torch.equal(made, expected[:rows]):
-                    wrong.append((rows, round(error(made, expected[:rows].float()), 5)))
-            label = f"roles {name} {num_out}x{num_in} {act}"
-            print(f"check {label}: the other's bits: {not wrong} {wrong or ''}{'' if not wrong else '   <<< WRONG'}", flush=True)
+    checks = [
+        (name, new_packed(num_out, num_in, *FORMATS[name]), act)
+        for name, shapes in {
+            "w4 g128": ((1024, 4096, ""), (4096, 14336, ""), (9216, 2048, "silu")),
+            "w4 g32 offsets (Q4_K)": ((1024, 4096, ""), (9216, 2048, "silu")),
+            "w8 channel": ((1024, 4096, ""),),
+            "ternary": ((1024, 4096, "gelu_tanh"),),
+        }.items()
+        for num_out, num_in, act in shapes
+    ]
+    rows_to_check = (33, 48, 64, 65, 100, 128, 192, 256, 300, 600)
+    with compile_elsewhere(), compile_only():
+        for _, weight, act in checks:
+            x = torch.empty(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
+            for rows in (64, 256, 600):
+                gemm_packed(x[:rows], weight, act=act)
+                hopper_packed.gemm_by_roles(x[:rows], weight, act=act)
+    for name, weight, act in checks:
+        x = torch.randn(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
+        expected = gemm_packed(x, weight, act=act)
+        off = {
+            rows: round(error(made, expected[:rows].float()), 5)
+            for rows in rows_to_check
+            if not torch.equal(made := hopper_packed.gemm_by_roles(x[:rows].clone(), weight, act=act), expected[:rows])
+        }
+        label = f"roles {name} {weight.num_out}x{weight.num_in} {act}"
+        print(f"check {label}: the other's bits: {not off} {off or ''}{'' if not off else '   <<< WRONG'}", flush=True)
+    cases = []
     for kind, rows_to_try in (("w4 g128", (64, 128, 256, 512, 2048)), ("w4 g32 offsets (Q4_K)", (64, 256, 2048))):
-        for name, (num_out, num_in) in SHAPES.items():
-            weights = weights_of(kind, name)
-            table = ROLES_32 if weights[0].plane == 32 else ROLES
-            for rows in rows_to_try:
-                x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
-                floor = floor_us(weights[0].num_bytes, rows, num_out, num_in, "bf16")
-                time_cases(
-                    [
-                        Case(
-                            f"roles {kind}", name, rows, tile, weights,
-                            lambda w, t=tile, x=x, n=name: hopper_packed.gemm_by_roles(
-                                x, w, hopper_packed.RolesTile(*t), act=act_of(n)
-                            ),
-                            floor,
-                        )
-                        for tile in nearest(table, rows)
-                    ],
-                    until,
-                )  # fmt: skip
-                if rows <= 512:
-                    old = time_us([partial(gemm_packed, x, w, act=act_of(name)) for w in weights], 3)
-                    print(f"  {kind} {name} M={rows}, without roles: {old:.1f} us", flush=True)
+        for name in SHAPES:
+            cases += [roles_cases(kind, name, rows) for rows in rows_to_try]
+    run_cases(cases, until)
+
+
+def roles_cases(kind: str, name: str, rows: int) -> list[Case]:
+    """And the kernel without them, in its best tile."""
+    num_out, num_in = SHAPES[name]
+    weights = weights_of(kind, name)
+    x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
+    floor = floor_us(weights[0].num_bytes, rows, num_out, num_in, "bf16")
+    made = [
+        Case(f"{kind} by roles", name, rows, tile, weights,
+             lambda w, t=tile: hopper_packed.gemm_by_roles(x, w, hopper_packed.RolesTile(*t), act=act_of(name)), floor)
+        for tile in nearest(ROLES_32 if weights[0].plane == 32 else ROLES, rows)
+    ]  # fmt: skip
+    if rows <= 512:
+        made.append(Case(kind, name, rows, (), weights, lambda w: gemm_packed(x, w, act=act_of(name)), floor))
+    return made
 
 
 def time_sparse(until: float) -> None:
@@ -576,8 +597,8 @@ def main() -> None:
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "packed": lambda: time_packed(until), "roles": lambda: check_roles(until), "many": lambda: time_many(until), "sparse": lambda: time_sparse(until),
-        "engine": check_engines,
+        "packed": lambda: time_packed(until), "roles": lambda: check_roles(until), "many": lambda: time_many(until),
+        "sparse": lambda: time_sparse(until), "engine": check_engines,
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

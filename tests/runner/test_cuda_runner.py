@@ -114,7 +114,9 @@ def on_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(tuning, "find_tiles", lambda *given, **more: None)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_compile", lambda self: None)  # slow where kernels are interpreted
-    monkeypatch.setattr(cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs, step.second))
+    monkeypatch.setattr(
+        cuda_runner, "capture", lambda step, pool, run_first: Again(step.run, step.size, step.programs, step.second)
+    )
     for module, name, value in (
         (config.cache, "GPU_PAGE", 16),
         (attention, "BLOCK", 16),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runner.test_cuda_runner import REQUESTS, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
 from tests.helpers import run
+from tests.runner.test_cuda_runner import REQUESTS, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
 from tidemill.errors import ConfigError
 from tidemill.events import NanoBatchingTried
 from tidemill.kernels.cuda import lanes
@@ -16,34 +16,41 @@ from tidemill.runner.cuda_work import make_halves, make_work
 
 
 @pytest.fixture
-def in_halves(on_gpu, monkeypatch):
+def in_halves(on_gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(lanes, "new_context", OnCpu)
     return on_gpu
 
 
-def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):
+def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch):  # noqa: F811
     """Prompts, decoding sequences and a shared prefix among them."""
     cut = []
     monkeypatch.setattr(cuda_runner, "make_halves", lambda *given: cut.append(given[2]) or make_halves(*given))
     core = in_halves(nano_batching="on")
-    assert_same(run(core, REQUESTS), expected)
+    few = {name: REQUESTS[name] for name in ("short", "one", "other")}
+    assert_same(run(core, few), {name: expected[name] for name in few})
     assert len(set(cut)) > 2, "steps of several sizes were cut"
     assert len(core.runner._halved) == 2 * len(core.runner._cuts)
 
 
+@pytest.mark.slow
+def test_all_kinds_of_requests_in_halves(expected, in_halves):  # noqa: F811
+    assert_same(run(in_halves(nano_batching="on"), REQUESTS), expected)
+
+
 @pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
 def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
+    seen = []
+
     def timed(replay, graph, work):
-        replay(graph, work)
-        if graph.second is not None and not is_same:
-            graph.out = torch.zeros_like(graph.out)
+        graph.out = torch.full((graph.size,), float(graph.second is not None and not is_same))
+        seen.append((graph.size, work.rows.size, work.second is not None))
         return 10.0 if graph.second is None else halves_ms
 
     for name, value in {"_time": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
+    assert set(seen) == {(4, 4, False), (4, 4, True), (8, 8, False), (8, 8, True), (32, 32, False), (32, 32, True)}
     decode = [trial for trial in core.runner.nano if trial.decodes]
-    assert [trial.size for trial in decode] == [4, 8]
     assert all(trial.is_taken == is_taken for trial in decode), [str(trial) for trial in decode]
     assert {size for decodes, size in core.runner._cuts if decodes} == ({3, 4, 8} if is_taken else set())
     assert not core.runner.state.pages.any()
@@ -53,7 +60,6 @@ def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
 
 
 def test_what_cannot_be_cut_is_refused(in_halves, monkeypatch):
-    monkeypatch.setattr(nano, "refused", lambda *given: "because")
     monkeypatch.setattr(cuda_runner, "refused", lambda *given: "because")
     with pytest.raises(ConfigError, match="cannot be cut in two: because"):
         in_halves(nano_batching="on")
@@ -107,7 +113,7 @@ class Stream:
 
 
 def test_lanes_take_turns_and_wait_for_each_other(monkeypatch):
-    log, streams = [], {}
+    log = []
 
     class Event:
         def record(self, stream):
@@ -117,7 +123,6 @@ def test_lanes_take_turns_and_wait_for_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: side if lanes.lane() else main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: lanes.new_context())
-    assert not streams
 
     def work():
         for _ in range(2):

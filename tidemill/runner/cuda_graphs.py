@@ -10,7 +10,6 @@ import torch
 
 from tidemill.kernels.cuda.gemm import choice_of
 
-
 Programs = tuple[int, int, int, int]  # of the kernels: singles, shared and prompts of attention, sequences with states
 
 

@@ -210,7 +210,7 @@ class CudaRunner:
         gc.freeze()  # what is there now stays: the collector need not walk it again
 
     def _make_halves(self, config: EngineConfig, pool: object) -> None:
-        """Graphs of steps in two halves, for the sizes at which they are faster: by a trial, or all of them if that is asked for."""
+        """Graphs of steps in two halves, for the sizes at which a trial finds them faster, or for all if that is asked for."""
         self.nano: list[NanoTrial] = []
         self._cuts: dict[tuple[bool, int], int] = {}  # by (decodes, size): how many tokens are in the first half
         self._halved: dict[tuple[bool, int, bool], Graph] = {}

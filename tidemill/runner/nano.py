@@ -75,14 +75,10 @@ def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
         for size in sizes:
             if (decodes, size) in rivals.cuts and (trial := _try(rivals, decodes, size)) is not None:
                 trials.append(trial)
-                if _agreed(rivals.group, trial.is_taken):
+                if rivals.group.broadcast_bytes(bytes([trial.is_taken])) == b"\1":
                     taken |= {one for one in rivals.cuts if one[0] == decodes and before < one[1] <= size}
                 before = size
     return trials, taken
-
-
-def _agreed(group: Group, is_taken: bool) -> bool:
-    return group.size == 1 and is_taken or group.size > 1 and group.broadcast_bytes(bytes([is_taken])) == b"\1"
 
 
 def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:

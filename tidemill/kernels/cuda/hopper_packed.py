@@ -1,5 +1,5 @@
-"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, four make bfloat16 of packed weights, on their way from
-one buffer in shared memory to another, and two groups of four multiply. So unpacking runs beside the tensor cores.
+"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, four make bfloat16 of packed weights on their way
+from one buffer in shared memory to another, and two groups of four multiply. So unpacking runs beside the tensor cores.
 
 The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """

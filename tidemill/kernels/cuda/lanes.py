@@ -1,8 +1,8 @@
 """Two lanes: the halves of a step on two streams, so that one half's attention runs beside the other's matmuls.
 
-Each half is the model's own forward pass, in a thread of its own; one of the two threads runs at a time, and they change over after
-each layer's attention. So launches are issued, and captured, in one order: attention of the first half, attention of the second
-half, the next layer's of the first, and so on. On the GPU each of these waits for the one before (`in_order`), and everything
+Each half is the model's own forward pass, in a thread of its own; one of the two threads runs at a time, and they change over
+after each layer's attention. So launches are issued, and captured, in one order: attention of the first half, attention of the
+second half, the next layer's of the first, and so on. On the GPU each of these waits for the one before (`in_order`), and everything
 else runs as it can. The second half may read keys and values that the first one wrote: its attention comes later. The first never
 reads those of the second.
 
@@ -65,9 +65,7 @@ class Lanes:
             self._may_run[1 - mine].release()
             self._may_run[mine].acquire()
 
-    def run(
-        self, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Both, from what the current stream has done, which then waits for both. Called once."""
         stream, made, failed = torch.cuda.current_stream(), list[torch.Tensor](), list[BaseException]()
         self._stream.wait_stream(stream)

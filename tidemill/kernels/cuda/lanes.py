@@ -2,9 +2,9 @@
 
 Each half is the model's own forward pass, in a thread of its own; one of the two threads runs at a time, and they change over
 after each layer's attention. So launches are issued, and captured, in one order: attention of the first half, attention of the
-second half, the next layer's of the first, and so on. On the GPU each of these waits for the one before (`in_order`), and everything
-else runs as it can. The second half may read keys and values that the first one wrote: its attention comes later. The first never
-reads those of the second.
+second half, the next layer's of the first, and so on. On the GPU each of these waits for the one before (`in_order`), and
+everything else runs as it can. The second half may read keys and values that the first one wrote: its attention comes later. The
+first never reads those of the second.
 
 Collectives, too, keep the order in which they were issued: all ranks then have them in the same order, and no two are under way
 at a time.

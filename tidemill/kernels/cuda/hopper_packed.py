@@ -34,6 +34,17 @@ class RolesTile:
 
 
 @gluon.jit
+def _fetch_words(
+    words_desc, n, block, words_bufs, words_full, words_free, OUTS: gl.constexpr, PLANE: gl.constexpr
+):  # fmt: skip
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    i, phase = block % num_ahead, (block // num_ahead) & 1
+    mbarrier.wait(words_free.index(i), phase ^ 1)
+    mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
+    fetch(words_desc, [n * OUTS, block * PLANE], words_full.index(i), words_bufs.index(i))
+
+
+@gluon.jit
 def _fetch(
     x_desc, words_desc, m, n, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
     ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr,
@@ -41,20 +52,19 @@ def _fetch(
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
     num_ahead: gl.constexpr = words_bufs.type.shape[0]
     count = 0
-    for block in range(1 - num_ahead, num_blocks):
-        next_block = block + num_ahead - 1
-        if next_block < num_blocks:
-            i, phase = next_block % num_ahead, (next_block // num_ahead) & 1
-            mbarrier.wait(words_free.index(i), phase ^ 1)
-            mbarrier.expect(words_full.index(i), words_desc.block_type.nbytes)
-            fetch(words_desc, [n * OUTS, next_block * PLANE], words_full.index(i), words_bufs.index(i))
-        if block >= 0:
-            for plane in gl.static_range(PLANES):
-                i, phase = count % num_buffers, (count // num_buffers) & 1
-                mbarrier.wait(free.index(i), phase ^ 1)
-                mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
-                fetch(x_desc, [m * ROWS, (block * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
-                count += 1
+    for block in range(gl.minimum(num_ahead - 1, num_blocks)):
+        _fetch_words(words_desc, n, block, words_bufs, words_full, words_free, OUTS, PLANE)
+    # Weights were there long before; activations are what the kernel before writes.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    for block in range(num_blocks):
+        if block + num_ahead - 1 < num_blocks:
+            _fetch_words(words_desc, n, block + num_ahead - 1, words_bufs, words_full, words_free, OUTS, PLANE)
+        for plane in gl.static_range(PLANES):
+            i, phase = count % num_buffers, (count // num_buffers) & 1
+            mbarrier.wait(free.index(i), phase ^ 1)
+            mbarrier.expect(x_full.index(i), x_desc.block_type.nbytes)
+            fetch(x_desc, [m * ROWS, (block * PLANES + plane) * PLANE], x_full.index(i), x_bufs.index(i))
+            count += 1
 
 
 @gluon.jit
@@ -244,7 +254,8 @@ def gemm_by_roles(
         _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
         weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, num_rows, num_out, num_blocks,
         ROWS=tile.rows, OUTS=tile.outs, CHUNKS=weight.num_chunks, BLOCKS=weight.chunk // weight.block, BUFFERS=tile.buffers,
-        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=128, **how,
+        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=128,
+        launch_pdl=True, **how,
     )  # fmt: skip
     return glu(out, act) if act and not is_fused else out
 

@@ -33,7 +33,7 @@ from tidemill.kernels.cuda import lanes
 from tidemill.runner import cuda_runner, nano
 from tidemill.sampling import SamplingParams
 
-CONTEXTS = (384, 1024, 4096)
+CONTEXTS = (384, 2048)
 
 
 def check() -> None:
@@ -138,14 +138,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="check,trial,engine")
     parser.add_argument("--model", default="llama8b")
-    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--quantization", default="auto", help="of weights; several separated by commas")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name in given.only.split(","):
-        try:
-            check() if name == "check" else (trial if name == "trial" else engine)(given.model, given.quantization)
-        except Exception:
-            traceback.print_exc()
+        for quantization in given.quantization.split(",") if name != "check" else ("",):
+            try:
+                check() if name == "check" else (trial if name == "trial" else engine)(given.model, quantization)
+            except Exception:
+                traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -439,7 +439,7 @@ def build(kernel, types, warps=4, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, BLOCK=4096)
+build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, ALONE=False, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -527,12 +527,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from tidemill.kernels.cuda import hopper_attention, hopper_packed, scaled_attention
 
-def build_gluon(kernel, types, constants, registers=168):
+def build_gluon(kernel, types, constants):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
     source = GluonASTSource(kernel, signature, constants, aligned)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": registers})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": 168})
     print(kernel.__name__)
 
 shape = dict(NUM_HEADS=32, NUM_KV_HEADS=8, DIM=128, SPLIT=512, BLOCK=64)
@@ -546,7 +546,7 @@ x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for 
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
              bias_ptr=B, out_ptr=B)
 how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
-build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True), 128)
+build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True))
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)

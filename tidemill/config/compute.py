@@ -10,7 +10,12 @@ from tidemill.model_config import ModelConfig
 
 DTYPES = {"cpu": ("float32", "quantized"), "cuda": ("bfloat16",)}  # quantized: weights are multiplied in their 4 or 8 bits
 STORED_FORMATS = ("gguf", "awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4")  # a checkpoint says so by itself
-QUANTIZATIONS = {"fp8": "8-bit floats", "int8": "8 bits", "int4": "4 bits"}  # that weights may be rounded to as they are read
+QUANTIZATIONS = {  # of weights as they are read
+    "fp8": "in 8-bit floats, rounded as they are read",
+    "int8": "in 8 bits, rounded as they are read",
+    "int4": "in 4 bits, rounded as they are read",
+    "sparse24": "with two zeros among four values on sparse tensor cores",
+}
 _ROWS_OF_EXPERT, _MOST_TOKENS = 512, 8192  # of a step with experts on a GPU
 _ENCODER_BUDGETS = {"cpu": 1024, "cuda": 8192}
 _MIN_LORAS = 8  # slots
@@ -79,7 +84,7 @@ def decide_scheme(options: EngineOptions, device: str, dtype: str, model: ModelC
         raise ConfigError(
             f"quantization {asked} is for plain checkpoints, and this one is quantized.", fix=fix, param="quantization"
         )
-    return asked, f"given: linears in {QUANTIZATIONS[asked]}, rounded as they are read{experts}"
+    return asked, f"given: linears {QUANTIZATIONS[asked]}{experts}"
 
 
 def decide_threads(options: EngineOptions, machine: Machine) -> Decision[int]:

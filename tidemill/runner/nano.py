@@ -94,8 +94,8 @@ def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
     state.pages.copy_(torch.from_numpy(table))
     state.tokens.random_(rivals.vocab_size)
     last = int(firsts[-1] + num_pages[-1])
-    if rivals.cache.is_floating_point():
-        rivals.cache[1:last].normal_()
+    for page in range(1, last) if rivals.cache.is_floating_point() else ():
+        rivals.cache[page].normal_()
     samples, how = items[:, 2] == 1, ([table], *rivals.how)
     whole, halves = rivals.whole[decodes, size], rivals.capture(decodes, size)
     works = make_work(items, samples, *how), make_halves(items, samples, rivals.cuts[decodes, size], *how)
@@ -107,7 +107,7 @@ def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
                 times[i].append(ms)
             else:
                 seen.append((graph.out if decodes else rivals.hidden[:size]).clone())
-    for used in (state.pages, state.tokens, rivals.cache[1:last]):
+    for used in (state.pages, state.tokens, *rivals.cache[1:last]):
         used.zero_()
     # Ranks that have not begun do not wait for each other, and sums are of whatever is there.
     is_same = rivals.group.size > 1 or torch.equal(*seen)

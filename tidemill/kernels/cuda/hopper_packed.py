@@ -1,5 +1,5 @@
-"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, four make bfloat16 of packed weights on their way
-from one buffer in shared memory to another, and two groups of four multiply. So unpacking runs beside the tensor cores.
+"""`gemm_packed` for many rows on Hopper GPUs, with roles: four warps fetch, two groups of four multiply. A group takes codes from
+shared memory to registers, makes bfloat16 of them and multiplies from there, and unpacks the next ones meanwhile.
 
 The same sums in the same order as `_gemm_packed`, chunks included, so the same bits. Written in Gluon.
 """
@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tidemill.kernels.cuda.elementwise import glu
@@ -23,13 +23,14 @@ from tidemill.kernels.cuda.launch import IS_INTERPRETED, launch
 from tidemill.kernels.cuda.packed_gemm import Packed, _assembly
 
 FUSED = "silu"  # the activation that the kernel has built in
+FROM_ROWS = 64  # with fewer, the other kernel is as fast
 
 
 @dataclass(frozen=True, slots=True)
 class RolesTile:
-    rows: int  # 64: each group has all of them and half of the outs; else half of the rows
-    outs: int
-    buffers: int
+    rows: int
+    outs: int  # 128: each group has 64 of them; 64: each has half of the rows
+    buffers: int  # of rows
     ahead: int  # blocks of words
 
 
@@ -73,89 +74,90 @@ def _unpack(words, scales, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.con
     twice = gl.broadcast(((scales & 0xFFFF) | (scales << 16))[:, None], words)[0]
     other = gl.broadcast(((scales & -65536) | ((scales >> 16) & 0xFFFF))[:, None], words)[0]
     asm: gl.constexpr = _assembly(BITS, KIND, PLANE)
-    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", [words, twice, other], dtype=gl.bfloat16, is_pure=False, pack=2)
 
 
 @gluon.jit
-def _convert(
-    scales_ptr, n, num_out, num_blocks, words_bufs, words_full, words_free, w_bufs, w_full, free,
-    OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr,
-):  # fmt: skip
-    num_buffers: gl.constexpr = w_bufs.type.shape[0]
-    num_ahead: gl.constexpr = words_bufs.type.shape[0]
-    planes: gl.constexpr = 16 // BITS
-    groups: gl.constexpr = max(1, PLANE * planes // SIZE)
-    by_words: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PLANE, PLANE // 8], [4, 1], [1, 0])
-    outs = n * OUTS + gl.arange(0, OUTS, layout=gl.SliceLayout(1, by_words))
-    scales_ptr += gl.minimum(outs, num_out - 1)
-    count = 0
-    for block in range(num_blocks):
-        found = ()  # type: tuple
-        for group in gl.static_range(groups):
-            number = block * (PLANE * planes) // SIZE + group
-            found = found + (gl.load(scales_ptr + number.to(gl.int64) * num_out),)
-        i, phase = block % num_ahead, (block // num_ahead) & 1
-        mbarrier.wait(words_full.index(i), phase)
-        words = words_bufs.index(i).load(by_words)
-        _done_with(words_free.index(i))
-        for plane in gl.static_range(planes):
-            values = _unpack(words, found[plane * PLANE // SIZE % groups], plane, BITS, KIND)
-            o, out_phase = count % num_buffers, (count // num_buffers) & 1
-            mbarrier.wait(free.index(o), out_phase ^ 1)
-            w_bufs.index(o).store(values)
-            fence_async_shared()
-            _done_with(w_full.index(o))
-            count += 1
+def _scales(scales_ptr, block, num_out, BLOCK: gl.constexpr, SIZE: gl.constexpr):
+    """Of a block's groups."""
+    found = ()  # type: tuple
+    for group in gl.static_range(max(1, BLOCK // SIZE)):
+        number = block * BLOCK // SIZE + group
+        found = found + (gl.load(scales_ptr + number.to(gl.int64) * num_out),)
+    return found
 
 
 @gluon.jit
 def _multiply(
-    bias_ptr, out_ptr, m, n, num_rows, num_out, num_steps, x_bufs, w_bufs, x_full, w_full, free,
-    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, CHUNKS: gl.constexpr, STEPS: gl.constexpr,
-    HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
+    PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
+    SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """`STEPS`: of a chunk."""
+    """`BLOCKS`: of a chunk."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]
-    by_rows: gl.constexpr = ROWS > 64
-    rows: gl.constexpr = ROWS // 2 if by_rows else ROWS
-    outs: gl.constexpr = OUTS if by_rows else OUTS // 2
-    row: gl.constexpr = PART * rows if by_rows else 0
-    first_out: gl.constexpr = 0 if by_rows else PART * outs
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, outs, 16])
-    acc = gl.zeros((rows, outs), gl.float32, layout)
+    num_ahead: gl.constexpr = words_bufs.type.shape[0]
+    planes: gl.constexpr = 16 // BITS
+    size: gl.constexpr = PLANE * planes
+    groups: gl.constexpr = max(1, size // SIZE)
+    by_outs: gl.constexpr = OUTS > 64
+    rows: gl.constexpr = ROWS if by_outs else ROWS // 2
+    row: gl.constexpr = 0 if by_outs else PART * rows
+    first_out: gl.constexpr = PART * 64 if by_outs else 0
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    outs = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, operand))
+    scales_ptr += gl.minimum(outs, num_out - 1)
+    acc = gl.zeros((64, rows), gl.float32, layout)
     total = acc
+    found = _scales(scales_ptr, 0, num_out, size, SIZE)
+    mbarrier.wait(words_full.index(0), 0)
+    words = words_bufs.index(0).slice(first_out, 64, dim=0).load(operand)
+    _done_with(words_free.index(0))
+    values = _unpack(words, found[0], 0, BITS, KIND)
     count = 0
+    block = 0
     for _ in range(CHUNKS):
-        for _ in range(gl.minimum(STEPS, num_steps - count)):
-            i, phase = count % num_buffers, (count // num_buffers) & 1
-            mbarrier.wait(x_full.index(i), phase)
-            mbarrier.wait(w_full.index(i), phase)
-            x, w = x_bufs.index(i).slice(row, rows, dim=0), w_bufs.index(i).slice(first_out, outs, dim=0)
-            acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, (acc,))
-            if count > 0:  # the one before is done
-                _done_with(free.index((count - 1) % num_buffers))
-            count += 1
-        acc = warpgroup_mma_wait(0, (acc,))
+        for _ in range(gl.minimum(BLOCKS, num_blocks - block)):
+            block += 1
+            following = _scales(scales_ptr, gl.minimum(block, num_blocks - 1), num_out, size, SIZE)
+            for plane in gl.static_range(planes):
+                i = count % num_buffers
+                mbarrier.wait(x_full.index(i), (count // num_buffers) & 1)
+                x = x_bufs.index(i).slice(row, rows, dim=0)
+                soon = warpgroup_mma(values, x.permute((1, 0)), acc, is_async=True)
+                # The next values are made while these are multiplied.
+                if plane + 1 < planes:
+                    more = _unpack(words, found[(plane + 1) * PLANE // SIZE % groups], plane + 1, BITS, KIND)
+                else:
+                    if block < num_blocks:  # else what is there is not used
+                        mbarrier.wait(words_full.index(block % num_ahead), (block // num_ahead) & 1)
+                    words = words_bufs.index(block % num_ahead).slice(first_out, 64, dim=0).load(operand)
+                    _done_with(words_free.index(block % num_ahead))
+                    more = _unpack(words, following[0], 0, BITS, KIND)
+                acc, values = warpgroup_mma_wait(0, (soon, values))
+                _done_with(free.index(i))
+                values = more
+                count += 1
+            found = following
         if CHUNKS > 1:
             total += acc
-            acc = gl.zeros((rows, outs), gl.float32, layout)
+            acc = gl.zeros((64, rows), gl.float32, layout)
         else:
             total = acc
-    columns = n * OUTS + first_out + gl.arange(0, outs, layout=gl.SliceLayout(0, layout))
     if HAS_BIAS:
-        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[None, :]
+        columns = n * OUTS + first_out + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        total += gl.load(bias_ptr + columns, mask=columns < num_out, other=0.0).to(gl.float32)[:, None]
+    by_line: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    out = gl.convert_layout(total.to(gl.bfloat16), by_line).permute((1, 0))
+    width: gl.constexpr = 32 if ACT else 64
     if ACT:  # of rounded values, as if they had been stored in between
-        gate, up = gl.split(gl.reshape(total.to(gl.bfloat16).to(gl.float32), (rows, outs // 2, 2)))
-        made = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
-        width: gl.constexpr = outs // 2
-        columns = (n * OUTS + first_out) // 2 + gl.arange(0, width, layout=gl.SliceLayout(0, made.type.layout))
+        gate, up = gl.split(gl.reshape(out.to(gl.float32), (rows, width, 2)))
+        out = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.bfloat16)
         num_out = num_out // 2
-    else:
-        made = total.to(gl.bfloat16)
-    lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, made.type.layout))
+    columns = (n * OUTS + first_out) // (64 // width) + gl.arange(0, width, layout=gl.SliceLayout(0, out.type.layout))
+    lines = m * ROWS + row + gl.arange(0, rows, layout=gl.SliceLayout(1, out.type.layout))
     where = out_ptr + lines.to(gl.int64)[:, None] * num_out + columns[None, :]
-    gl.store(where, made, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
+    gl.store(where, out, mask=(lines < num_rows)[:, None] & (columns < num_out)[None, :])
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -166,68 +168,59 @@ def _gemm_packed_by_roles(
     ACT: gl.constexpr,
 ):  # fmt: skip
     """`BLOCKS`: of a chunk."""
-    planes: gl.constexpr = 16 // BITS
     tiles_m = gl.cdiv(num_rows, ROWS)
     m, n = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m  # those that share a strip of the weight side by side
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTS, PLANE], gl.bfloat16)
     words_bufs = gl.allocate_shared_memory(gl.int16, [WORD_BUFFERS, OUTS, PLANE], words_desc.layout)
     x_bufs = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, ROWS, PLANE], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, OUTS, PLANE], layout)
     words_full = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
     words_free = gl.allocate_shared_memory(gl.int64, [WORD_BUFFERS, 1], mbarrier.MBarrierLayout())
     x_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(WORD_BUFFERS):
         mbarrier.init(words_full.index(i), count=1)
-        mbarrier.init(words_free.index(i), count=1)
+        mbarrier.init(words_free.index(i), count=2)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(w_full.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks * planes, x_bufs, w_bufs, x_full, w_full, free,
-                    gl.constexpr(0), ROWS, OUTS, CHUNKS, gl.constexpr(BLOCKS * planes), HAS_BIAS, ACT,
+                    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
+                    x_bufs, x_full, free, gl.constexpr(0), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS, BLOCKS, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _multiply,
                 (
-                    bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks * planes, x_bufs, w_bufs, x_full, w_full, free,
-                    gl.constexpr(1), ROWS, OUTS, CHUNKS, gl.constexpr(BLOCKS * planes), HAS_BIAS, ACT,
-                ),
-            ),
-            (
-                _convert,
-                (
-                    scales_ptr, n, num_out, num_blocks, words_bufs, words_full, words_free, w_bufs, w_full, free,
-                    OUTS, PLANE, BITS, KIND, SIZE,
+                    scales_ptr, bias_ptr, out_ptr, m, n, num_rows, num_out, num_blocks, words_bufs, words_full, words_free,
+                    x_bufs, x_full, free, gl.constexpr(1), ROWS, OUTS, PLANE, BITS, KIND, SIZE, CHUNKS, BLOCKS, HAS_BIAS, ACT,
                 ),
             ),
             (
                 _fetch,
                 (
                     x_desc, words_desc, m, n, num_blocks, words_bufs, words_full, words_free, x_bufs, x_full, free,
-                    ROWS, OUTS, PLANE, gl.constexpr(planes),
+                    ROWS, OUTS, PLANE, gl.constexpr(16 // BITS),
                 ),
             ),
         ],
-        [4, 4, 4],
-        [184, 112, 24],
+        [4, 4],
+        [240, 24],
     )  # fmt: skip
 
 
 def own_tile(num_rows: int, num_out: int, num_chunks: int, plane: int) -> RolesTile:
-    small = plane == 32
+    """It changes at numbers of `gemm.CHOICES` only. Sums of chunks take registers that more rows would need."""
+    more = 2 if plane == 32 else 1  # its buffers are half as large
     if num_rows <= 64:
-        return RolesTile(64, 128, 8 if small else 4, 4 if small else 3)
-    if num_out <= 4096 or num_chunks > 1:
-        return RolesTile(128, 64 if num_out <= 4096 else 128, 8 if small else 4, 4 if small else 3)
-    return RolesTile(256, 128, 6 if small else 3, 4 if small else 3)
+        return RolesTile(64, 64 if num_chunks > 1 else 128, 8, 4)
+    if num_chunks > 1 and num_out <= 4096 and num_rows <= 256:
+        return RolesTile(128, 64, 6, 4)
+    if num_chunks > 1 or num_rows <= 128:
+        return RolesTile(128, 128, 6 if plane == 64 else 8, 3)
+    return RolesTile(256, 128, 3 * more, 2 * more)
 
 
 @cache
@@ -236,7 +229,7 @@ def is_there() -> bool:
 
 
 def covers(weight: Packed, num_rows: int) -> bool:
-    return is_there() and num_rows > 32 and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
+    return is_there() and num_rows > FROM_ROWS and weight.num_in % 8 == 0 and weight.words_NW.shape[1] % 8 == 0
 
 
 def gemm_by_roles(
@@ -254,7 +247,7 @@ def gemm_by_roles(
         _descriptor(x_TK, tile.rows, plane, gl.bfloat16), _descriptor(weight.words_NW, tile.outs, plane, gl.int16),
         weight.scales_GN, weight.scales_GN if bias_N is None else bias_N, out, num_rows, num_out, num_blocks,
         ROWS=tile.rows, OUTS=tile.outs, CHUNKS=weight.num_chunks, BLOCKS=weight.chunk // weight.block, BUFFERS=tile.buffers,
-        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=128,
+        WORD_BUFFERS=tile.ahead, HAS_BIAS=bias_N is not None, ACT=is_fused, num_warps=4, maxnreg=168,
         launch_pdl=True, **how,
     )  # fmt: skip
     return glu(out, act) if act and not is_fused else out

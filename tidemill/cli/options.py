@@ -163,7 +163,8 @@ OPTIONS = (
     Option(
         "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
         help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
-        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read; sparse24: matrices with two "
+        "zeros among four values on sparse tensor cores.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),

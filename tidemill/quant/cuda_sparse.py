@@ -44,8 +44,9 @@ class CudaSparseWeight(CudaMatrix):
         if self._fast:
             return
         most = max(nums_rows)
-        generator = torch.Generator("cuda").manual_seed(_PROBE)
-        x = torch.randn(most, self._num_in, generator=generator, device="cuda", dtype=torch.bfloat16)
+        device = self._packed.device
+        generator = torch.Generator(device).manual_seed(_PROBE)
+        x = torch.randn(most, self._num_in, generator=generator, device=device, dtype=torch.bfloat16)
         whole = self._multiply(x, "")
         for num in nums_rows:
             if not torch.equal(self._multiply(x[:num], ""), whole[:num]):

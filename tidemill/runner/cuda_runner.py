@@ -229,6 +229,8 @@ class CudaRunner:
         cuts |= {(False, size): cut for size, cut in halves(self._mixed_sizes).items()}
 
         def make(decodes: bool, size: int, kind: bool) -> Graph:
+            self._words.zero_()  # a graph is captured with no work to do
+            self._second_words.zero_()
             return capture(self._halves_step(decodes, size, kind, cuts[decodes, size]), pool, run_first=True)
 
         taken = set(cuts)
@@ -241,8 +243,6 @@ class CudaRunner:
                 (self._members_per_tile, self._prompt_tile, self._at_once), group_of(self.model.weight_plan.shard),
             )  # fmt: skip
             self.nano, taken = run_trials(rivals)
-            self._words.zero_()
-            self._second_words.zero_()
         for decodes, size in sorted(taken, reverse=True):
             for kind in self._either:
                 self._halved[decodes, size, kind] = make(decodes, size, kind)

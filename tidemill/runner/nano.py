@@ -107,7 +107,7 @@ def _try(rivals: Rivals, decodes: bool, size: int) -> NanoTrial | None:
                 times[i].append(ms)
             else:
                 seen.append((graph.out if decodes else rivals.hidden[:size]).clone())
-    for used in (state.pages, state.tokens, *rivals.cache[1:last]):
+    for used in (state.pages, state.tokens, rivals.cache[1:last]):
         used.zero_()
     # Ranks that have not begun do not wait for each other, and sums are of whatever is there.
     is_same = rivals.group.size > 1 or torch.equal(*seen)

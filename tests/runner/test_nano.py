@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.helpers import run
-from tests.runner.test_cuda_runner import REQUESTS, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
+from tests.runner.test_cuda_runner import REQUESTS, Again, OnCpu, assert_same, expected, folder, on_gpu  # noqa: F401 - fixtures
 from tidemill.errors import ConfigError
 from tidemill.events import NanoBatchingTried
 from tidemill.kernels.cuda import lanes
@@ -34,13 +34,20 @@ def test_steps_in_halves_give_the_same_answers(expected, in_halves, monkeypatch)
 
 @pytest.mark.parametrize(("halves_ms", "is_same", "is_taken"), [(9.7, True, True), (9.9, True, False), (5.0, False, False)])
 def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
-    seen = []
+    seen, runners = [], []
+
+    def captured(step, pool, run_first):
+        assert not any(runner._words.any() for runner in runners), "a graph is captured with no work to do"
+        return Again(step.run, step.size, step.programs, step.second)
 
     def timed(replay, graph, work):
+        runners[:] = [replay.__self__]
+        runners[0]._words.fill_(7)
         graph.out = torch.full((graph.size,), float(graph.second is not None and not is_same))
         seen.append((graph.size, work.rows.size, work.second is not None))
         return 10.0 if graph.second is None else halves_ms
 
+    monkeypatch.setattr(cuda_runner, "capture", captured)
     for name, value in {"_time": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")

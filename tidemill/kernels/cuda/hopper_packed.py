@@ -93,7 +93,8 @@ def _multiply(
     scales_ptr, bias_ptr, out_ptr, partial_ptr, done_ptr, m, n, num_rows, num_out, first, num_blocks, words_bufs, words_full,
     words_free, x_bufs, x_full, free,
     PART: gl.constexpr, ROWS: gl.constexpr, OUTS: gl.constexpr, PLANE: gl.constexpr, BITS: gl.constexpr, KIND: gl.constexpr,
-    SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, ACT: gl.constexpr,
+    SIZE: gl.constexpr, CHUNKS: gl.constexpr, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
     """Blocks from `first` on. `BLOCKS`: of a chunk. `SPLIT`: a program has one chunk, else all."""
     num_buffers: gl.constexpr = x_bufs.type.shape[0]

@@ -127,16 +127,18 @@ def trial(model: str, quantization: str) -> None:
 
 def engine(model: str, quantization: str) -> None:
     """Whole workloads in turns, both engines beside each other."""
-    cores = {how: new_core(model, quantization, how) for how in ("off", "on")}
-    wanted = {name: requests for name, requests in workloads(100_000).items() if name in ("decode_b256", "mixed_256")}
+    cores = {how: new_core(model, quantization, how) for how in ("off", "auto")}
+    for one in getattr(cores["auto"].runner, "nano", ()):
+        print(f"  start: {one}", flush=True)
+    wanted = {name: requests for name, requests in workloads(100_000).items() if name in ("prefill_4k", "mixed_256")}
     for core in cores.values():
         run_workload(core, [([5] * 600, 8)] * 4)
     for name, requests in wanted.items():
-        for turn in range(2):
+        for turn in range(2 if name == "prefill_4k" else 1):
             took = {how: run_workload(core, requests)[0] for how, core in cores.items()}
             print(
-                f"{model} {quantization} {name}, turn {turn}: whole {took['off']:.2f} s, in halves {took['on']:.2f} s "
-                f"({took['off'] / took['on']:.3f}x)",
+                f"{model} {quantization} {name}, turn {turn}: off {took['off']:.2f} s, auto {took['auto']:.2f} s "
+                f"({took['off'] / took['auto']:.3f}x)",
                 flush=True,
             )
 

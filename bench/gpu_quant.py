@@ -1,7 +1,7 @@
 """Matmuls of quantized weights on the GPU at hand, at the shapes of an 8B Llama: held against float32, bit for bit against
 themselves at other numbers of rows and in other tiles, and timed beside bfloat16 and what memory and tensor cores allow.
 
-    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,roles,many,sparse] [--json out.json] [--seconds 200]
+    python -m bench.gpu_quant [--only check,engine,bf16,fp8,packed,roles,roles_time,many,sparse] [--json out.json] [--seconds 200]
 
 Each part stands for itself: if one fails, its traceback is printed and the next one runs.
 """
@@ -460,8 +460,8 @@ ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half
 }
 
 
-def check_roles(until: float) -> None:
-    """The kernel with roles: the bits of the other one, at every number of rows and in every tile; then both are timed."""
+def check_roles() -> None:
+    """The kernel with roles: the bits of the other one, at every number of rows and in every tile."""
     checks = [
         (name, new_packed(num_out, num_in, *FORMATS[name]), act)
         for name, shapes in {
@@ -489,6 +489,10 @@ def check_roles(until: float) -> None:
         }
         label = f"roles {name} {weight.num_out}x{weight.num_in} {act}"
         print(f"check {label}: the other's bits: {not off} {off or ''}{'' if not off else '   <<< WRONG'}", flush=True)
+
+
+def time_roles(until: float) -> None:
+    """Beside the kernel without them."""
     cases = []
     for kind, rows_to_try in (("w4 g128", (1, 16, 64, 128, 256, 2048)), ("w4 g32 offsets (Q4_K)", (1, 16, 64, 256, 2048))):
         for name in SHAPES:
@@ -539,7 +543,7 @@ def time_sparse(until: float) -> None:
                 print(f"  2:4 {kind} {name}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
 
 
-def check_engines() -> None:
+def check_engines(schemes: list[str]) -> None:
     """Of a small random Llama in each scheme: tokens and log probabilities alone, cached, among others and in chunks."""
     from bench.gpu_engine_checks import ask, random_llama
     from tidemill.config import EngineOptions
@@ -556,7 +560,7 @@ def check_engines() -> None:
     x = {"x": (prompt, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2))}
     others = {f"o{i}": (ids(1 + (i * 37) % 900), SamplingParams(temperature=float(i % 2), max_tokens=5 + i % 60, seed=i))
               for i in range(255)}  # fmt: skip
-    for scheme in ("none", "fp8", "int8", "int4"):
+    for scheme in schemes:
 
         def core(scheme: str = scheme, **options: Any) -> Any:
             given = {"kv_memory_bytes": 2**28, "max_requests": 256, "quantization": scheme} | options
@@ -585,16 +589,18 @@ def summary() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,roles,many,sparse")
+    parser.add_argument("--only", default="check,engine,bf16,fp8,packed,roles,roles_time,many,sparse")
     parser.add_argument("--json")
+    parser.add_argument("--schemes", default="none,fp8,int8,int4", help="of the engines")
     parser.add_argument("--seconds", type=float, default=200, help="after which nothing new is timed")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}", flush=True)
     until = time.monotonic() + options.seconds
     parts: dict[str, Callable[[], None]] = {
         "check": check, "bf16": lambda: time_bf16((1, 16, 64, 128, 256, 2048)), "fp8": lambda: time_fp8(until),
-        "packed": lambda: time_packed(until), "roles": lambda: check_roles(until), "many": lambda: time_many(until),
-        "sparse": lambda: time_sparse(until), "engine": check_engines,
+        "packed": lambda: time_packed(until), "roles": check_roles, "roles_time": lambda: time_roles(until),
+        "many": lambda: time_many(until),
+        "sparse": lambda: time_sparse(until), "engine": lambda: check_engines(options.schemes.split(",")),
     }  # fmt: skip
     for name in options.only.split(","):
         begin = time.monotonic()

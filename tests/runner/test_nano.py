@@ -43,22 +43,46 @@ def test_a_trial_decides(in_halves, monkeypatch, halves_ms, is_same, is_taken):
     def timed(replay, graph, work):
         runners[:] = [replay.__self__]
         runners[0]._words.fill_(7)
-        graph.out = torch.full((graph.size,), float(graph.second is not None and not is_same))
+        runners[0]._hidden.fill_(float(graph.second is not None and not is_same))
         seen.append((graph.size, work.rows.size, work.second is not None))
         return 10.0 if graph.second is None else halves_ms
 
     monkeypatch.setattr(cuda_runner, "capture", captured)
+    for name, value in {"_time": timed, "_MIXED": (32,), "_CONTEXT": 40}.items():
+        monkeypatch.setattr(nano, name, value)
+    core = in_halves(nano_batching="auto")
+    assert set(seen) == {(32, 32, False), (32, 32, True)}
+    [trial] = core.runner.nano
+    assert trial.is_taken == is_taken, str(trial)
+    assert core.runner._cuts == ({(False, 32): 16} if is_taken else {})
+    assert not core.runner.state.pages.any()
+    assert not core.runner.cache.any()
+    [event] = [event for event in core.take_events() if isinstance(event, NanoBatchingTried)]
+    assert (event.decodes, event.tokens, event.is_taken) == (False, 32, is_taken)
+
+
+class TwoRanks:
+    """The other one has decided."""
+
+    size = 2
+
+    def broadcast_bytes(self, data):
+        return b"\1"
+
+
+def test_ranks_decide_as_the_first_does(in_halves, monkeypatch):
+    """And try decode steps, too."""
+    monkeypatch.setattr(cuda_runner, "group_of", lambda shard: TwoRanks())
+
+    def timed(replay, graph, work):
+        graph.out = torch.zeros(1)
+        return 10.0
+
     for name, value in {"_time": timed, "_DECODE": (4, 8), "_MIXED": (32,), "_CONTEXT": 40}.items():
         monkeypatch.setattr(nano, name, value)
     core = in_halves(nano_batching="auto")
-    assert set(seen) == {(4, 4, False), (4, 4, True), (8, 8, False), (8, 8, True), (32, 32, False), (32, 32, True)}
-    decode = [trial for trial in core.runner.nano if trial.decodes]
-    assert all(trial.is_taken == is_taken for trial in decode), [str(trial) for trial in decode]
-    assert {size for decodes, size in core.runner._cuts if decodes} == ({3, 4, 8} if is_taken else set())
-    assert not core.runner.state.pages.any()
-    assert not core.runner.cache.any()
-    tried = [event for event in core.take_events() if isinstance(event, NanoBatchingTried)]
-    assert [(event.tokens, event.is_taken) for event in tried] == [(4, is_taken), (8, is_taken), (32, halves_ms < 9.8)]
+    assert not any(trial.is_taken for trial in core.runner.nano)
+    assert set(core.runner._cuts) == {(True, 3), (True, 4), (True, 8), (False, 32)}
 
 
 def test_what_cannot_be_cut_is_refused(in_halves, monkeypatch):

@@ -16,7 +16,10 @@ from tidemill.runner.cuda_work import Work, make_halves, make_work
 from tidemill.runner.state import RowState
 
 GAIN = 1.02  # from which on it is worth a graph of its own
-_DECODE, _MIXED = (64, 128, 256, 512), (512, 1024, 2048)  # sizes that are tried: each stands for those below it, down to the next
+_DECODE, _MIXED = (
+    (64, 128, 256, 512),
+    (1024, 2048, 4096),
+)  # sizes that are tried: each stands for those below it, down to the next
 _CONTEXT, _TIMES = 1024, 3  # tokens of the sequences that a trial decodes, and how often it takes the time
 
 
@@ -70,7 +73,9 @@ def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
 def run_trials(rivals: Rivals) -> tuple[list[NanoTrial], set[tuple[bool, int]]]:
     """And the sizes at which halves are faster. All ranks decide as the first does. Leaves the state as it was."""
     trials, taken = [], set[tuple[bool, int]]()
-    for decodes, sizes in ((True, _DECODE), (False, _MIXED)):
+    # Two halves of a decode step read all weights twice: only collectives can make up for that.
+    kinds = ((True, _DECODE), (False, _MIXED)) if rivals.group.size > 1 else ((False, _MIXED),)
+    for decodes, sizes in kinds:
         before = sizes[0] // 2
         for size in sizes:
             if (decodes, size) in rivals.cuts and (trial := _try(rivals, decodes, size)) is not None:

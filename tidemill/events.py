@@ -90,6 +90,16 @@ class KernelsFellBack(_Event, frozen=True):
     reason: str
 
 
+class NanoBatchingTried(_Event, frozen=True):
+    """At start: a step of so many tokens was timed whole and in two halves."""
+
+    decodes: bool
+    tokens: int
+    whole_ms: float
+    halves_ms: float
+    is_taken: bool
+
+
 class Deferred(_Event, frozen=True):
     """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
 
@@ -361,6 +371,7 @@ Event: TypeAlias = (
     | DraftsVerified
     | EngineRestarted
     | KernelsFellBack
+    | NanoBatchingTried
     | ModelLoading
     | ModelLoaded
     | AdapterLoaded

@@ -6,7 +6,8 @@ from tidemill.model_config import ModelConfig
 from tidemill.weight_types import PLAIN_TYPES
 
 _BFLOAT16 = 2
-_BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128}  # a value with its part of a scale
+# A value with its part of a scale; of 2:4 sparse ones, if they should not be sparse.
+_BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128, "sparse24": 16.0}
 _FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1"})
 _GROUP = 32  # of GGUF's types
 _SCALE = 32  # bits of a scale with its zero or offset

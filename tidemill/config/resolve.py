@@ -29,6 +29,7 @@ from tidemill.config.compute import (
     decide_max_lora_rank,
     decide_max_loras,
     decide_max_requests,
+    decide_nano_batching,
     decide_scheme,
     decide_threads,
     decide_token_budget,
@@ -110,6 +111,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: bool = False
+    nano_batching: str = "off"
     reasons: dict[str, str] = field(default_factory=dict)
 
     def policy_of(self, params: SamplingParams) -> KVPolicy | None:
@@ -300,6 +302,7 @@ def resolve(
         weight_memory=weight_memory,
         weight_cache=weight_cache,
         weight_cache_bytes=weight_cache_bytes,
+        nano_batching=settle("nano_batching", decide_nano_batching(options, device)),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         expert_parallel=options.expert_parallel,

@@ -91,6 +91,9 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        for one in getattr(self.runner, "nano", ()):
+            tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
+            self._events(events.NanoBatchingTried(self._clock.now(), *tried))
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,

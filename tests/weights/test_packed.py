@@ -92,6 +92,7 @@ BROKEN = {
     "groups that are not": ("gptq act-order", {"g_idx": lambda t: torch.full_like(t, 99)}, "does not share the columns"),
     "a shape that is not": ("int4", {"weight_shape": lambda t: torch.tensor([96, 2**40])}, "weight_shape says"),
     "a shape of other words": ("int4", {"weight_shape": lambda t: torch.tensor([96, 4096])}, "weight_packed"),
+    "words of another number of codes": ("int3 with gaps", {"weight_packed": lambda t: t[:, :11]}, "11 words for 128 codes"),
     "scales of too many rows": ("w8a8", {"weight_scale": lambda t: torch.cat([t, t])}, "does not fit a matrix"),
     "scales of too many blocks": ("fp8 block", {"weight_scale": lambda t: t[:1]}, "does not fit a matrix"),
     "a state that is no JSON": (

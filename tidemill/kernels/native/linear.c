@@ -10,7 +10,8 @@ A panel holds, for every group of input features, eight rows side by side, so th
   G8, G8M, G4, GS4 as Q8, Q8M, Q4, S4
   GT4              as Q4                               numbers of a table of 16 signed bytes
   W8               as Q8
-  T2               [panel][k / 32][2 fours][8][4]      codes 0 .. 2, one more than their values; four f, f + 2, f + 4, f + 6 in a byte
+  T2               [panel / 4][k / 4][8][4]            codes 0 .. 2, one more than their values; in a byte one of each of four panels, the
+                                                       first in the lowest bits, and the top bit flipped
 
 and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
 S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
@@ -148,9 +149,9 @@ void run_panels(void *arg, long task, int thread) {
     long fours = j->num_in / GROUP, num_groups = how->is_whole ? 1 : (fours + j->group - 1) / j->group;
     long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
-    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, fours * 256 + num_halves * (long)sizeof(float)) : NULL;
+    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, how->span * fours * 256 + num_halves * (long)sizeof(float)) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + num_halves);
-    for (; panel < end; panel++) {
+    for (; panel < end; panel += how->span) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * fours * how->code_bytes;
         const void *scales = (const char *)j->scales + panel * num_groups * how->scale_bytes;
         if (j->num_rows == 1) {
@@ -180,7 +181,8 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
         tm_parallel(num_rows, num_rows < 4 ? num_rows : 1, j.how->quantize, &j);
     }
     long per_thread = (j.num_panels + tm_num_threads() - 1) / tm_num_threads();
-    j.panels_per_task = per_thread > 8 ? per_thread / 8 : 1;
+    long span = j.how ? j.how->span : 1;
+    j.panels_per_task = ((per_thread > 8 ? per_thread / 8 : 1) + span - 1) / span * span;
     tm_parallel((j.num_panels + j.panels_per_task - 1) / j.panels_per_task, 1, run_panels, &j);
     return 0;
 }

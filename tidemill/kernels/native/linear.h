@@ -53,6 +53,7 @@ struct linear_kind {
     int scale_bytes;        /* of a group of a panel */
     int has_half_scales;    /* float16, which `wide` takes as floats */
     int has_table, is_whole; /* a table before the scales; one scale for a whole row */
+    int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
 };
 
 extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */

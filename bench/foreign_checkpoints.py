@@ -92,7 +92,7 @@ def gptq_model(bits: int, **how: Any) -> Callable[[Path, Path], Weights]:
 
         how.setdefault("group_size", 32)
         settings = QuantizeConfig(bits=bits, device="cpu", **how)
-        model = GPTQModel.load(str(plain), settings, device="cpu")
+        model = GPTQModel.load(str(plain), settings)
         model.quantize([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in texts()], batch_size=1)
         model.save(str(out))
         return read_gptq(out)
@@ -188,8 +188,7 @@ def sparse_old(plain: Path, out: Path) -> Weights:
         fours = values.reshape(-1, 4)
         kept = torch.zeros_like(fours).scatter_(1, fours.abs().topk(2, 1).indices, 1.0)
         made = Sparse24BitMaskTensor.from_dense((fours * kept).view_as(values))
-        parts = {name.removeprefix("x."): part for name, part in made.dict("x.").items()}
-        return parts, made.decompress().float()
+        return _ending(made.dict("x")), made.decompress().float()
 
     settings = {"quant_method": "compressed-tensors", "format": "dense", "sparsity_config": {"format": "sparse-24-bitmask"}}
     return by_matrix(plain, out, pack, settings)

@@ -103,6 +103,7 @@ BROKEN = {
     "codes that are not ternary": ("bitnet", {"weight": lambda t: t | 3}, "not ternary"),
     "rows without scales": ("bnb int8", {"SCB": None}, "SCB is missing"),
     "places outside the matrix": ("gobo", {"weight_places": lambda t: t + 96 * 128}, "outside the matrix"),
+    "a scale of activations that is not above 0": ("w8a8 static", {"input_scale": lambda t: -t}, "must be above 0"),
     "a mask of too many": ("sparse 2:4", {"bitmask": lambda t: t | 255}, "half of each row"),
 }  # fmt: skip
 

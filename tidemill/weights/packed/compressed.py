@@ -240,7 +240,11 @@ class _Group:
         if self._inputs.get("dynamic"):
             return Activations()
         values = None if scale is None else scale.scales()
-        return Activations(float(values.item())) if values is not None and values.numel() == 1 else None
+        if scale is None or values is None or values.numel() != 1:
+            return None
+        if not values.item() > 0:
+            raise scale.broken("must be above 0")
+        return Activations(float(values.item()))
 
 
 def _pattern(scheme: Scheme, target: str) -> str | re.Pattern[str]:

@@ -83,7 +83,7 @@ def read_compressed(folder: Path) -> Weights:
 
     how = CompressedTensorsConfig(run_compressed=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=how)
-    return {name: values.float() for name, values in model.state_dict().items() if name.endswith(("weight", "bias"))}
+    return {name: values.float() for name, values in model.state_dict().items() if name.endswith(("weight", "bias", "_proj"))}
 
 
 def gptq_model(bits: int, **how: Any) -> Callable[[Path, Path], Weights]:

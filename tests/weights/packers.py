@@ -164,7 +164,8 @@ def sparse24(weight):
     for i in range(8):
         bits |= kept[:, i::8].to(torch.uint8) << i
     tensors = {
-        "compressed": weight[kept].reshape(weight.shape[0], -1), "bitmask": bits, "shape": torch.tensor(list(weight.shape))[:, None],
+        "compressed": weight[kept].reshape(weight.shape[0], -1), "bitmask": bits,
+        "shape": torch.tensor(list(weight.shape))[:, None],
     }  # fmt: skip
     return tensors, weight * kept
 

@@ -184,6 +184,24 @@ def test_packed_logits_are_near_those_of_dequantized_weights(layout, tmp_path):
 
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_a_ternary_bitnet_is_near_its_dequantized_weights(tmp_path):
+    from transformers import BitNetConfig, BitNetForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+    reference = BitNetForCausalLM(BitNetConfig(**SIZES, **sizes)).eval().float()
+    reference.save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "bitnet", reference)
+    model = load_model(tmp_path, "quantized")
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (prompt_logits(model, ids) - expected).norm() / expected.norm()
+    assert error < 0.035
+    assert isinstance(model.blocks[0].mlp.down.weight, QuantizedPanels)
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize("layout", often([name for name in BOUNDS if "plain" not in name]))
 def test_bytes_are_as_declared(layout, tmp_path):
     if layout.startswith(("fp8", "sparse")):

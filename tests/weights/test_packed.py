@@ -12,6 +12,7 @@ from tests.weights.packers import LAYOUTS, quantize_folder
 from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.quant import METHODS
 from tidemill.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -235,3 +236,9 @@ def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     core = make_core(model)
     run(core, {"first": (prompt, params)})
     assert run(core, {"a": (prompt, params)})["a"] == alone
+
+
+def test_every_way_of_holding_weights_declares_its_bytes():
+    assert set(HELD) >= set(METHODS)
+    assert HELD["quantized", "cuda"].bytes_of("INT4-G128", True) == 0.5 + 4 / 128
+    assert HELD["quantized", "cuda"].bytes_of("Q4_K", True) == 0.5 + 4 / 32

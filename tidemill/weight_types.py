@@ -15,7 +15,7 @@ _GROUP = 32
 # Codes, and two or four bytes of scale and offset for 32 of them.
 _GGUF = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
-    "MXFP4": 18 / 32,
+    "MXFP4": 18 / 32, "TQ1_0": 0.25 + 4 / 256, "TQ2_0": 0.25 + 4 / 256,
 }  # fmt: skip
 _FLOATS_8 = {"F8_E4M3": 2.0, "F8_E5M2": 2.0}  # become bfloat16
 _ROUNDED = 34 / 32  # rounded anew to 8 bits

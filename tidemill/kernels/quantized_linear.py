@@ -198,12 +198,15 @@ def fit(weight: Codes) -> Codes | None:
     if width % GROUP:
         return None
     is_whole = weight.group >= width
-    if weight.bits == 2 and not (is_whole and weight.activations is not None):
+    in_groups = is_whole or weight.group % GROUP == 0
+    if weight.bits == 2 and not (in_groups and weight.activations is not None):
         weight = widened(weight)
-    if weight.activations is not None and (not is_whole or weight.zeros_NG is not None or width > _MAX_WHOLE):
+    if weight.activations is not None and (
+        (not is_whole and weight.bits == 8) or weight.zeros_NG is not None or width > _MAX_WHOLE
+    ):
         weight = replace(weight, activations=None)
     both = weight.order_K is not None and weight.outliers is not None
-    return weight if (is_whole or weight.group % GROUP == 0) and not both else quantize(weight.dequantize())
+    return weight if in_groups and not both else quantize(weight.dequantize())
 
 
 def widened(weight: Codes) -> Codes:

@@ -15,7 +15,7 @@ A panel holds, for every group of input features, eight rows side by side, so th
 
 and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
 S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
-The G kinds have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 and T2 for rows, [panel][8].
+The G kinds and T2 have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 for rows, [panel][8].
 Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own, and 28 bytes of nothing),
 the order of columns (int32 [k]) of matrices that have one, and single values that are added to a matrix: where those of each panel begin
 (int32 [panels + 1]), then their places and values.
@@ -115,7 +115,7 @@ void linear_start(linear_job *j) {
     j->group = kind < G8 ? 1 : KIND_GROUP(j->kind) ? KIND_GROUP(j->kind) : j->num_in / GROUP;
     const char *head = (const char *)j->scales;
     if (j->how->has_table) j->table = (const int8_t *)head, head += 16;
-    if (j->how->is_whole) j->static_scale = *(const float *)head, head += 32;
+    if (j->how->is_token) j->static_scale = *(const float *)head, head += 32;
     if (j->kind & ORDERED) j->order = (const int32_t *)head, head += j->num_in * (long)sizeof(int32_t);
     if (j->kind & SPARSE) {
         j->sparse_first = (const int32_t *)head, head += (j->num_panels + 1) * (long)sizeof(int32_t);
@@ -146,7 +146,7 @@ void run_panels(void *arg, long task, int thread) {
         float_panels(j, panel, end);
         return;
     }
-    long fours = j->num_in / GROUP, num_groups = how->is_whole ? 1 : (fours + j->group - 1) / j->group;
+    long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
     long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
     float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, how->span * fours * 256 + num_halves * (long)sizeof(float)) : NULL;

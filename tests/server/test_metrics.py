@@ -4,7 +4,17 @@ import json
 import re
 from pathlib import Path
 
-from tidemill.events import Admitted, DraftsVerified, ExpertsUsed, MovesFailed, PagesMoved, Placed, Preempted, TakenOver, WeightsStreamed
+from tidemill.events import (
+    Admitted,
+    DraftsVerified,
+    ExpertsUsed,
+    MovesFailed,
+    PagesMoved,
+    Placed,
+    Preempted,
+    TakenOver,
+    WeightsStreamed,
+)
 from tidemill.server.metrics import Metrics
 
 FROM_TIERS = Admitted(0.0, "x", 0, 96, 100, 0.0, "prefix hit", num_host=64, num_disk=16)

@@ -428,9 +428,8 @@ class EngineCore:
             if moves is not None:
                 self.runner.change_pages(moves)
             mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
-            has_told = mover is None or mover.has_told
-            over = [one for one in self._last if exporting.isdisjoint(one.keys) and (has_told or now > one.until_s)]
-            if mover is None or len(over) == len(self._last) or now > max(one.until_s for one in self._last):
+            over = [one for one in self._last if exporting.isdisjoint(one.keys) or now > one.until_s]
+            if mover is None or len(over) == len(self._last):
                 break
             mover.wait(_MOVES_S)
             self._take_moves()

@@ -1,6 +1,7 @@
 """Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit, whatever becomes of the pages."""
 
 import random
+import socket
 import sys
 import threading
 import time
@@ -135,6 +136,25 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     assert again == alone
     assert moved(happened, "peer", is_load=True) == 0  # it has them
     second.scheduler.check_integrity()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "nixl"])
+def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
+    if kind == "nixl":
+        pytest.importorskip("nixl")
+    (tmp_path / "key").write_text("0123456789abcdef")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"{kind}:127.0.0.1:{free.getsockname()[1]}"
+    key = {"kv_key_file": str(tmp_path / "key")}
+    first, second = make_core(llama, kv_export=f"{address}:4M", **key), make_core(llama, kv_import=address, **key)
+    prefill(first)
+    has_learned(second, 27)
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    assert moved(happened, "peer", is_load=True) == 27
     first.close()
     second.close()
 

@@ -187,11 +187,11 @@ OPTIONS = (
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
     Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
-           help="Memory for weights, like 8G, of a model that is larger: what does not fit is read as it is needed, on a CPU from "
-           "disk, on a GPU from host memory."),
+           help="Memory for weights, like 8G, of a model that is larger: what does not fit is read as it is needed, from disk on "
+           "a CPU, from host memory on a GPU."),
     Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
-           help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the fastest "
-           "disk."),
+           help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
+           "fastest disk."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),

@@ -201,15 +201,20 @@ def test_neurons_that_are_zero_are_neither_read_nor_computed(relu):
 
 
 def test_experts_that_are_used_often_stay(tmp_path):
-    core = core_of(with_experts("Mixtral", None)(tmp_path), 1_000_000)
-    answers(core)
-    stream = core.runner.model.streaming.stream
-    before = stream.figures.num_read
-    for _ in range(8):  # always the same token
-        run(core, {"a": ([7] * 3, SamplingParams(max_tokens=1))})
-    asked = stream.figures
-    assert asked.num_read - before < 8
-    assert asked.num_read < asked.num_asked
+    path = with_experts("Mixtral", None)(tmp_path)
+    core = core_of(path, 1_100_000)
+    streaming = core.runner.model.streaming
+    stream, num_experts = streaming.stream, 3 * 6
+    num_slots = stream.num_bytes // stream.slot_bytes
+    assert num_slots < num_experts
+    for turn in range(6):  # all experts, each in its turn: most of those in slots stay there
+        before = stream.figures.num_read
+        run(core, {"a": ([(31 * i + turn) % 250 for i in range(120)], SamplingParams(max_tokens=1))})
+    assert 0 < stream.figures.num_read - before <= num_experts - num_slots // 2
+    for turn in range(20):  # always the same token: its experts come to stay
+        before = stream.figures.num_read
+        run(core, {"a": ([7] * 3 + [turn], SamplingParams(max_tokens=1))})
+    assert stream.figures.num_read - before <= 3
 
 
 @pytest.mark.parametrize("harm", ["changed", "cut short"])

@@ -1,7 +1,7 @@
 /* Weights that lie in a file and are read while others are computed with (tidemill/quant/streamed.py).
 
 A unit, the weights of a layer or of an expert, is read piece by piece into a slot of memory by threads of the stream. Layers have
-fixed slots, and those that come next are read ahead; experts go where an expert lies that is used less often. Slots are given to
+fixed slots, and those that come next are read ahead; experts that are used often stay, others take turns. Slots are given to
 units by the thread that computes, when it asks for one: what it asked for before is then no longer read. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,6 +16,7 @@ units by the thread that computes, when it asks for one: what it asked for befor
 
 #define MAX_READERS 16
 #define CANDIDATES 256
+#define FEW_CANDIDATES 4
 #define HALVE_AFTER 64 /* uses of an expert, on average, after which all counts are halved: what was hot long ago may cool down */
 
 struct tm_stream {
@@ -27,6 +28,10 @@ struct tm_stream {
     long *queue;   /* slots to fill, in order: a ring */
     long first, num_queued, next_piece; /* of the first */
     long num_requests, num_uses, hand; /* hand: the last slot that was looked at */
+    long num_filled;       /* slots that were ever used, of experts */
+    long *transients;      /* slots whose units do not stay */
+    long *transient;       /* of each slot: its place among them; -1: its unit stays */
+    long num_transients, next_transient;
     int failed, is_stopping;
     pthread_mutex_t lock;
     pthread_cond_t work, arrived;
@@ -134,19 +139,46 @@ int stream_layer_op(tm_stream *s, long layer) {
     return failed;
 }
 
-/* A slot for another unit: one that is empty, or whose unit was used least often, and of those the longest ago. Of very many slots, the
-   best of some that come in turn. */
-static long coldest(tm_stream *s) {
+/* Units that are used often stay; the others share a few transient slots, as many as a request needed at once. So units that are used
+   equally often, each in its turn, do not push each other out before their turn comes again. */
+
+static int is_free(const tm_stream *s, long slot) { return s->used_at[s->in_slot[slot]] != s->num_requests && !s->left[slot]; }
+
+/* The slot that stays whose unit was used least often, of some that come in turn. */
+static long coldest(tm_stream *s, long num_candidates) {
     long best = -1;
-    for (long i = 0, num_seen = 0; i < s->spec.num_slots && num_seen < CANDIDATES; i++) {
-        const long slot = s->hand = (s->hand + 1) % s->spec.num_slots, unit = s->in_slot[slot];
-        if (unit < 0) return slot;
-        if (s->used_at[unit] == s->num_requests || s->left[slot]) continue;
+    for (long i = 0, num_seen = 0; i < s->spec.num_slots && num_seen < num_candidates; i++) {
+        const long slot = s->hand = (s->hand + 1) % s->spec.num_slots;
+        if (s->transient[slot] >= 0 || !is_free(s, slot)) continue;
         num_seen++;
-        const long other = best < 0 ? -1 : s->in_slot[best];
-        if (other < 0 || s->uses[unit] < s->uses[other] || (s->uses[unit] == s->uses[other] && s->used_at[unit] < s->used_at[other])) best = slot;
+        if (best < 0 || s->uses[s->in_slot[slot]] < s->uses[s->in_slot[best]]) best = slot;
     }
     return best;
+}
+
+/* For a unit that is in none. -1: all are needed now. */
+static long find_slot(tm_stream *s) {
+    if (s->num_filled < s->spec.num_slots) return s->num_filled++;
+    for (long i = 0; i < s->num_transients; i++) {
+        s->next_transient = (s->next_transient + 1) % s->num_transients;
+        if (is_free(s, s->transients[s->next_transient])) return s->transients[s->next_transient];
+    }
+    const long slot = coldest(s, CANDIDATES);
+    if (slot >= 0) {
+        s->transient[slot] = s->num_transients;
+        s->transients[s->num_transients++] = slot;
+    }
+    return slot;
+}
+
+/* A unit in a transient slot that is used clearly more often than one that stays changes places with it. */
+static void promote(tm_stream *s, long unit) {
+    const long slot = s->where[unit], number = s->transient[slot];
+    const long other = number < 0 ? -1 : coldest(s, FEW_CANDIDATES);
+    if (other < 0 || s->uses[unit] <= s->uses[s->in_slot[other]] * 5 / 4 + 2) return;
+    s->transient[slot] = -1;
+    s->transient[other] = number;
+    s->transients[number] = other;
 }
 
 static void count_use(tm_stream *s, long unit) {
@@ -163,8 +195,11 @@ int stream_experts(tm_stream *s, const long *units, long num, const char **place
     s->figures.num_asked += num;
     for (long i = 0; i < num; i++) count_use(s, units[i]);
     for (long i = 0; i < num && !s->failed; i++) {
-        if (s->where[units[i]] >= 0) continue;
-        const long slot = coldest(s);
+        if (s->where[units[i]] >= 0) {
+            promote(s, units[i]);
+            continue;
+        }
+        const long slot = find_slot(s);
         if (slot < 0) s->failed = TM_STREAM_FAILED; /* there are slots for all experts of a layer */
         else fill(s, slot, units[i]);
     }
@@ -204,7 +239,7 @@ TM_API void tm_stream_close(tm_stream *s) {
     pthread_mutex_destroy(&s->lock);
     pthread_cond_destroy(&s->work);
     pthread_cond_destroy(&s->arrived);
-    free(s->in_slot), free(s->left), free(s->where), free(s->uses), free(s->used_at), free(s->queue);
+    free(s->in_slot), free(s->left), free(s->where), free(s->uses), free(s->used_at), free(s->queue), free(s->transients), free(s->transient);
     free(s);
 }
 
@@ -215,10 +250,11 @@ TM_API tm_stream *tm_stream_open(const tm_stream_spec *spec, long num_readers) {
     s->spec = *spec;
     s->in_slot = numbers(spec->num_slots, -1), s->left = numbers(spec->num_slots, 0), s->queue = numbers(spec->num_slots, 0);
     s->where = numbers(spec->num_units, -1), s->uses = numbers(spec->num_units, 0), s->used_at = numbers(spec->num_units, -1);
+    s->transients = numbers(spec->num_slots, 0), s->transient = numbers(spec->num_slots, -1);
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->work, NULL);
     pthread_cond_init(&s->arrived, NULL);
-    const int has_memory = s->in_slot && s->left && s->queue && s->where && s->uses && s->used_at;
+    const int has_memory = s->in_slot && s->left && s->queue && s->where && s->uses && s->used_at && s->transients && s->transient;
     while (has_memory && s->num_readers < num_readers && s->num_readers < MAX_READERS &&
            !pthread_create(&s->readers[s->num_readers], NULL, reader, s))
         s->num_readers++;

@@ -65,11 +65,13 @@ def _forwarded(request: Request, key: bytes) -> list[bytes]:
 class Repeated:
     """A head that was parsed. The same lines need not be parsed again, also if the length or plain headers have other values."""
 
-    __slots__ = ("_length_at", "_like", "_lines", "_prefixes", "max_body")
+    __slots__ = ("_after", "_before", "_length_at", "_like", "_lines", "_prefixes", "max_body")
 
     def __init__(self, lines: list[bytes], prefixes: list[bytes], length_at: int, like: Request, max_body: int) -> None:
         """`prefixes`: what comes before the value of each line; empty: it must be the same."""
         self._lines, self._prefixes, self._length_at, self._like, self.max_body = lines, prefixes, length_at, like, max_body
+        self._before = b"\r\n".join([*lines[:length_at], prefixes[length_at]])
+        self._after = b"\r\n".join([b"", *lines[length_at + 1 :], b"", b""])
 
     @staticmethod
     def of(head: bytes, request: Request, max_body: int) -> Repeated | None:
@@ -90,28 +92,38 @@ class Repeated:
 
     def read(self, data: bytes) -> Request | None:
         """The request, if `data` is one with such a head, whole."""
-        end = data.find(b"\r\n\r\n", 0, MAX_REPEATED_BYTES)
-        lines = data[:end].split(b"\r\n") if end > 0 else []
-        if len(lines) != len(self._lines):
-            return None
-        changed = [at for at, (new, old) in enumerate(zip(lines, self._lines, strict=True)) if new != old]
-        length = lines[self._length_at][len(self._prefixes[self._length_at]) :]
-        if not length.isdigit() or len(length) > _MAX_DIGITS or int(length) != len(data) - end - 4:
-            return None
         like, request = self._like, Request.__new__(Request)
         request.headers, request.first, request.forwarded = like.headers, like.first, like.forwarded
-        for at in changed:
-            prefix = self._prefixes[at]
-            if not prefix or not lines[at].startswith(prefix):
+        begin = len(self._before)
+        end = data.find(b"\r", begin, begin + _MAX_DIGITS + 1)
+        if end > 0 and data.startswith(self._before) and data.startswith(self._after, end):  # nothing but the length differs
+            length, end = data[begin:end], end + len(self._after) - 4
+        else:
+            end = data.find(b"\r\n\r\n", 0, MAX_REPEATED_BYTES)
+            lines = data[:end].split(b"\r\n") if end > 0 else []
+            if len(lines) != len(self._lines) or not self._differs_plainly(request, lines):
                 return None
-            if at != self._length_at:
-                if not _VALUE.fullmatch(lines[at], len(prefix)):
-                    return None
-                _replace(request, like, at - 1, lines[at][len(prefix) :])
+            length = lines[self._length_at][len(self._prefixes[self._length_at]) :]
+        if not length.isdigit() or len(length) > _MAX_DIGITS or int(length) != len(data) - end - 4:
+            return None
         request.address, request.method, request.target, request.path = like.address, like.method, like.target, like.path
         request.caller, request.is_http10, request.keeps_alive = like.caller, False, True
         request.body = data[end + 4 :]
         return request
+
+    def _differs_plainly(self, request: Request, lines: list[bytes]) -> bool:
+        """`request` gets the other values of headers."""
+        for at, (new, old) in enumerate(zip(lines, self._lines, strict=True)):
+            if new == old:
+                continue
+            prefix = self._prefixes[at]
+            if not prefix or not new.startswith(prefix):
+                return False
+            if at != self._length_at:
+                if not _VALUE.fullmatch(new, len(prefix)):
+                    return False
+                _replace(request, self._like, at - 1, new[len(prefix) :])
+        return True
 
 
 def _replace(request: Request, like: Request, at: int, value: bytes) -> None:

@@ -394,7 +394,7 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.foreign_checkpoints", "--row", name, "--keep", str(out)]
             old = [os.environ.get("COMPRESSED_0_12", "")] if "0.12" in name else []
             paths = os.pathsep.join([*old, os.environ.get("PYTHONPATH", "")])
-            more = {"PYTHONPATH": paths, "GPTQMODEL_CPU_WORKERS": "2"}
+            more = {"PYTHONPATH": paths, "GPTQMODEL_CPU_WORKERS": "2", "GPTQMODEL_DISABLE_PACK_EXT": "1"}
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | more)
             last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:] or [""]
             one = json.loads(last[0]) if done.returncode == 0 else {"why": last[0][:200]}

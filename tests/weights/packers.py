@@ -238,16 +238,18 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def quantize_folder(folder, layout, reference=None):
-    """Replace the linears of a saved model by quantized ones. `reference`: gets the values that they mean."""
+def quantize_folder(folder, layout, reference=None, values=None):
+    """Replace the linears of a saved model by quantized ones. `reference`, `values`: get what they mean."""
     pack, settings = LAYOUTS[layout]
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name in [name for name in weights if name.endswith("proj.weight")]:
-        tensors, values = pack(weights.pop(name).float())
+        tensors, meant = pack(weights.pop(name).float())
         weights |= {f"{name.removesuffix('.weight')}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
         if reference is not None:
-            reference.get_parameter(name).data.copy_(values)
+            reference.get_parameter(name).data.copy_(meant)
+        if values is not None:
+            values[name] = meant.contiguous()
     save_file(weights, path)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))

@@ -1,6 +1,7 @@
 """Quantized Hugging Face folders: what is read is what was written, and broken ones are refused with the fix."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -242,3 +243,26 @@ def test_every_way_of_holding_weights_declares_its_bytes():
     assert set(HELD) >= set(METHODS)
     assert HELD["quantized", "cuda"].bytes_of("INT4-G128", True) == 0.5 + 4 / 128
     assert HELD["quantized", "cuda"].bytes_of("Q4_K", True) == 0.5 + 4 / 32
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", [name if name == "awq" else pytest.param(name, marks=pytest.mark.slow) for name in
+                                    ("awq", "gptq act-order", "int4", "fp8 deepseek", "w8a8", "bitnet")])  # fmt: skip
+def test_quantized_experts_are_near_their_dequantized_weights(layout, tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 2, "norm_topk_prob": True, "max_position_embeddings": 256}  # all experts: none is near a tie
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | sizes)).float().save_pretrained(plain)
+    shutil.copytree(plain, quantized)
+    values = {}
+    quantize_folder(quantized, layout, values=values)
+    assert any(".experts.3.up_proj" in name for name in values)
+    save_file(load_file(plain / "model.safetensors") | values, plain / "model.safetensors")
+    ids = list(range(2, 40))
+    expected = prompt_logits(load_model(plain), ids)
+    torch.testing.assert_close(prompt_logits(load_model(quantized), ids), expected, atol=1e-3, rtol=1e-4)
+    error = (prompt_logits(load_model(quantized, "quantized"), ids) - expected).norm() / expected.norm()
+    assert error < 0.04

@@ -77,8 +77,6 @@ def test_context_that_sequences_share_is_read_once():
     arrivals = [Arrival("first", 0.0, 1000, 60, prompt_ids=shared)]
     arrivals += [Arrival(f"r{i}", 1.0, 1010, 20, prompt_ids=(*shared, *range(2000 + 50 * i, 2010 + 50 * i))) for i in range(7)]
     curve = Curve([1], [0.05])
-    fitted = {
-        unit: FittedCost(curve, curve, 1e-5, 0.0, 1e-5, 0.0, 0.0, 0.0, shared_unit=unit, shared_s=1e-6) for unit in (0, 64)
-    }
+    fitted = {unit: FittedCost(curve, curve, 1e-5, 0.0, 1e-5, 0.0, 0.0, 0.0, shared_unit=unit, shared_s=1e-6) for unit in (0, 64)}
     ends = {unit: simulate(arrivals, SimConfig(token_budget=2048), cost).steps[-1] for unit, cost in fitted.items()}
     assert ends[64].end_s < ends[0].end_s - 0.3

@@ -10,6 +10,7 @@ from rich.console import Console
 from tidemill.cli import (
     batch,
     bench,
+    calibrate,
     calibrate_kv,
     chat,
     completion,
@@ -28,6 +29,7 @@ from tidemill.cli import (
     quantize,
     route,
     serve,
+    simulate,
     train_draft,
     worker,
 )
@@ -65,6 +67,8 @@ app.command(epilog=EPILOG, cls=Command)(memory.memory)
 app.command(cls=Command)(plan.plan)
 app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
+app.command(epilog=EPILOG, cls=Command)(calibrate.calibrate)
+app.command(epilog=EPILOG, cls=Command)(simulate.simulate)
 app.command("calibrate-kv", epilog=EPILOG, cls=Command)(calibrate_kv.calibrate_kv)
 app.command(epilog=EPILOG, cls=Command)(quantize.quantize)
 app.command("train-draft", epilog=EPILOG, cls=Command)(train_draft.train_draft)

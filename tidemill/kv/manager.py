@@ -272,7 +272,7 @@ class KVManager:
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
-            table.pages += [self._take() for _ in range(num_new)]
+            table.pages += self._take_all(num_new)
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
         by_tier = tokens_by_tier(loads, self.groups, self.page_size, match.num_tokens) if loads else ()
@@ -309,7 +309,7 @@ class KVManager:
         changes = []
         for g, (table, num) in enumerate(zip(tables, nums_new, strict=True)):
             if num > 0:
-                new = [self._take() for _ in range(num)]
+                new = self._take_all(num)
                 changes.append(PageChange(g, len(table.pages), new))
                 table.pages += new
         return changes
@@ -383,7 +383,7 @@ class KVManager:
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update(page for page in pages if page not in self._index)
+        self._fresh.update([page for page in pages if page not in self._index])
         self._index.put(sequence.path, token_ids, group, first, pages)
 
     def begin_step(self, step: int = 0) -> None:
@@ -430,7 +430,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+        pages = [page for _, page in reversed(self._in_order(self._sequences.pop(seq).tables))]
+        if self._emptied is None:
+            self._pool.drop_all(pages)
+            return
+        for page in pages:
             self._drop(page)
 
     def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
@@ -594,6 +598,14 @@ class KVManager:
         if self._forget(page):
             self.num_evicted += 1
         return page
+
+    def _take_all(self, num: int) -> list[int]:
+        if self._behind is not None:
+            return [self._take() for _ in range(num)]
+        pages = self._pool.take_all(num)
+        self._fresh.difference_update(pages)
+        self.num_evicted += sum(map(self._index.forget, pages))
+        return pages
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)

@@ -59,7 +59,7 @@ class Shapes:
             end = item.start + item.count
             if item.count == 1 or item.count == item.num_drafts + 1:
                 num_decoding += item.count
-                decode_context += item.count * end
+                decode_context += end if self._unit else item.count * end  # a token and its drafts share all of it
                 longest = end if end > longest else longest
                 num_draws += item.count if item.samples else 0
             else:

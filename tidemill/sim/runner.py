@@ -9,6 +9,8 @@ from tidemill.runner.base import StepResult
 from tidemill.sched.clock import VirtualClock
 from tidemill.sched.plan import StepItem, StepPlan
 from tidemill.sim.cost import CostModel, Shapes, StepShape
+from tidemill.sim.drafter import FIRST_TOKEN, drawn, token_of
+from tidemill.sim.moves import SimMover
 
 if TYPE_CHECKING:
     import torch
@@ -16,19 +18,15 @@ if TYPE_CHECKING:
     from tidemill.layers.lora import Loras
     from tidemill.runner.page_moves import PageMover
 
-FIRST_TOKEN = 2**30  # of outputs; prompts have smaller ones
-
-
-def token_of(seq: int) -> int:
-    """A sequence has one token of its own, again and again: no two outputs are found as one in the prefix cache."""
-    return FIRST_TOKEN + seq
+__all__ = ["FIRST_TOKEN", "SimRunner", "token_of"]
 
 
 class SimRunner:
     """Steps run one after the other. Where several may be in flight, the next begins when the one before it ends."""
 
     fallback = ""
-    mover: PageMover | None = None
+    mover: PageMover | None = None  # if there are tiers: a SimMover
+    acceptance: float | None = None  # of drafts, if there are any
     loras: Loras | None = None
 
     def __init__(self, cost: CostModel, clock: VirtualClock, steps_ahead: int = 0, page_size: int = 1) -> None:
@@ -48,6 +46,7 @@ class SimRunner:
         raise NotImplementedError("nothing is stored")
 
     def launch(self, plan: StepPlan) -> tuple[StepPlan, float]:
+        self.change_pages(plan)
         self._clock.advance(self._host_s)
         begin = max(self._clock.now(), self.free_s)
         if self._shape_s is not None:
@@ -60,11 +59,15 @@ class SimRunner:
         return plan, self.free_s
 
     def change_pages(self, plan: StepPlan) -> None:
-        """That costs nothing here."""
+        """Moves between tiers begin. The rest costs nothing here."""
+        if plan.page_moves and isinstance(self.mover, SimMover):
+            self.mover.begin(plan.page_moves)
 
     def collect(self, launched: tuple[StepPlan, float]) -> StepResult:
         plan, done_s = launched
         self._clock.advance_to(done_s)
+        if self.acceptance is not None:
+            return StepResult({item.row: drawn(item, self.acceptance) for item in plan.items if item.samples})
         return StepResult({item.row: [token_of(item.seq)] for item in plan.items if item.samples})
 
     def repeat(self, plan: StepPlan, most: int, until_s: float) -> tuple[list[float], float]:

@@ -11,18 +11,22 @@ from functools import lru_cache
 
 from tidemill.cache_layout import Group, one_group
 from tidemill.config import EngineConfig
-from tidemill.engine.core import EngineCore, Parts
+from tidemill.engine.core import Parts
 from tidemill.engine.structured import StructuredOutput
 from tidemill.errors import TidemillError
 from tidemill.events import Admitted, Event, EventBuffer, PagesEvicted, Preempted, StepPlanned
+from tidemill.kv.costs import Costs
 from tidemill.kv.manager import KVManager
+from tidemill.kv.tiers import Tiers
 from tidemill.model_config import AttentionSpec, ModelConfig, alike
 from tidemill.sampling import SamplingParams
 from tidemill.sched.clock import VirtualClock
 from tidemill.sim.core import SimCore
 from tidemill.sim.cost import CostModel, LinearCost
+from tidemill.sim.drafter import SimDrafter, Speculation
+from tidemill.sim.moves import SimMover
 from tidemill.sim.runner import SimRunner
-from tidemill.wire import Abort, Delta, Hold, Submit
+from tidemill.wire import Abort, Hold, Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,17 @@ class SimResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SimTiers:
+    """Behind the KV cache: host memory and disk, and how fast they are (bytes a second)."""
+
+    host_pages: int
+    page_bytes: int
+    disk_pages: int = 0
+    host_rate: float = 50e9
+    disk_rate: float = 3e9
+
+
+@dataclass(frozen=True, slots=True)
 class SimConfig:
     """An engine, as far as it matters here. `steps_ahead`: launched before the results of the first are known, as on a GPU."""
 
@@ -102,6 +117,9 @@ class SimConfig:
     groups: tuple[Group, ...] = ()  # of layers with windows, whose pages have sizes of their own; none: all see all tokens
     background_tokens: float = 1.0
     background_budget: int | None = None
+    device: str = "cpu"
+    speculation: Speculation | None = None
+    tiers: SimTiers | None = None
 
     @staticmethod
     def of(config: EngineConfig, steps_ahead: int) -> SimConfig:
@@ -123,11 +141,12 @@ class SimConfig:
             groups=config.layout.groups,
             background_tokens=config.background_tokens,
             background_budget=config.background_budget,
+            device=config.device,
         )
 
     def engine(self) -> EngineConfig:
         return EngineConfig(
-            device="cpu",
+            device=self.device,
             dtype="float32",
             scheme="dense",
             kv_dtype="float32",
@@ -154,6 +173,8 @@ class SimConfig:
             evict=self.evict,
             max_pinned=self.max_pinned,
             max_draws=self.token_budget,
+            max_drafts=self.speculation.max_drafts if self.speculation else 0,
+            adaptive_drafts=self.speculation is None or self.speculation.adaptive,
         )
 
 
@@ -193,11 +214,18 @@ class SimEngine:
         self.clock, buffer = VirtualClock(), EventBuffer(limit=10_000_000)
         self._runner = SimRunner(cost or LinearCost(fixed_s=1.0), self.clock, config.steps_ahead, config.page_size)
         parts = Parts(self._runner, _MODEL, StructuredOutput("auto", _ANY_NUMBER))
+        if config.speculation is not None:
+            self._runner.acceptance = config.speculation.acceptance
+            parts.drafters = [SimDrafter(config.speculation, self.clock)]
+        if (behind := config.tiers) is not None:
+            mover = SimMover(self.clock, behind.page_bytes, behind.host_rate, behind.disk_rate)
+            self._runner.mover = mover  # type: ignore[assignment]
+            costs = Costs(config.token_budget)
+            parts.tiers = Tiers(behind.host_pages, behind.disk_pages, (), costs, behind.page_bytes)
         self._core = SimCore(parts, config.engine(), self.clock, buffer, self._runner)
         self._jumps, self._keeps_events = jumps, keeps_events
         self._next_token = 0
-        self._under_way: dict[str, int] = {}  # by request: samples that have not ended
-        self._of_several: set[str] = set()  # requests with more than one sample
+        self._under_way: set[str] = set()
         self._aborts: list[tuple[float, str]] = []  # a heap
         self._result = SimResult()
         self.tally = Tally()
@@ -225,9 +253,7 @@ class SimEngine:
         return self._core.scheduler.kv
 
     def submit(self, arrival: Arrival) -> None:
-        self._under_way[arrival.request_id] = arrival.n
-        if arrival.n > 1:
-            self._of_several.add(arrival.request_id)
+        self._under_way.add(arrival.request_id)
         for name in [f"{arrival.request_id}:{i}" for i in range(arrival.n)] if arrival.n > 1 else [arrival.request_id]:
             self._result.token_times_s[name] = []
         if arrival.abort_s is not None:
@@ -242,7 +268,7 @@ class SimEngine:
             if self._aborts:
                 self._abort_due(now)
                 until_s = min(end_s, self._aborts[0][0]) if self._aborts else end_s
-            num_steps = len(self._runner.times)
+            num_steps, was_in_flight = len(self._runner.times), self._core.is_in_flight
             output, failed = self._core.step()
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
@@ -250,29 +276,31 @@ class SimEngine:
             if self._keeps_events:
                 self._result.events += output.events
             now = self.clock.now()
-            for delta in output.deltas:
-                self._take(delta, now)
+            produced, self._core.produced = self._core.produced, []
+            for one in produced:
+                num = len(one.token_ids)
+                token_times[one.request.request_id] += [now] if num == 1 else [now] * num
+                self.tally.num_output += num
+                if one.finish_reason:
+                    self._end(one.request.request_id)
             if self._jumps and (jump := self._core.jump(until_s)):
                 self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
                 for request_id in jump.request_ids:
                     token_times[request_id] += jump.times_s
-            elif len(self._runner.times) == num_steps and not output.deltas and not self._core.is_in_flight:
+            elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
 
-    def _take(self, delta: Delta, now: float) -> None:
-        request_id, num = delta.request_id, len(delta.token_ids)
-        name = f"{request_id}:{delta.index}" if request_id in self._of_several else request_id
-        self._result.token_times_s[name] += [now] * num
-        self.tally.num_output += num
-        if delta.finish_reason is not None:
-            self._under_way[request_id] -= 1
-            if not self._under_way[request_id]:
-                del self._under_way[request_id]
+    def _end(self, name: str) -> None:
+        """A sample has ended."""
+        request_id = name.rpartition(":")[0] if name not in self._under_way else name
+        if not self._core.is_live(request_id):
+            self._under_way.discard(request_id)
 
     def _abort_due(self, now: float) -> None:
         while self._aborts and self._aborts[0][0] <= now:
             _, request_id = heapq.heappop(self._aborts)
-            if self._under_way.pop(request_id, None):
+            if request_id in self._under_way:
+                self._under_way.discard(request_id)
                 self._core.abort(Abort(request_id, reason="the client has gone"))
                 self.tally.num_aborted += 1
 
@@ -300,11 +328,11 @@ def simulate(arrivals: Sequence[Arrival], config: SimConfig, cost: CostModel | N
     return engine.result()
 
 
-def _submit(core: EngineCore, arrival: Arrival, next_token: int) -> int:
+def _submit(core: SimCore, arrival: Arrival, next_token: int) -> int:
     """Unless a prompt is given, its tokens are none that another has. What the next one's begin with."""
     prompt = list(arrival.prompt_ids) or [next_token] * arrival.num_prompt
     params, holds = _params(arrival.num_output, arrival.n), list(arrival.holds)
-    core.submit(Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, holds=holds))
+    core.submit_checked(Submit(arrival.request_id, prompt, params, priority=arrival.priority, tenant=arrival.tenant, holds=holds))
     return next_token + 1
 
 

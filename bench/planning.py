@@ -29,6 +29,7 @@ from tidemill.planning.shapes import SHAPES
 from tidemill.planning.space import Space
 from tidemill.sim.cluster import DECODE, PREFILL, Cluster, Job, Served
 from tidemill.sim.profile import shipped_profiles
+from tidemill.sim.trace import MAX_REQUESTS
 
 H200 = HARDWARE["H200"]
 GPUS = 1000
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--profile", help="measured costs; none: estimates")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--times", type=int, default=1, help="hour: copies of the trace's load")
-    parser.add_argument("--limit", type=int, help="requests of the trace that are read")
+    parser.add_argument("--limit", type=int, default=MAX_REQUESTS, help="requests of the trace that are read")
     parser.add_argument("--requests", type=int, default=400, help="mixed: requests")
     parser.add_argument("--devices", type=int, default=64, help="plan: most devices for the trace's own load")
     parser.add_argument("--part", type=int, default=1000, help="plan: requests of the trace that are multiplied")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +18,14 @@ from tidemill.cli.bench import _percentiles
 from tidemill.cli.settings import Settings, raise_on_interrupt, takes
 from tidemill.config import fmt_bytes
 from tidemill.errors import ConfigError
+from tidemill.sim.drafter import Speculation
 from tidemill.sim.profile import Profile
-from tidemill.sim.simulator import Arrival, SimConfig, SimEngine
+from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimTiers
 from tidemill.sim.trace import MAX_REQUESTS, arrivals, read_rows
 
 _OPTIONS = (
-    "policy", "max-context", "max-requests", "token-budget", "kv-memory", "page-size", "prefix-caching", "prefix-index",
-    "queue-order", "batch-window", "evict", "max-pinned",
+    "policy", "max-context", "max-requests", "token-budget", "kv-memory", "kv-host-memory", "page-size", "prefix-caching",
+    "prefix-index", "queue-order", "batch-window", "evict", "max-pinned", "max-drafts", "adaptive-drafts",
 )  # fmt: skip
 
 
@@ -38,6 +39,12 @@ def simulate(
     requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="The first so many. Default: all.")] = MAX_REQUESTS,
     time_scale: Annotated[float, typer.Option(help="Multiply the times by this: 0.5 sends twice as fast.")] = 1.0,
     length_scale: Annotated[float, typer.Option(help="Multiply the prompt and output lengths by this.")] = 1.0,
+    acceptance_rate: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Tokens are guessed ahead, and so often a guess is right. Default: none are."),
+    ] = None,
+    draft_ms: Annotated[float, typer.Option(min=0.0, help="What one more guess takes; 0: it is looked up in the text.")] = 0.0,
+    host_rate: Annotated[float, typer.Option(min=0.001, help="GB a second between --kv-host-memory and the device.")] = 50.0,
     slo_ttft_ms: Annotated[float | None, typer.Option(help="A request is good if its first token came within this.")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="... and each further one within this, on average.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
@@ -49,6 +56,12 @@ def simulate(
         raise ConfigError("--time-scale and --length-scale must be above 0.")
     cost = Profile.load(profile)
     config = engine_of(settings, cost)
+    if acceptance_rate is not None:
+        how = Speculation(acceptance_rate, settings["max-drafts"] or 8, draft_ms / 1000, settings["adaptive-drafts"])
+        config = replace(config, speculation=how)
+    if settings["kv-host-memory"]:
+        page_bytes = config.page_size * cost.model.kv_bytes_per_token
+        config = replace(config, tiers=SimTiers(settings["kv-host-memory"] // page_bytes, page_bytes, 0, host_rate * 1e9))
     made = arrivals(
         read_rows(trace, requests), time_scale=time_scale, length_scale=length_scale, max_context=config.max_context
     )  # fmt: skip
@@ -97,6 +110,7 @@ def engine_of(settings: Settings, profile: Profile) -> SimConfig:
         evict=settings["evict"],
         max_pinned=settings["max-pinned"],
         steps_ahead=own.steps_ahead,
+        device=own.device,
     )
 
 

@@ -25,6 +25,7 @@ _CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
 _DECODE_STEPS = 10
 _SIZED = 4  # prompts of a size
+_LEAST_LOADS = 16  # of those in any order, that are measured even if it takes longer
 
 
 class StepTimer:
@@ -117,7 +118,7 @@ class Calibration:
             loads += self._shared_loads(most)
         shuffled = sorted(range(len(loads)), key=lambda _: self._draw.random())
         for number, at in enumerate(shuffled):
-            if self._now() - begin > 2 * self._seconds and number > len(loads) // 2:
+            if self._now() - begin > 1.5 * self._seconds and number >= _LEAST_LOADS:
                 break
             self._measure(loads[at])
             self._progress((number + 1) / len(loads))

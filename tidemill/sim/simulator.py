@@ -268,7 +268,7 @@ class SimEngine:
             if self._aborts:
                 self._abort_due(now)
                 until_s = min(end_s, self._aborts[0][0]) if self._aborts else end_s
-            num_steps = len(self._runner.times)
+            num_steps, was_in_flight = len(self._runner.times), self._core.is_in_flight
             output, failed = self._core.step()
             if failed:
                 raise TidemillError(failed[0].message, fix=failed[0].fix)
@@ -287,9 +287,7 @@ class SimEngine:
                 self.tally.num_output += len(jump.request_ids) * len(jump.times_s)
                 for request_id in jump.request_ids:
                     token_times[request_id] += jump.times_s
-            elif (
-                len(self._runner.times) == num_steps and not produced and not self._core.is_in_flight and not self._core.has_moves
-            ):
+            elif len(self._runner.times) == num_steps and not was_in_flight and not self._core.has_moves:
                 self.clock.advance_to(min(max(now + (self._core.idle_s or math.inf), math.nextafter(now, math.inf)), until_s))
 
     def _end(self, name: str) -> None:

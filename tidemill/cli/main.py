@@ -22,6 +22,7 @@ from tidemill.cli import (
     memory,
     models,
     ollama,
+    plan,
     plan_layout,
     prompt_cache,
     prune,
@@ -63,6 +64,7 @@ app.command(cls=Command)(ollama.pull)
 app.command(cls=Command)(worker.worker)
 app.command(cls=Command)(models.models)
 app.command(epilog=EPILOG, cls=Command)(memory.memory)
+app.command(cls=Command)(plan.plan)
 app.command("plan-layout", cls=Command)(plan_layout.plan_layout)
 app.command(cls=Command)(explain.explain)
 app.command(epilog=EPILOG, cls=Command)(calibrate.calibrate)

@@ -232,8 +232,10 @@ class EngineCore:
         if adapter is not None:
             self.adapters.hold(adapter)
             self._adapter_of[request.request_id] = adapter
-        pooler = self.model_config.pooler
-        live = self._live[request.request_id] = Live(request.request_id, pooler is None or pooler.is_normalized)
+        pooler, is_unit = self.model_config.pooler, params.is_normalized
+        if is_unit is None:
+            is_unit = pooler is None or pooler.is_normalized
+        live = self._live[request.request_id] = Live(request.request_id, is_unit)
         for index, sample in zip(outputs, made, strict=True):
             live.add(index, sample)
             self._live_of[sample.seq] = live

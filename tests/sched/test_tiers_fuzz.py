@@ -152,7 +152,7 @@ class TierMachine(SchedulerMachine):
         assert not self.tiers.is_busy
         assert not self.tiers._kept
         assert len(self.tiers.host) + len(self.tiers.host._free) == self.num_slots
-        assert not kv.is_exporting
+        assert not kv.exporting
         assert {key: slot for slot, (key, _) in self.exported.items()} == self.tiers.exports._at
         for key, record in self.tiers.disk._at.items():
             assert self.records[record][0] == key

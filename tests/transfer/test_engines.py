@@ -251,6 +251,25 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     second.close()
 
 
+def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
+    core = make_core(llama, kv_export="shm:a:4M")
+    journal, launch = core.runner.mover._outside.exporter._journal, core.runner.launch
+    journal._known["does not ask"] = 0, time.monotonic() + 1000
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    for _ in range(4):
+        core.step()
+    core.runner.mover._peers.drain()
+    assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
+    core.runner.launch = lambda plan: 1 / 0
+    assert len(core.step()[1]) == 1
+    core.scheduler.check_integrity()
+    core.runner.launch = launch
+    journal.knows("does not ask", None)
+    assert watched(core, PROMPTS)[0] == expected
+    core.scheduler.check_integrity()
+    core.close()
+
+
 def test_a_small_export_keeps_the_latest(llama, expected):
     page_bytes = engine_config(llama, max_context=256).page_bytes
     first = make_core(llama, kv_export=f"shm:a:{6 * page_bytes}")

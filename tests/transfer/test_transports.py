@@ -248,15 +248,14 @@ def test_a_reader_that_does_not_ask_is_waited_for_a_while(monkeypatch):
     journal = Journal()
     journal.knows("reader", 0)
     now[0] += 100.0
-    assert journal.has_told
-    journal.put(0, key(1), b"s" * 16)
-    assert not journal.has_told
-    journal.knows("reader", 1)
-    assert journal.has_told
-    journal.put(1, key(2), b"s" * 16)
-    assert not journal.has_told
+    first = journal.put(0, key(1), b"s" * 16)
+    assert not journal.is_known(first)
+    journal.knows("reader", first)
+    assert journal.is_known(first)
+    second = journal.put(1, key(2), b"s" * 16)
+    assert not journal.is_known(second)
     now[0] += 1.0
-    assert journal.has_told
+    assert journal.is_known(second)
 
 
 @pytest.mark.parametrize("num", [0, 1, 63, 64, 65, 4096, 9999])

@@ -68,8 +68,8 @@ class LLM:
         path = locate(model, fetch=True)
         defaults: dict[str, Any] = {"model": str(path), "max_waiting": _NO_LIMIT}
         given = EngineOptions(**defaults | settings)
-        if given.data_parallel > 1:
-            fix = "Serve the model with --data-parallel, or make an LLM in each of several processes."
+        if given.num_engines > 1:
+            fix = "Serve the model with --data-parallel or --prefill and --decode, or make an LLM in each of several processes."
             raise ConfigError("An LLM is one engine.", fix=fix, param="data_parallel")
         self.tokenizer = Tokenizer.load(path, given.chat_template)
         with loading_bar(progress) as (bar, task):

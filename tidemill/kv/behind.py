@@ -182,10 +182,10 @@ class Behind:
                 self.tiers.export(offered.key, page)
 
     @property
-    def is_exporting(self) -> bool:
-        """What was computed is on its way to where other engines find it."""
-        computed = any(one.step < self.tiers.num_trusted and page not in self.loading for page, one in self._offered.items())
-        return computed or self.tiers.num_exporting > 0
+    def exporting(self) -> set[bytes]:
+        """Contents that are computed, and on their way to where other engines find them."""
+        computed = (one for page, one in self._offered.items() if one.step < self.tiers.num_trusted and page not in self.loading)
+        return {one.key for one in computed} | self.tiers.exporting
 
     def learn(self, slots: Iterable[tuple[int, bytes]]) -> None:
         """What places of other engines hold now."""

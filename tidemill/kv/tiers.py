@@ -279,6 +279,13 @@ class Tiers:
             self.num_exporting += 1
             self._move(Tier.EXPORT, False, page, slot, key)
 
+    @property
+    def exporting(self) -> set[bytes]:
+        """Contents with such a move under way."""
+        if not self.num_exporting:
+            return set()
+        return {one.key for one in self._under_way.values() if one.tier is Tier.EXPORT and one.source != NOWHERE}
+
     # ---- sequences that were preempted
 
     def keep(self, keys: Sequence[bytes]) -> bool:

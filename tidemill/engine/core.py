@@ -334,7 +334,7 @@ class EngineCore:
                 self._in_flight.append(InFlight(plan, self.runner.launch(plan), started, bool(self._in_flight)))
             if ended is None and self._in_flight and (plan is None or len(self._in_flight) > self.runner.steps_ahead):
                 ended = self._collect(failed)
-            if plan is None and ended is None and self.runner.mover is not None and (self.has_moves or self._last):
+            if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
         except WorkerLost:  # nothing can be computed any more; requests go on in another engine
             raise
@@ -400,9 +400,9 @@ class EngineCore:
         return deltas
 
     def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when other engines know of its pages: one of them may go on with it. What is handed over
-        has its token told before that."""
-        if not self.config.export_slots or self.runner.mover is None:
+        """The end of a request is told when its pages are where other engines find them: one of them may go on with it. What is
+        handed over has its token told before that."""
+        if not self.config.export_slots:
             return deltas
         told = [delta for delta in deltas if not delta.finish_reason]
         ended = [delta for delta in deltas if delta.finish_reason]
@@ -415,16 +415,14 @@ class EngineCore:
         return told
 
     def _exported(self) -> list[Delta]:
-        """Ends of requests whose pages other engines know of by now. That is waited for, for a moment: the next step may take
-        long."""
+        """Ends of requests whose pages are exported by now. That is waited for, for a moment: the next step may take long."""
         while True:
             moves = self.scheduler.plan_moves()
             if moves is not None:
                 self.runner.change_pages(moves)
-            mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
-            has_told = mover is None or mover.has_told
-            over = [one for one in self._last if exporting.isdisjoint(one.keys) and (has_told or now > one.until_s)]
-            if mover is None or len(over) == len(self._last) or now > max(one.until_s for one in self._last):
+            exporting, mover = self.scheduler.kv.exporting, self.runner.mover
+            over = [one for one in self._last if exporting.isdisjoint(one.keys)]
+            if over or mover is None or self._clock.now() > max(one.until_s for one in self._last):
                 break
             mover.wait(_MOVES_S)
             self._take_moves()

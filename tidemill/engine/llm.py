@@ -88,8 +88,8 @@ class LLM:
         self.events: deque[Event] = deque(maxlen=_MAX_EVENTS)  # of the last call
         self.last: RequestOutput | None = None  # the output of the last stream, with its timings
         self._interrupted = False
-        if self.config.kv_disk:
-            weakref.finalize(self, self.core.close)  # what is cached goes to disk when the script ends
+        if self.config.kv_disk or self.config.kv_export:
+            weakref.finalize(self, self.core.close)  # when the script ends: what is cached goes to disk, and its socket goes
         self._adapters = {adapter.name: adapter.adapter_id for adapter in self.core.adapters}
         self._last_adapter = len(self._adapters)
 

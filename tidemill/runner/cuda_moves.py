@@ -198,7 +198,7 @@ class CudaMover(PageMover):
         place, ended = self._left.pop(move.number)
         try:
             ended.synchronize()
-            exporter.write(move.target, move.key, self._leaving[place].numpy())
+            self._written[move.number] = exporter.write(move.target, move.key, self._leaving[place].numpy())
         finally:
             self._places.append(place)
         return self._pages.shape[1]

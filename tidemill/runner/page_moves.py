@@ -115,6 +115,8 @@ class PageMover(ABC):
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self._done: list[Moved] = []
+        self._written: dict[int, int] = {}  # by number of an export: that of its announcement
+        self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
         self._reported = threading.Condition()
         self._disk = self._peers = None
         if outside.file is not None:
@@ -145,20 +147,23 @@ class PageMover(ABC):
         """A file descriptor that is readable when other engines have announced something."""
         return None if self._outside.importer is None else self._outside.importer.alarm
 
-    @property
-    def has_told(self) -> bool:
-        """Other engines know what was exported."""
-        return self._outside.exporter is None or self._outside.exporter.has_told
-
     def learned(self) -> Learned | None:
         """What other engines have announced since this was called last."""
         return None if self._outside.importer is None else self._outside.importer.take()
 
     def done(self) -> list[Moved]:
-        """Moves that are over and were not returned before."""
+        """Moves that are over and were not returned before. An export is, when other engines know of it."""
         with self._reported:
             taken, self._done = self._done, []
-        return taken
+        if self._outside.exporter is None:
+            return taken
+        over, taken, self._unknown = list[Moved](), self._unknown + taken, []
+        for one in taken:
+            is_known = self._outside.exporter.is_known(self._written.get(one.number, 0))
+            (over if is_known else self._unknown).append(one)
+        for one in over:
+            self._written.pop(one.number, None)
+        return over
 
     def wait(self, seconds: float) -> None:
         """Until a move is over, at most so long."""
@@ -170,6 +175,7 @@ class PageMover(ABC):
         for worker in (self._disk, self._peers):
             if worker is not None:
                 worker.drain()
+        self._written.clear()  # nor is it waited until other engines know
 
     def close(self) -> None:
         for worker in (self._disk, self._peers):
@@ -273,7 +279,7 @@ class CpuMover(PageMover):
 
     def _export(self, move: PageMove) -> int:
         assert self._outside.exporter is not None
-        self._outside.exporter.write(move.target, move.key, self._pages[move.source])
+        self._written[move.number] = self._outside.exporter.write(move.target, move.key, self._pages[move.source])
         return self._pages.shape[1]
 
     def _move_to_peers(self, move: PageMove) -> int:

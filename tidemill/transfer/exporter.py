@@ -46,25 +46,27 @@ class Journal:
         self._number = 0
         self._slots: OrderedDict[int, tuple[int, SlotNews]] = OrderedDict()  # the latest change last
         self._erased: deque[tuple[int, bytes]] = deque(maxlen=_MOST_ERASED)
-        self._changed_s = 0.0
-        self._known: dict[Channel, int] = {}  # by reader: the number up to which it has what changed
+        self._known: dict[Channel, tuple[int, float]] = {}  # by reader: up to which number it knows all, and since when not more
         self.is_closed = False
 
-    def put(self, slot: int, key: bytes, sum_: bytes, erased: bytes = b"") -> None:
+    def put(self, slot: int, key: bytes, sum_: bytes, erased: bytes = b"") -> int:
+        """Returns the number of this change."""
         with self._changed:
+            for reader in [reader for reader, (known, _) in self._known.items() if known == self._number]:
+                self._known[reader] = self._number, time.monotonic()
             self._number += 1
-            self._changed_s = time.monotonic()
             self._slots[slot] = self._number, SlotNews(slot, key, sum_)
             self._slots.move_to_end(slot)
             if erased:
                 self._erased.append((self._number, erased))
             self._changed.notify_all()
+            return self._number
 
-    def has_told(self) -> bool:
-        """All readers know all, or had time to learn it."""
+    def is_known(self, number: int) -> bool:
+        """All readers know what changed up to this number, but those that have not asked for a while."""
+        long_ago = time.monotonic() - _PATIENCE_S
         with self._changed:
-            behind = any(number < self._number for number in self._known.values())
-            return not behind or time.monotonic() > self._changed_s + _PATIENCE_S
+            return all(known >= number or since < long_ago for known, since in self._known.values())
 
     def knows(self, reader: Channel, number: int | None) -> None:
         """None: it is gone."""
@@ -72,7 +74,7 @@ class Journal:
             if number is None:
                 self._known.pop(reader, None)
             else:
-                self._known[reader] = number
+                self._known[reader] = number, time.monotonic()
 
     def after(self, number: int, wait_s: float) -> News:
         """The earliest changes first, not too many at once."""
@@ -106,18 +108,18 @@ class Exporter:
     def num_slots(self) -> int:
         return len(self._source.slots)
 
-    def write(self, slot: int, key: bytes, page: np.ndarray) -> None:
-        """The page's content goes into the slot, and is announced. Until then, the sum of what was there before is wrong."""
-        self._journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
+    def write(self, slot: int, key: bytes, page: np.ndarray) -> int:
+        """The page's content goes into the slot, and is announced. Until then, the sum of what was there before is wrong.
+        Returns a number for `is_known`."""
+        return self._journal.put(slot, key, checksum.copy(self._source.slots[slot], page, key))
 
     def erase(self, slot: int, key: bytes) -> None:
         """What is in it is worthless, also to those who have fetched it."""
         self._journal.put(slot, b"", b"", erased=key)
 
-    @property
-    def has_told(self) -> bool:
-        """Importers know what was written, unless they are slow."""
-        return self._journal.has_told()
+    def is_known(self, number: int) -> bool:
+        """Importers know of what `write` gave this number, unless they are slow."""
+        return self._journal.is_known(number)
 
     def close(self) -> None:
         self._journal.close()

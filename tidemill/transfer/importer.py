@@ -140,7 +140,9 @@ class Importer:
             except PeerMismatch as error:
                 self._note_problem(link, str(error))
                 self._closing.wait(_SLOW_S)
-            except (WorkerLost, TransferError, OSError, msgspec.MsgspecError) as error:
+            except WorkerLost:
+                self._note_problem(link, f"{link.peer.name} is gone")
+            except (TransferError, OSError, msgspec.MsgspecError) as error:
                 self._note_problem(link, f"{link.peer.name}: {error}")
             self._lose(link)
             self._closing.wait(_AGAIN_S)
@@ -161,8 +163,9 @@ class Importer:
         except BaseException as error:
             news.abort()
             news.close()
-            if isinstance(error, WorkerLost | TransferError | OSError):
+            if isinstance(error, TransferError | OSError):
                 self._note_problem(link, f"{link.peer.name}: {error}")
+            if isinstance(error, WorkerLost | TransferError | OSError):
                 return
             raise
         link.news, link.num_slots, link.problem = news, welcome.num_slots, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tidemill.transfer.base import TransferError, unavailable
 
 _ANSWER_S = 10.0
 _LOOK_S = 0.0001
+_QUICK_LOOKS = 100  # without a pause
 
 
 def check() -> None:
@@ -82,8 +84,10 @@ class NixlReader:
         handle = self._agent.initialize_xfer("READ", self._here, there, self._peer, b"")
         try:
             until, state = time.monotonic() + _ANSWER_S, self._agent.transfer(handle)
-            while state not in ("DONE", "ERR") and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+            for looks in count():
+                if state in ("DONE", "ERR") or time.monotonic() > until:
+                    break
+                time.sleep(_LOOK_S if looks > _QUICK_LOOKS else 0)
                 state = self._agent.check_xfer_state(handle)
         finally:
             self._agent.release_xfer_handle(handle)

@@ -22,6 +22,8 @@ NAMES = (
     "lora",
     "group",
     "transfer",
+    "stream",
+    "neurons",
     "program",
 )
 SOURCES = [f"{FOLDER}/{name}.c" for name in NAMES]

@@ -141,6 +141,10 @@ class WorkerLost(EngineDead):
     """A process of a group that computes one model together has ended; the group ends with it."""
 
 
+class WeightsLost(EngineDead):
+    """The file that weights are streamed from is no longer what it was; the engine ends."""
+
+
 class NoUpstream(TidemillError):
     """No server behind the router can take the request."""
 
@@ -177,5 +181,6 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         EngineDead,
         WorkerLost,
         PeerMismatch,
+        WeightsLost,
     )
 }

@@ -90,6 +90,16 @@ class KernelsFellBack(_Event, frozen=True):
     reason: str
 
 
+class NanoBatchingTried(_Event, frozen=True):
+    """At start: a step of so many tokens was timed whole and in two halves."""
+
+    decodes: bool
+    tokens: int
+    whole_ms: float
+    halves_ms: float
+    is_taken: bool
+
+
 class Deferred(_Event, frozen=True):
     """The next request in the queue could not start, and why. Emitted once per reason, not once per step."""
 
@@ -306,6 +316,15 @@ class ExpertsUsed(_Event, frozen=True):
     tokens_of: tuple[tuple[int, tuple[int, ...]], ...]  # layer, and a count for each of its experts
 
 
+class WeightsStreamed(_Event, frozen=True):
+    """Of a model whose weights are not all in memory, now and then: what was read from disk since the last time."""
+
+    num_bytes: int
+    waited_s: float  # for which steps waited
+    num_asked: int  # layers or experts that steps used
+    num_read: int  # those of them, and those ahead of use, that were not in memory
+
+
 class MasksMade(_Event, frozen=True):
     """Before a step: the token masks of structured outputs."""
 
@@ -348,9 +367,11 @@ Event: TypeAlias = (
     | Resumed
     | MasksMade
     | ExpertsUsed
+    | WeightsStreamed
     | DraftsVerified
     | EngineRestarted
     | KernelsFellBack
+    | NanoBatchingTried
     | ModelLoading
     | ModelLoaded
     | AdapterLoaded

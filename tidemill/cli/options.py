@@ -163,7 +163,8 @@ OPTIONS = (
     Option(
         "quantization", "text", ENGINE, field="quantization", choices=("auto", "none", *QUANTIZATIONS),
         help="Weights on a GPU: auto (a quantized checkpoint stays as it is stored), none (bfloat16), or of a plain checkpoint "
-        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read.",
+        "fp8 (weights and activations), int8 (both) or int4 (weights), rounded as they are read; sparse24: matrices with two "
+        "zeros among four values on sparse tensor cores.",
     ),
     Option(
         "kv-dtype", "text", ENGINE, field="kv_dtype", choices=("auto", *FORMATS),
@@ -186,6 +187,12 @@ OPTIONS = (
            help="Most tokens computed in one step; longer prompts are prefilled in chunks."),
     Option("memory", "size", ENGINE, field="memory_bytes", automatic="what is free",
            help="Most memory for weights, activations and KV cache of a model, like 16G. With --tensor-parallel: of each rank."),
+    Option("weight-memory", "size", ENGINE, field="weight_memory_bytes", automatic="all of them",
+           help="Memory for weights, like 8G, of a model that is larger: what does not fit is read from disk as it is "
+           "needed."),
+    Option("weight-cache", "text", ENGINE, field="weight_cache", automatic="~/.cache/tidemill/weights:100G",
+           help="With --weight-memory on a CPU: folder and quota, as PATH:SIZE, of the files from which weights are read. On the "
+           "fastest disk."),
     Option("kv-memory", "size", ENGINE, field="kv_memory_bytes",
            automatic="half of the free memory, at most 4 GiB; all free memory of a GPU",
            help="Memory for the KV cache, like 512M or 4G. With --tensor-parallel: of each process."),
@@ -278,6 +285,9 @@ OPTIONS = (
     Option("fast-math", "switch", ENGINE, field="fast_math",
            help="On a GPU: use cuBLAS matmuls and flash-attn-4 where they are faster. On a CPU: FlexAttention for "
            "attention that the compiled kernels do not have. Not batch-invariant."),
+    Option("nano-batching", "text", ENGINE, field="nano_batching", choices=("auto", "on", "off"),
+           help="On a GPU: steps in two halves, so that one half's attention runs beside the other's matmuls. auto: at the sizes "
+           "where a trial at start is at least 2 % faster. Tokens are the same."),
     Option("sampling-defaults", "text", ENGINE, field="sampling_defaults", choices=("model", "neutral"),
            help="Sampling parameters of requests that do not give them: the model's own, or neutral (temperature 1)."),
     Option("default-max-tokens", "integer", ENGINE, field="default_max_tokens", low=0,

@@ -246,7 +246,8 @@ def budget_table(name: str, ready: Ready) -> Table:
     if config.num_ranks > 1:
         parts = f"{config.tensor_parallel} share each layer, {config.pipeline_parallel} stages"
         table.add_row("ranks", str(config.num_ranks), f"{parts}; weights and KV cache below are of each that shares layers")
-    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}")
+    streamed = f"; {why['weight_memory']}" if config.weight_memory else ""
+    table.add_row("weights", fmt_bytes(config.weight_bytes), f"{model.num_parameters:,} parameters, {config.dtype}{streamed}")
     table.add_row(
         "KV cache",
         f"{fmt_bytes(config.kv_bytes)}: {config.num_pages:,} pages of {config.page_size}",

@@ -21,7 +21,7 @@ class EngineOptions:
     load_format: str = "auto"  # dummy: random weights of the shape in config.json
     device: str = "auto"
     dtype: str = "auto"
-    quantization: str = "auto"  # of weights on a GPU: as stored, none, or fp8, int8 or int4, made as they are read
+    quantization: str = "auto"  # of weights on a GPU: as stored, none, or fp8, int8, int4 or sparse24, made as they are read
     kv_dtype: str = "auto"  # a format of the KV cache, by its name or its short one
     kv_calibration: str | None = None  # a file that calibrate-kv has written
     page_size: int | None = None
@@ -30,6 +30,8 @@ class EngineOptions:
     max_waiting: int = 4096
     token_budget: int | None = None
     memory_bytes: int | None = None  # for weights, activations and KV cache together
+    weight_memory_bytes: int | None = None  # for weights; what does not fit is streamed from disk
+    weight_cache: str | None = None  # PATH:SIZE, for the files that weights are streamed from
     kv_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None  # behind the KV cache
     kv_disk: str | None = None  # PATH:SIZE, behind host memory
@@ -59,6 +61,7 @@ class EngineOptions:
     decode_engines: int = 0  # those that go on from there
     kv_transfer_bytes: int | None = None  # of each prefill engine, for pages that decode engines fetch
     fast_math: bool = False
+    nano_batching: str = "off"  # on a GPU: steps in two halves that overlap; auto: where a trial at start is faster, on, off
     structured_backend: str = "llguidance"
     speculate: str = "auto"  # a drafter
     draft_model: str | None = None

@@ -486,7 +486,7 @@ class EngineClient:
         """But for those that engines may have died of."""
         for pending in [one for one in some if not one.is_over and not one.num_deaths and one.request.priority != PROBE]:
             lost = EngineLost("The engine is restarting.", fix="Try again in a moment.")
-            lost.is_known = pending.is_known
+            lost.is_known, lost.may_have_killed = pending.is_known, pending.may_have_killed
             self._end(pending, lost)
             self._report_lost(self._names_of(pending.request.request_id), "its engine was lost: it goes on in another")
 

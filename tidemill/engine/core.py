@@ -18,7 +18,7 @@ from tidemill.engine.beams import BeamSearches, params_of_a_beam
 from tidemill.engine.drafting import Drafting
 from tidemill.engine.outputs import Live, make_deltas
 from tidemill.engine.structured import StructuredOutput
-from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WorkerLost
+from tidemill.errors import InvalidRequest, ModelFailed, TidemillError, WeightsLost, WorkerLost
 from tidemill.events import Event, EventBuffer
 from tidemill.frontend.structured import Matcher
 from tidemill.kv.manager import KVManager
@@ -71,6 +71,7 @@ class Parts:
     tiers: Tiers | None = None
     take_expert_counts: Callable[[], dict[int, list[int]]] = dict  # by layer: tokens that each expert got
     ranks: Ranks | None = None  # if the runner is of several processes
+    take_weight_reads: Callable[[], tuple[int, float, int, int] | None] = lambda: None  # as events.WeightsStreamed has them
 
 
 class EngineCore:
@@ -90,6 +91,9 @@ class EngineCore:
         if self.runner.fallback:
             self.config = replace(config, reasons={**config.reasons, "kernels": self.runner.fallback})
             self._events(events.KernelsFellBack(self._clock.now(), self.runner.fallback))
+        for one in getattr(self.runner, "nano", ()):
+            tried = one.decodes, one.size, one.whole_ms, one.halves_ms, one.is_taken
+            self._events(events.NanoBatchingTried(self._clock.now(), *tried))
         self.scheduler = Scheduler(
             KVManager(
                 config.num_pages + 1,
@@ -125,6 +129,8 @@ class EngineCore:
         self._awaiting: dict[str, tuple[Submit, Matcher | None]] = {}  # requests whose adapter is in no slot yet, in their order
         self._take_expert_counts = parts.take_expert_counts
         self._take_expert_counts()  # what starting computed
+        self._take_weight_reads = parts.take_weight_reads
+        self._streams_weights = self._take_weight_reads() is not None
         self._num_uncounted_steps = 0  # since experts' tokens were counted
         self._num_failed_steps = 0  # in a row
         self._in_flight: deque[InFlight] = deque()
@@ -336,7 +342,7 @@ class EngineCore:
                 ended = self._collect(failed)
             if plan is None and ended is None and self.runner.mover is not None and self.has_moves:
                 self.runner.mover.wait(_MOVES_S)  # nothing else can be done
-        except WorkerLost:  # nothing can be computed any more; requests go on in another engine
+        except (WorkerLost, WeightsLost):  # nothing can be computed any more; requests go on in another engine
             raise
         except BaseException as error:  # Ctrl-C in a script, too, leaves pages behind that were never computed
             failed += self._fail_step(plan, error)
@@ -387,7 +393,7 @@ class EngineCore:
         if self.scheduler.kv.tiers is not None:
             self.scheduler.kv.tiers.costs.computed(done.num_tokens, now - max(step.started_s, self._collected_s))
         self._collected_s = now
-        self._count_experts(now)
+        self._count_uses(now)
         return done, result, progress, of_beams
 
     def _outputs(self, done: StepPlan, result: StepResult, progress: list[Progress], of_beams: list[Delta]) -> list[Delta]:
@@ -400,9 +406,9 @@ class EngineCore:
         return deltas
 
     def _after_export(self, deltas: list[Delta]) -> list[Delta]:
-        """The end of a request is told when its pages are where other engines find them: one of them may go on with it. What is
-        handed over has its token told before that."""
-        if not self.config.export_slots:
+        """The end of a request is told when other engines know of its pages: one of them may go on with it. What is handed over
+        has its token told before that."""
+        if not self.config.export_slots or self.runner.mover is None:
             return deltas
         told = [delta for delta in deltas if not delta.finish_reason]
         ended = [delta for delta in deltas if delta.finish_reason]
@@ -420,18 +426,18 @@ class EngineCore:
             moves = self.scheduler.plan_moves()
             if moves is not None:
                 self.runner.change_pages(moves)
-            exporting, mover = self.scheduler.kv.exporting, self.runner.mover
-            over = [one for one in self._last if exporting.isdisjoint(one.keys)]
-            if over or mover is None or self._clock.now() > max(one.until_s for one in self._last):
+            mover, exporting, now = self.runner.mover, self.scheduler.kv.exporting, self._clock.now()
+            over = [one for one in self._last if exporting.isdisjoint(one.keys) or now > one.until_s]
+            if mover is None or len(over) == len(self._last):
                 break
             mover.wait(_MOVES_S)
             self._take_moves()
         self._last = [one for one in self._last if one not in over]
         return [one.delta for one in over]
 
-    def _count_experts(self, now: float) -> None:
-        """Every so many steps, and when nothing is left to do."""
-        if not self.model_config.experts:
+    def _count_uses(self, now: float) -> None:
+        """Of experts and of streamed weights: every so many steps, and when nothing is left to do."""
+        if not self.model_config.experts and not self._streams_weights:
             return
         self._num_uncounted_steps += 1
         if self._num_uncounted_steps >= _COUNT_EVERY or not self.has_work:
@@ -439,6 +445,8 @@ class EngineCore:
             if any(map(any, counts.values())):
                 tokens_of = tuple((layer, tuple(of_layer)) for layer, of_layer in counts.items())
                 self._events(events.ExpertsUsed(now, self._num_uncounted_steps, tokens_of))
+            if (reads := self._take_weight_reads()) is not None and reads[0]:
+                self._events(events.WeightsStreamed(now, *reads))
             self._num_uncounted_steps = 0
 
     def _add_masks(self, plan: StepPlan) -> list[Refused]:

@@ -13,9 +13,10 @@ from tidemill.wire import PromptProgress, Resumed, Submit
 
 
 class EngineLost(EngineDead):
-    """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted."""
+    """The engine of a request has ended, and the request may go on in another. `is_known`: it was reported as submitted.
+    `may_have_killed`: it had no token from the engine, which may have been lost to it after all."""
 
-    is_known = False
+    is_known = may_have_killed = False
 
 
 @dataclass(slots=True)

@@ -33,6 +33,8 @@ from tidemill.events import Event
 from tidemill.kv.manager import FIRST_OWNER
 from tidemill.wire import AdapterInfo, Delta, Loading, Pages, Ready, Submit
 
+MAX_LOSSES = 5
+
 
 class Replicas:
     def __init__(
@@ -199,6 +201,10 @@ class Replicas:
                                 yield told
                 except EngineLost as lost:
                     route.is_known |= lost.is_known
+                    route.num_losses += lost.may_have_killed
+                    if route.num_losses >= MAX_LOSSES:  # as when it takes all memory of a node
+                        what = f"{MAX_LOSSES} engines were lost one after the other while this request was computed."
+                        raise EngineDead(what, fix="Try again, perhaps with a smaller request.") from lost
                 tells_accepted &= not route.is_known
         finally:
             del self._routes[request.request_id]

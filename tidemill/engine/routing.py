@@ -25,10 +25,12 @@ class Route:
     client: EngineClient | None = None
     over: set[int] = field(default_factory=set)  # samples
     is_known: bool = False  # an engine has reported it as submitted
+    num_losses: int = 0  # of engines in a row that gave it no token, though none need have died of it
 
     def take(self, delta: Delta) -> Delta | None:
         """What its reader gets; None: nothing."""
         self.outputs[delta.index] += delta.token_ids
+        self.num_losses = 0 if delta.token_ids else self.num_losses
         if delta.finish_reason is not None:
             self.over.add(delta.index)
         return delta

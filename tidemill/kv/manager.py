@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.cache_layout import Group
@@ -274,7 +274,7 @@ class KVManager:
         for g, (group, table) in enumerate(zip(self.groups, match.tables, strict=True)):
             at = len(table.pages)
             num_new = min(1, len(match.partly)) if group.window else group.num_pages_for(num_slots) - at
-            table.pages += [self._take() for _ in range(num_new)]
+            table.pages += self._take_all(num_new)
             if match.partly and table.pages[at] != match.partly[g]:  # else that very page was free, and is now its own
                 copies.append((g, at, match.partly[g]))
         by_tier = tokens_by_tier(loads + fetched, self.groups, self.page_size, match.num_tokens) if loads or fetched else ()
@@ -297,6 +297,11 @@ class KVManager:
         """How many of the next `count` tokens a step may compute: a state is kept only where a step ends, or an interval."""
         return min([count, *[stop - start for stop in self._sequences[seq].stops if stop > start]])
 
+    def use_keys(self, chain: Callable[[bytes, Sequence[int]], bytes]) -> None:
+        """Before any sequence is there: by which keys an index by hashes knows content."""
+        if isinstance(self._index, HashIndex):
+            self._index.chain = chain
+
     def extend(self, seq: int, num_tokens: int, windows: bool = True) -> list[PageChange] | None:
         """Make room for `num_tokens` tokens in all. Returns what was added (often nothing), or None if there are not enough
         pages (nothing is changed then). `windows`: also in groups with a window."""
@@ -307,7 +312,7 @@ class KVManager:
         changes = []
         for g, (table, num) in enumerate(zip(tables, nums_new, strict=True)):
             if num > 0:
-                new = [self._take() for _ in range(num)]
+                new = self._take_all(num)
                 changes.append(PageChange(g, len(table.pages), new))
                 table.pages += new
         return changes
@@ -381,7 +386,7 @@ class KVManager:
                 self._put(sequence, token_ids, g, first, pages)
 
     def _put(self, sequence: _Sequence, token_ids: Sequence[int], group: int, first: int, pages: list[int]) -> None:
-        self._fresh.update(page for page in pages if page not in self._index)
+        self._fresh.update([page for page in pages if page not in self._index])
         self._index.put(sequence.path, token_ids, group, first, pages)
         if self._behind is not None:
             for page in pages:
@@ -431,7 +436,11 @@ class KVManager:
 
     def release(self, seq: int) -> None:
         """The sequence is done. Last page first, so that a prefix is evicted from its tail."""
-        for _, page in reversed(self._in_order(self._sequences.pop(seq).tables)):
+        pages = [page for _, page in reversed(self._in_order(self._sequences.pop(seq).tables))]
+        if self._emptied is None:
+            self._pool.drop_all(pages)
+            return
+        for page in pages:
             self._drop(page)
 
     def _in_order(self, tables: Sequence[GroupTable]) -> list[tuple[int, int]]:
@@ -622,6 +631,14 @@ class KVManager:
         if self._forget(page):
             self.num_evicted += 1
         return page
+
+    def _take_all(self, num: int) -> list[int]:
+        if self._behind is not None:
+            return [self._take() for _ in range(num)]
+        pages = self._pool.take_all(num)
+        self._fresh.difference_update(pages)
+        self.num_evicted += sum(map(self._index.forget, pages))
+        return pages
 
     def _forget(self, page: int) -> bool:
         self._fresh.discard(page)

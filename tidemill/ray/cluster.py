@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tidemill.errors import ConfigError
 from tidemill.version import __version__
 
 INSTALL = "pip install 'tidemill[ray]'"
+START_S = 180.0  # for an actor that has a place to run; nodes may be slow to import
+_CONNECT_S = 10.0
 _log = logging.getLogger("tidemill.ray")
 
 
@@ -59,6 +62,7 @@ class Cluster:
             raise ConfigError(f"{address} is an address of Ray's client proxy.", fix=fix, param="ray_address")
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
+            _check_somebody_listens(address)
             how: dict[str, Any] = {} if address else {"include_dashboard": False}
             logging.getLogger("ray").setLevel(logging.ERROR)
             try:
@@ -125,18 +129,26 @@ class Cluster:
             max_task_retries=0,
             max_concurrency=1000,
         )
+        free = self._num_free(needs)
         actors = [remote.remote() for _ in range(num)]
+        answers = [asyncio.create_task(_awaited(actor.about.remote())) for actor in actors]
         try:
-            found = await asyncio.wait_for(asyncio.gather(*(_awaited(actor.about.remote()) for actor in actors)), self.wait_s)
-        except TimeoutError:
-            self.kill(*actors)
-            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+            found = await _all_of(answers, self.wait_s)
+            if found is None and free - self._num_free(needs) < num:
+                raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}")
+            found = found or await _all_of(answers, START_S)
+            if found is None:
+                raise NoRoom(f"{num} x {needs} have a place and did not start within {START_S:g} s")
         except self.errors as error:
             self.kill(*actors)
             raise NoRoom(f"a node was lost while {num} x {needs} were placed ({type(error).__name__})") from error
         except BaseException:
             self.kill(*actors)
             raise
+        finally:
+            for answer in answers:
+                answer.cancel()  # of those that will not come
+            await asyncio.gather(*answers, return_exceptions=True)
         for about in found:
             if about.version != __version__:
                 self.kill(*actors)
@@ -146,6 +158,12 @@ class Cluster:
 
     def _in_group(self, group: Any) -> Any:
         return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+
+    def _num_free(self, needs: Needs) -> int:
+        """Actors for which the cluster has room, if that were all on one node."""
+        free = self._ray.available_resources()
+        rooms = {"GPU": needs.num_gpus, "CPU": needs.num_cpus}
+        return min(int(free.get(name, 0) // num) for name, num in rooms.items() if num)
 
     def described(self) -> str:
         """What the cluster has, and what of it is free."""
@@ -164,6 +182,25 @@ class Cluster:
         """Ends the actors, and the cluster if it was started here."""
         if self._is_ours:
             self._ray.shutdown()
+
+
+def _check_somebody_listens(address: str | None) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdecimal():  # auto, local
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        fix = "Check --ray-address (or RAY_ADDRESS), and `ray status`."
+        raise ConfigError(f"No Ray cluster can be used at {address}: {error}.", fix=fix, param="ray_address") from error
+
+
+async def _all_of(answers: list[asyncio.Task[Any]], within_s: float) -> list[Any] | None:
+    """None: some do not come within that time. Raises what one of them fails with."""
+    done, missing = await asyncio.wait(answers, timeout=within_s, return_when=asyncio.FIRST_EXCEPTION)
+    found = [one.result() for one in done]
+    return None if missing else found
 
 
 async def _awaited(ref: Any) -> Any:

@@ -117,6 +117,7 @@ class PageMover(ABC):
         self._done: list[Moved] = []
         self._written: dict[int, int] = {}  # by number of an export: that of its announcement
         self._unknown: list[Moved] = []  # exports that were made, of which other engines do not know
+        self.report_to: Callable[[Moved], None] | None = None  # of a rank: who gets its reports
         self._reported = threading.Condition()
         self._disk = self._peers = None
         if outside.file is not None:
@@ -190,6 +191,9 @@ class PageMover(ABC):
         return worker
 
     def _report(self, moved: Moved) -> None:
+        if self.report_to is not None:
+            self.report_to(moved)
+            return
         with self._reported:
             self._done.append(moved)
             self._reported.notify_all()

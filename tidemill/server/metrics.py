@@ -54,6 +54,9 @@ class Metrics:
         self.held_pages = self._gauge("kv_pages_held", "KV pages that are pinned, or evicted after others")
         self.draft_tokens = self._counter("draft_tokens", "Tokens guessed and verified, by drafter", ("drafter",))
         self.accepted_tokens = self._counter("accepted_tokens", "Of the tokens guessed, those that were right", ("drafter",))
+        self.weight_bytes = self._counter("weights_read_bytes", "Bytes of weights read from disk while requests were computed")
+        self.weight_wait_s = self._counter("weights_wait_seconds", "Time for which steps waited for weights from disk")
+        self.weight_units = self._counter("weights_used", "Streamed layers or experts that steps used", ("from",))
         self.expert_tokens = self._counter("expert_tokens", "Tokens that experts of this number got, in all layers", ("expert",))
         self.expert_imbalance = self._gauge(
             "expert_imbalance", "Of a layer: its busiest expert's tokens over the mean", ("layer",)
@@ -142,6 +145,11 @@ class Metrics:
                     self.expert_imbalance.labels(layer).set(max(counts) * len(counts) / max(sum(counts), 1))
                 for expert, num_tokens in enumerate(map(sum, zip_longest(*(of for _, of in event.tokens_of), fillvalue=0))):
                     self.expert_tokens.labels(expert).inc(num_tokens)
+            case events.WeightsStreamed():
+                self.weight_bytes.inc(event.num_bytes)
+                self.weight_wait_s.inc(event.waited_s)
+                self.weight_units.labels("disk").inc(event.num_read)
+                self.weight_units.labels("memory").inc(max(0, event.num_asked - event.num_read))
             case events.FirstToken():
                 self.ttft_s.observe(event.since_arrival_s)
             case events.Preempted():

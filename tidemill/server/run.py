@@ -199,6 +199,12 @@ async def serve(
             fix=fix,
             param="data_parallel",
         )
+    if (len(served) > 1 or sharing.is_asked) and any(one.engine.remote_workers for one in served):
+        raise ConfigError(
+            "Workers of other hosts are for a single model that stays loaded: they end when it is unloaded.",
+            fix="Leave --idle-unload, --max-loaded and --memory-budget out, or --remote-workers.",
+            param="remote_workers",
+        )
     tls = listen.tls()
     data = data or Storage(data_folder(), DATA_QUOTA_BYTES)
     how = stall_seconds, start_seconds, tracing, (tool_parser, reasoning_parser), fleet, advises

@@ -15,6 +15,7 @@ from tests.engine.test_lora import make_lora
 from tidemill.config import EngineOptions
 from tidemill.engine import replicas as replicas_module
 from tidemill.engine.client import EngineClient
+from tidemill.engine.llm import LLM
 from tidemill.engine.replicas import Replicas
 from tidemill.engine.roles import routing_of
 from tidemill.errors import Cancelled, ConfigError, InvalidRequest, QueueFull
@@ -179,8 +180,8 @@ def test_a_prompt_begins_when_a_decode_engine_has_room(tiny_folder, in_process):
 
 def test_a_killed_engine_loses_no_request(tiny_folder, in_process):
     async def test(client, seen):
-        prompts = [LONG[i:] for i in range(6)]
-        params = {"max_tokens": 100, "n": 2, "temperature": 1.0, "seed": 3}
+        prompts = [LONG[i:] for i in range(3)]
+        params = {"max_tokens": 60, "n": 2, "temperature": 1.0, "seed": 3}
 
         def begin(name):
             return [
@@ -272,8 +273,14 @@ def test_a_request_is_handed_over_while_other_prompts_are_computed(tiny_folder, 
         ({"prefix_index": "radix"}, "With prefix_index = radix"),
         ({"kv_layout": "virtual"}, "With kv_layout = virtual"),
         ({"tensor_parallel": 2}, "With tensor_parallel = 2"),
+        ({"prefill_engines": 0, "decode_engines": 0, "kv_transfer_bytes": 2**20}, "is of prefill engines"),
     ],
 )
 def test_options_that_do_not_go_together(given, what):
     with pytest.raises(ConfigError, match=what):
         options("/nowhere", **given).check_roles()
+
+
+def test_an_llm_is_one_engine(tiny_folder):
+    with pytest.raises(ConfigError, match="An LLM is one engine"):
+        LLM(str(tiny_folder), prefill_engines=1, decode_engines=1)

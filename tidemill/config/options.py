@@ -87,6 +87,9 @@ class EngineOptions:
 
     def check_roles(self) -> None:
         if not self.has_roles:
+            if self.kv_transfer_bytes is not None:
+                fix = "Add --prefill and --decode, or leave it out."
+                raise ConfigError("kv_transfer_memory is of prefill engines.", fix=fix, param="kv_transfer_bytes")
             return
         if not (self.prefill_engines and self.decode_engines):
             lacking = "decode" if self.prefill_engines else "prefill"

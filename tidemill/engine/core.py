@@ -421,8 +421,7 @@ class EngineCore:
         return told
 
     def _exported(self) -> list[Delta]:
-        """Ends of requests whose pages other engines know of by now. That is waited for, for a moment: the next step may take
-        long."""
+        """Ends of requests whose pages are exported by now. That is waited for, for a moment: the next step may take long."""
         while True:
             moves = self.scheduler.plan_moves()
             if moves is not None:

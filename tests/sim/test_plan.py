@@ -99,6 +99,7 @@ def test_a_budget_leaves_out_what_costs_more():
     assert cheap.winner.strain > 1
 
 
+@pytest.mark.slow
 def test_more_load_needs_more_devices_also_beyond_what_is_searched_one_by_one():
     space = Space(["continuous"], [2048], [256], disaggregated=False)
     nums = []
@@ -111,6 +112,7 @@ def test_more_load_needs_more_devices_also_beyond_what_is_searched_one_by_one():
     assert nums[0] < nums[1]
 
 
+@pytest.mark.slow
 def test_models_are_placed_on_many_devices_one_after_the_other():
     models = {name: SHAPES[name] for name in ("qwen06b", "llama8b")}
     jobs = poisson([("qwen06b", 10.0), ("llama8b", 10.0)], 30, Lengths(500, 1500), Lengths(5, 20))

@@ -117,6 +117,14 @@ def plot_plans(case: Case, found: Found, path: Path) -> Path:
             right.scatter(
                 [1000 * one.ttft_s[1]], [1000 * one.tpot_s[1]], s=110 if mark == "*" else 45, marker=mark, color="#b3261e"
             )
+    most = max(one.plan.num_devices for one in [found.winner, *found.results])
+    left.set_xlim(0, most + 1)
+    if most <= 16:
+        left.set_xticks(range(1, most + 1))
+    for axis in (left.yaxis, right.xaxis, right.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
+        axis.set_tick_params(which="both", labelsize=7)
     left.legend(frameon=False, fontsize=7)
     figure.suptitle("simulated", fontsize=9, x=0.01, ha="left")
     return _save(figure, path)

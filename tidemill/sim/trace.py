@@ -46,7 +46,7 @@ def read_rows(path: Path, limit: int = MAX_REQUESTS) -> list[Row]:
             rows = list(islice(read(_bounded(file)), min(limit, MAX_REQUESTS)))
     except OSError as error:
         raise ConfigError(f"The trace {path} cannot be read: {error.strerror}.", param="trace") from error
-    except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         fix = "Azure's CSV and Mooncake's JSONL are known."
         raise ConfigError(f"{path} cannot be read as a trace: {error!r}.", fix=fix, param="trace") from error
     if not rows:

@@ -21,6 +21,7 @@ NAMES = (
     "scan",
     "lora",
     "group",
+    "transfer",
     "stream",
     "neurons",
     "program",

@@ -92,6 +92,10 @@ class ConfigError(TidemillError):
     status = 400
 
 
+class PeerMismatch(ConfigError):
+    """Engines that were to exchange KV pages cannot: they have other weights, formats or versions, or no transport."""
+
+
 class ModelNotFound(TidemillError):
     """No checkpoint under that name."""
 
@@ -176,6 +180,7 @@ ERRORS_BY_NAME: dict[str, type[TidemillError]] = {
         CalibrationError,
         EngineDead,
         WorkerLost,
+        PeerMismatch,
         WeightsLost,
     )
 }

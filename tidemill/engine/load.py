@@ -27,7 +27,7 @@ from tidemill.quant import WeightPlan
 from tidemill.quant.streamed import Store
 from tidemill.runner.base import Runner
 from tidemill.runner.make import make_runner
-from tidemill.runner.rank import largest_part
+from tidemill.runner.rank import largest_part, stages_of
 from tidemill.runner.spec.registry import DrafterParts, make_drafters
 from tidemill.runner.worker_group import WorkerGroup
 from tidemill.sched.clock import Clock, MonotonicClock
@@ -107,7 +107,7 @@ def load_core(options: EngineOptions, progress: ProgressFn | None = None) -> Eng
     shape, here = model_config, machine.detect()
     if 1 < options.tensor_parallel <= MAX_RANKS:  # each rank has its share of the model, and of the memory
         shape, here = largest_part(options, shape), share_of(here, options.tensor_parallel)
-    config = resolve(options, shape, here, None if draft is None else draft[2])
+    config = resolve(options, shape, here, None if draft is None else draft[2], stages_of(options, model_config))
     machine.set_threads(config.threads)
     if options.load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format {options.load_format!r} is not available.", fix="Choose auto or dummy.")
@@ -179,7 +179,8 @@ def _core_with(
     if draft is not None and config.draft is not None:
         plan = weight_plan(config, config.draft.scheme)
         draft_model = draft[1].load(draft[0], draft[2], plan, progress, random)
-    weights = digest_of(checkpoint.path, config.threads) if config.kv_disk and not random else b""
+    compares = bool(config.kv_disk or config.kv_export or config.kv_import)  # its pages with those of other engines
+    weights = digest_of(checkpoint.path, config.threads) if compares and not random else b""
     core = core_of(model, config, draft=draft_model, weights_digest=weights, group=group, whole=whole)
     core.structured.tokenizer_path = checkpoint.path
     for number, (name, path) in enumerate(options.lora_paths.items(), 1):

@@ -303,6 +303,8 @@ class Library:
         self._take_ranges.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER]
         self.fail_group = lib.tm_fail_group
         self.fail_group.argtypes, self.fail_group.restype = [_POINTER], None
+        self._copy_sum = lib.tm_copy_sum
+        self._copy_sum.argtypes, self._copy_sum.restype = [_POINTER, _POINTER, _LONG, _POINTER], None
         self._open_stream = lib.tm_stream_open
         self._open_stream.argtypes, self._open_stream.restype = [_POINTER, _LONG], _POINTER
         self.close_stream = lib.tm_stream_close
@@ -444,6 +446,12 @@ class Library:
         check_group(self._take_ranges(group, shown, len(shown), most, starts, lens, place))
         del place
         return out[: sum(lens)]
+
+    def copy_sum(self, target: int, source: int, num_bytes: int) -> bytes:
+        """Copies bytes from one address to another, and returns sums of what was written there."""
+        sums = (ctypes.c_uint64 * 16)()
+        self._copy_sum(target, source, num_bytes, sums)
+        return bytes(sums)
 
     def lora(self, lora: int, x_TK: torch.Tensor, y_TN: torch.Tensor) -> None:
         """Adds to y what the rows' adapters do. `lora`: the address of a Lora."""

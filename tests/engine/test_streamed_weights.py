@@ -78,9 +78,14 @@ def with_experts(family: str, kind: gguf.GGMLQuantizationType | None, **more):
     return write
 
 
+def fused_experts(path: Path) -> Path:
+    make("GptOss").save_pretrained(path / "moe")
+    return path / "moe"
+
+
 MODELS = {
     "quantized layers": quantized,
-    "experts": with_experts("GptOss", None),
+    "experts, gate and up as one": fused_experts,
     "quantized experts and a shared one": with_experts(
         "Qwen2Moe", gguf.GGMLQuantizationType.Q8_0, moe_intermediate_size=32, shared_expert_intermediate_size=64
     ),

@@ -70,7 +70,7 @@ class Streamed(LinearMethod[Any]):
 
     def read(self, tensor: WeightTensor, row_order: torch.Tensor | None) -> Any:
         """Nothing, if the store has it."""
-        return self._inner.read(tensor, row_order) if self._store.is_new else None
+        return self._inner.read(tensor, row_order) if self._store.is_new else ()
 
     def join(self, parts: list[Any], bias: torch.Tensor | None) -> Weight:
         if self._store.is_new:

@@ -443,7 +443,7 @@ build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, ALONE=False, BLOC
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
-for act in ("silu", "gelu", "relu", "gelu_tanh"):
+for act in ("silu", "gelu", "relu", "relu2", "gelu_tanh"):
     build(elementwise._activate, dict(x_ptr=B, out_ptr=B), ACT=act, BLOCK=1024)
 build(elementwise._glu, dict(gate_up_ptr=B, out_ptr=B), ACT="silu", BLOCK=1024)
 types = dict(rows_ptr=I, positions_ptr=I, tokens_ptr=I, pages_ptr=I, ids_ptr=I, slots_ptr=L)

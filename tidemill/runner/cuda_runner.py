@@ -110,6 +110,7 @@ class Launched:
 
 class CudaRunner:
     steps_ahead = 1
+    shared_unit = SPLIT  # tokens that attention reads once for all sequences that share them
 
     @torch.inference_mode()
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
@@ -210,6 +211,11 @@ class CudaRunner:
         torch.cuda.synchronize()
         gc.collect()
         gc.freeze()  # what is there now stays: the collector need not walk it again
+
+    @property
+    def graph_sizes(self) -> tuple[list[int], list[int]]:
+        """Numbers of tokens that a step is padded to: one in which every sequence decodes, and one with prompts."""
+        return list(self._decode_sizes), list(self._mixed_sizes)
 
     def _make_halves(self, config: EngineConfig, pool: object) -> None:
         """Graphs of steps in two halves, for the sizes at which a trial finds them faster, or for all if that is asked for."""

@@ -210,6 +210,9 @@ def activated(x, ACT: tl.constexpr):
     """As kernels/glu.py."""
     if ACT == "relu":
         return tl.where(x < 0.0, 0.0, x)
+    elif ACT == "relu2":
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive
     elif ACT == "gelu":
         size = tl.abs(x) * 0.70710678118654752
         t = 1.0 / (1.0 + 0.3275911 * size)

@@ -146,6 +146,17 @@ def test_every_rank_moves_its_part_of_a_page(folder, as_threads, layout):
     }
 
 
+def test_an_engine_with_pages_in_host_memory_ends_though_a_rank_is_gone(folder, as_threads):
+    core = with_host_memory(folder, {"tensor_parallel": 2})
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    while core.has_work:
+        core.step()
+    core.runner.team.fail(WorkerLost("as if"))
+    core.runner.mover.drain()  # nobody is waited for
+    core.close()
+    assert core.runner.own.mover is None
+
+
 def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, monkeypatch):
     core = with_host_memory(folder, {"tensor_parallel": 2})
     copy = CpuMover._copy

@@ -24,7 +24,7 @@ import uvloop
 
 from bench.prefix import conversations, questions
 from tidemill import events
-from tidemill.engine.replicas import BLOCK_LEN
+from tidemill.engine.routing import BLOCK_LEN
 from tidemill.sched.placement import Placement, prefix_keys
 from tidemill.sim.cost import LinearCost
 from tidemill.sim.simulator import Arrival, SimConfig, SimEngine, SimResult

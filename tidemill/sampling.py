@@ -297,7 +297,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ByName, frozen=True, kw_only=Tru
     def sample(self, index: int) -> SamplingParams:
         """The parameters of the `index`-th of n samples: its own seed, n = 1."""
         assert self.seed is not None
-        return msgspec.structs.replace(self, n=1, seed=sample_seed(self.seed, index))
+        seed = sample_seed(self.seed, index)
+        return self if (self.n, self.seed) == (1, seed) else msgspec.structs.replace(self, n=1, seed=seed)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids named here must exist in the model."""

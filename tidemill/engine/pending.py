@@ -28,6 +28,7 @@ class Pending:
     outputs: list[list[int]]  # delivered, by sample
     over: set[int] = field(default_factory=set)  # samples that have ended, here or in the engine
     num_finished: int = 0  # samples of which the engine sends nothing more
+    waits_because: str = ""  # it does not get to the engine before `EngineClient.let_in`
     is_submitted: bool = False  # to the current engine
     is_admitted: bool = False  # by it
     has_token: bool = False  # from it

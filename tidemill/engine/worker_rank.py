@@ -17,6 +17,7 @@ from tidemill.parallel.peers import group_for, meet_peers, on_device, peers_of, 
 from tidemill.runner.base import StepResult
 from tidemill.runner.group_loras import put_own, received
 from tidemill.runner.make import make_mover
+from tidemill.runner.page_moves import Outside
 from tidemill.runner.rank import load_rank, make_rank_runner
 from tidemill.runner.team import error_of, own_kernels
 from tidemill.runner.worker_group import Launched, RankRunner, append, drawn_in, launch
@@ -123,7 +124,7 @@ class Worker:
             return None
         runner = make_rank_runner(model, config, world, rank, channels)
         if config.host_slots:
-            runner.mover = make_mover(runner, config, None)
+            runner.mover = make_mover(runner, config, Outside())
             runner.mover.report_to = lambda moved: self._send(PageMoved(moved))
         self._send(Prepared(runner.fallback, {} if runner.loras is None else runner.loras.shapes))
         group.begin()

@@ -44,6 +44,7 @@ class Needs:
 def import_ray() -> Any:
     try:
         import ray
+        import ray.util.scheduling_strategies
     except ImportError as error:
         raise ConfigError("Ray is not installed.", fix=f"Install it: {INSTALL}", param="ray") from error
     return ray
@@ -100,12 +101,30 @@ class Cluster:
         share = sum(cpus) // max(num_replicas, 1)
         return Needs(max(min(share, cpus[0] if cpus else 1), ranks, 1))
 
-    async def place(self, kind: type, needs: Needs, num: int = 1) -> list[Any]:
-        """So many actors, spread over the nodes: all of them, or none and NoRoom."""
+    async def reserve(self, needs: Needs, num: int) -> Any:
+        """A placement group: room for so many actors, spread over the nodes; all of it, or none and NoRoom."""
+        bundle = {"CPU": needs.num_cpus} | ({"GPU": needs.num_gpus} if needs.num_gpus else {})
+        group = self._ray.util.placement_group([bundle] * num, strategy="SPREAD")
+        try:
+            await asyncio.wait_for(_awaited(group.ready()), self.wait_s)
+        except BaseException as error:
+            self.release(group)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise NoRoom(f"{num} x {needs} cannot be placed within {self.wait_s:g} s; {self.described()}") from None
+        return group
+
+    def release(self, *groups: Any) -> None:
+        """And what is in them."""
+        for group in groups:
+            self._ray.util.remove_placement_group(group)
+
+    async def place(self, kind: type, needs: Needs, num: int = 1, group: Any = None) -> list[Any]:
+        """So many actors, spread over the nodes: all of them, or none and NoRoom. `group`: in the room that it has."""
         remote = self._ray.remote(kind).options(
             num_cpus=needs.num_cpus,
             num_gpus=needs.num_gpus,
-            scheduling_strategy="SPREAD",
+            scheduling_strategy="SPREAD" if group is None else self._in_group(group),
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=1000,
@@ -136,6 +155,9 @@ class Cluster:
                 what = f"The node {about.host} has tidemill {about.version}, this machine {__version__}."
                 raise ConfigError(what, fix="Install the same version on all nodes.", param="ray")
         return actors
+
+    def _in_group(self, group: Any) -> Any:
+        return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
 
     def _num_free(self, needs: Needs) -> int:
         """Actors for which the cluster has room, if that were all on one node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from tidemill.kv.tiers import Moved, PageMove
-from tidemill.runner.page_moves import PageMover
+from tidemill.runner.page_moves import Outside, PageMover
 
 
 class GroupMover(PageMover):
@@ -13,7 +13,7 @@ class GroupMover(PageMover):
 
     def __init__(self, own: PageMover, num_ranks: int, is_lost: Callable[[], bool]) -> None:
         """`own`: of rank 0. `is_lost`: a rank is gone, and will report nothing."""
-        super().__init__(None)
+        super().__init__(Outside())
         self._own, self._num_ranks, self._is_lost = own, num_ranks, is_lost
         self._under_way: dict[int, list[Moved]] = {}  # by number: reports so far
         own.report_to = self.take
@@ -60,6 +60,9 @@ class GroupMover(PageMover):
 
     def _move_on_disk(self, move: PageMove) -> int:
         raise AssertionError("each rank has files of its own")
+
+    def _move_to_peers(self, move: PageMove) -> int:
+        raise AssertionError("ranks have no other engines")
 
     def copy_rate(self, num_pages: int) -> float:
         return self._own.copy_rate(num_pages)

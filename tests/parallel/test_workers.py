@@ -21,6 +21,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.engine.worker_rank import Worker
 from tidemill.errors import ConfigError, WorkerLost
+from tidemill.kernels import native
 from tidemill.parallel.channel import connect
 from tidemill.parallel.world import World, split_layers
 from tidemill.runner import team as team_module
@@ -188,6 +189,7 @@ def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
         core.close()
 
 
+@pytest.mark.skipif(native.lib is None, reason="needs the compiled kernels")
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
     prompt = [(7 * i * i) % 250 + 2 for i in range(90)]

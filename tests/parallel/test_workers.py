@@ -21,6 +21,7 @@ from tidemill.config import EngineOptions
 from tidemill.engine.load import load_core
 from tidemill.engine.worker_rank import Worker
 from tidemill.errors import ConfigError, WorkerLost
+from tidemill.kernels import native
 from tidemill.parallel.channel import connect
 from tidemill.parallel.world import World, split_layers
 from tidemill.runner import team as team_module
@@ -146,6 +147,17 @@ def test_every_rank_moves_its_part_of_a_page(folder, as_threads, layout):
     }
 
 
+def test_an_engine_with_pages_in_host_memory_ends_though_a_rank_is_gone(folder, as_threads):
+    core = with_host_memory(folder, {"tensor_parallel": 2})
+    core.submit(Submit("p0", *PROMPTS["p0"]))
+    while core.has_work:
+        core.step()
+    core.runner.team.fail(WorkerLost("as if"))
+    core.runner.mover.drain()  # nobody is waited for
+    core.close()
+    assert core.runner.own.mover is None
+
+
 def test_a_page_that_one_rank_cannot_load_is_computed_again(folder, as_threads, monkeypatch):
     core = with_host_memory(folder, {"tensor_parallel": 2})
     copy = CpuMover._copy
@@ -177,6 +189,7 @@ def test_a_stage_has_pages_for_its_own_layers(folder, expected, as_threads):
         core.close()
 
 
+@pytest.mark.skipif(native.lib is None, reason="needs the compiled kernels")
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
 def test_policies_give_up_the_tokens_that_one_process_does(folder, as_threads, layout):
     prompt = [(7 * i * i) % 250 + 2 for i in range(90)]

@@ -247,6 +247,8 @@ def resolve(
         )
         kv_import = settle("kv_import", decide_import(options, prefix_caching, prefix_index))
     kv_policies = settle("kv_policies", decide_kv_policies(device, kv_dtype, kv_layout, fast_math, options.evict, model))
+    if tensor_parallel * pipeline_parallel > 1 and kv_policies and not machine.kernels:
+        kv_policies = settle("kv_policies", ((), "with several ranks they need the compiled kernels"))
     kv_policy = settle("kv_policy", decide_kv_policy(options, kv_policies, reasons["kv_policies"], context))
     max_stream = settle("max_stream", decide_max_stream(options, kv_policies, context))
     return EngineConfig(

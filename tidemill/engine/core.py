@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -165,9 +166,12 @@ class EngineCore:
     def close(self) -> None:
         """The end: save what is cached on disk, if there is one behind it."""
         if self.runner.mover is not None:
-            if not self._in_flight:
-                self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
-                kv_saving.save(self.scheduler, self.runner)
+            with suppress(WorkerLost):  # then nothing can be saved
+                if self.ranks is not None:
+                    self.ranks.check()
+                if not self._in_flight:
+                    self.scheduler.retention.clear("the engine ends")  # what is pinned is saved as well
+                    kv_saving.save(self.scheduler, self.runner)
             self.runner.mover.close()
             self.runner.mover = None
         if self.ranks is not None:

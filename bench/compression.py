@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench import parts
 from tidemill.compress.decoder import Decoder
 from tidemill.compress.methods import method_class
 from tidemill.compress.quality import compare, hidden_states, layer_of
@@ -98,7 +99,7 @@ def measure(
     }  # fmt: skip
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(found: parts.Found) -> str:
     lines = ["| | bits a weight | PPL | mean KL | top-1 | s |", "|---|---|---|---|---|---|"]
     for name, one in found.items():
         cells = f"{one['bits']:.2f} | {one['ppl']:.3f} | {one['kl']:.4f} | {one['top1']:.1%} | {one['seconds']:.0f}"
@@ -106,7 +107,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
+def verdicts(found: parts.Found) -> list[str]:
     return [
         f"{'yes' if found[better]['ppl'] < found[worse]['ppl'] else 'NO '}: {better} ({found[better]['ppl']:.3f}) "
         f"< {worse} ({found[worse]['ppl']:.3f})"
@@ -115,19 +116,26 @@ def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
+def report(found: parts.Found) -> None:
+    print(table(found))
+    print("\n".join(verdicts(found)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=20480, help="held out")
     parser.add_argument("--calibration-tokens", type=int, default=16384)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, help="a JSON file; what is in it is not measured again")
+    parts.add_options(parser)
     given = parser.parse_args()
+    if given.merge:
+        report(parts.merged(given, RUNS))
+        return
     torch.manual_seed(0)
     decoder = Decoder(Source.open(given.model), given.device)
     calibration, held_out = texts(decoder.source.path, given.calibration_tokens, given.tokens)
-    found: dict[str, dict[str, Any]] = json.loads(given.results.read_text()) if given.results and given.results.exists() else {}
+    found = parts.read(given)
     truth = hidden_states(decoder, held_out)
     if "original" not in found:
         quality = compare(decoder, held_out, truth)
@@ -135,16 +143,14 @@ def main() -> None:
             "bits": 32.0, "ppl": quality.perplexity, "kl": 0.0, "top1": 1.0, "seconds": 0.0, "tokens": quality.count
         }  # fmt: skip
     print(f"original: {found['original']['ppl']:.3f}", flush=True)
-    for name in RUNS:
-        if name in found or given.only not in name:
+    for name in parts.chosen(RUNS, given):
+        if name in found:
             continue
         with tempfile.TemporaryDirectory() as folder:
             found[name] = measure(decoder, name, calibration, held_out, truth, Path(folder))
         print(name, json.dumps(found[name]), flush=True)
-        if given.results:
-            given.results.write_text(json.dumps(found, indent=1))
-    print(table(found))
-    print("\n".join(verdicts(found)))
+        parts.keep(given, found)
+    report(found)
 
 
 if __name__ == "__main__":

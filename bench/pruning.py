@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import parts
 from tidemill import LLM, SamplingParams
 from tidemill.compress.calibration import Calibration
 from tidemill.compress.distill import DistillOptions, distill
@@ -56,8 +57,8 @@ class Bench:
         self.num_layers = self.original.model_config.num_layers
 
     def load(self, model: str, **more: Any) -> LLM:
-        context = min(1024, self.given.context)
-        return LLM(model, progress=False, dtype="float32", max_requests=8, max_context=context, **more)
+        given = {"device": "cpu", "dtype": "float32", "max_requests": 8, "max_context": min(1024, self.given.context)}
+        return LLM(model, progress=False, threads=self.given.threads, **given, **more)
 
     def calibration(self, num_tokens: int, length: int) -> Calibration:
         return Calibration(data=self.text, num_tokens=num_tokens, length=length)
@@ -142,7 +143,7 @@ def _fewer(num_kv_heads: int) -> int:
     return max(num for num in range(1, num_kv_heads) if num_kv_heads % num == 0)
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
+def table(found: parts.Found) -> str:
     lines = ["| | bytes | KV bytes a token | PPL | mean KL | top-1 | drafts accepted | s |", "|---|---|---|---|---|---|---|---|"]
     for name, one in found.items():
         accepted = f"{one['accepted']:.1%}" if "accepted" in one else ""
@@ -151,7 +152,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
+def verdicts(found: parts.Found) -> list[str]:
     made = [
         f"{'yes' if found[better]['ppl'] < found[worse]['ppl'] else 'NO '}: {better} ({found[better]['ppl']:.3f}) "
         f"< {worse} ({found[worse]['ppl']:.3f})"
@@ -166,6 +167,11 @@ def verdicts(found: dict[str, dict[str, Any]]) -> list[str]:
     return made
 
 
+def report(found: parts.Found) -> None:
+    print(table(found))
+    print("\n".join(verdicts(found)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
@@ -178,10 +184,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--device", default="cpu", help="of what is computed by Transformers")
-    parser.add_argument("--only", default="", help="rows whose name contains one of these, separated by commas")
-    parser.add_argument("--results", type=Path, help="a JSON file; what is in it is not measured again")
+    parser.add_argument("--threads", type=int, help="of the engine")
+    parts.add_options(parser)
     given = parser.parse_args()
-    found: dict[str, dict[str, Any]] = json.loads(given.results.read_text()) if given.results and given.results.exists() else {}
+    if given.merge:
+        report(parts.merged(given, sorted({name for path in given.merge for name in json.loads(path.read_text())})))
+        return
+    found = parts.read(given)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder))
         if "original" not in found:
@@ -193,15 +202,14 @@ def main() -> None:
                 "kv": kv,
             }  # fmt: skip
         print(f"original: {found['original']['ppl']:.3f} on {found['original']['tokens']:,} tokens", flush=True)
-        for name, make in bench.rows().items():
-            if name in found or not any(part.strip() in name for part in given.only.split(",")):
+        rows = bench.rows()
+        for name in parts.chosen(rows, given):
+            if name in found:
                 continue
-            found[name] = bench.measure(name, make)
+            found[name] = bench.measure(name, rows[name])
             print(name, json.dumps(found[name]), flush=True)
-            if given.results:
-                given.results.write_text(json.dumps(found, indent=1))
-    print(table(found))
-    print("\n".join(verdicts(found)))
+            parts.keep(given, found)
+    report(found)
 
 
 if __name__ == "__main__":

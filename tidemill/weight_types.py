@@ -15,7 +15,7 @@ _GROUP = 32
 # Codes, and two or four bytes of scale and offset for 32 of them.
 _GGUF = {
     "Q4_0": 20 / 32, "Q4_1": 20 / 32, "Q4_K": 20 / 32, "Q8_0": 34 / 32, "Q5_0": 34 / 32, "Q5_1": 36 / 32, "Q5_K": 36 / 32,
-    "MXFP4": 18 / 32,
+    "MXFP4": 18 / 32, "TQ1_0": 0.25 + 4 / 256, "TQ2_0": 0.25 + 4 / 256,
 }  # fmt: skip
 _FLOATS_8 = {"F8_E4M3": 2.0, "F8_E5M2": 2.0}  # become bfloat16
 _ROUNDED = 34 / 32  # rounded anew to 8 bits
@@ -57,8 +57,21 @@ def _quantized(kind: str, compiled: bool) -> float:
     return _ROUNDED if found is None else found
 
 
-def _bfloat16(kind: str, compiled: bool) -> float:
-    return 2
+_BFLOAT16 = 2
+_FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1", "CENTROIDS4"})
+_GPU_SCALE = 4  # bytes of a scale with its zero point or offset
+
+
+def _gpu_packed(kind: str, compiled: bool) -> float:
+    """On a GPU: codes of 2, 4 or 8 bits as they are stored."""
+    if kind in PLAIN_TYPES:
+        return _BFLOAT16
+    name, _, group = kind.partition("-")
+    size = int(group[1:]) if group[:1] == "G" and group[1:].isdigit() else 0
+    if not group and name.startswith(("Q", "IQ", "MX", "TQ")):
+        size = _GROUP
+    bits = 4 if name in _FOUR else 2 if name == "TERNARY" else 8
+    return bits / 8 + (_GPU_SCALE / size if size else 0)
 
 
 @dataclass(frozen=True)
@@ -68,4 +81,12 @@ class Held:
     bytes_of: Callable[[str, bool], float]
 
 
-HELD = {("dense", "cpu"): Held(_dense), ("quantized", "cpu"): Held(_quantized), ("dense", "cuda"): Held(_bfloat16)}
+def _each(num_bytes: float) -> Held:
+    return Held(lambda kind, compiled: num_bytes)
+
+
+HELD = {
+    ("dense", "cpu"): Held(_dense), ("quantized", "cpu"): Held(_quantized), ("dense", "cuda"): _each(_BFLOAT16),
+    ("quantized", "cuda"): Held(_gpu_packed), ("fp8", "cuda"): _each(1.0), ("int8", "cuda"): _each(1.0),
+    ("int4", "cuda"): _each(0.5 + _GPU_SCALE / 128), ("sparse24", "cuda"): _each(_BFLOAT16),  # if they should not be sparse
+}  # fmt: skip

@@ -34,6 +34,7 @@ GROUPED = {
     "W8": 0,
     "W8 static": 0,
     "T2": 0,
+    "T2 grouped": 64,
 }
 SHAPES = [(960, 576), (576, 1536), (24, 32), (13, 96), (1, 64)]
 
@@ -163,6 +164,19 @@ def test_codes_are_what_the_package_dequantizes(name):
     if codes.bits == 4 and codes.offsets_NG is not None:
         assert codes.codes_NK.min() >= 0
         assert codes.codes_NK.max() <= 15
+
+
+@pytest.mark.parametrize("name", ["TQ1_0", "TQ2_0"])
+def test_ternary_blocks_stay_ternary(name):
+    kind = gguf.GGMLQuantizationType[name]
+    values = torch.randint(-1, 2, (40, 512)).numpy() * np.repeat(np.array([[0.25, 0.5]], np.float32), 256, axis=1)
+    raw = gguf.quants.quantize(values, kind)
+    codes = quantized_linear.fit(read_codes(name, raw))
+    assert codes.bits == 2
+    assert np.array_equal(codes.dequantize().numpy(), values)
+    if native.lib is not None:
+        held = QuantizedPanels(read_codes(name, raw[:32]), None).num_bytes - 32  # the scale of activations
+        assert held == 32 * 512 * HELD["quantized", "cpu"].bytes_of(name, True)
 
 
 @needs_library

@@ -43,6 +43,7 @@ FAMILIES = {
         },
     },
     "GPT2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 100},
+    "BitNet": {},
     "Olmo2": {},
     "Olmo3": {
         "sliding_window": 40, "layer_types": LAYERS,

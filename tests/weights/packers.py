@@ -27,6 +27,14 @@ def words(values, bits):
     return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
 
 
+def words_with_gaps(values, bits):
+    """As many codes to a word as fit, as compressed-tensors wrote them until 0.12."""
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    total = (padded.long() << torch.arange(0, per_word * bits, bits)).sum(-1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
 def affine(weight, bits, group, symmetric):
     """Codes from 0 on, scales (16 bits) and zero points of groups of columns, and the values they mean."""
     groups = weight.unflatten(1, (-1, group))
@@ -68,7 +76,7 @@ def awq(weight, group=32):
     return {"qweight": pack(codes.t()), "qzeros": pack(zeros.t()), "scales": scales.t().contiguous()}, values
 
 
-def packed_integers(weight, bits=4, group=32, symmetric=True, act_order=False):
+def packed_integers(weight, bits=4, group=32, symmetric=True, act_order=False, words=words):
     width = weight.shape[1]
     group = width if group == -1 else group
     order = torch.randperm(width, generator=torch.Generator().manual_seed(2)) if act_order else torch.arange(width)
@@ -156,7 +164,8 @@ def sparse24(weight):
     for i in range(8):
         bits |= kept[:, i::8].to(torch.uint8) << i
     tensors = {
-        "compressed": weight[kept].reshape(weight.shape[0], -1), "bitmask": bits, "shape": torch.tensor(list(weight.shape)),
+        "compressed": weight[kept].reshape(weight.shape[0], -1), "bitmask": bits,
+        "shape": torch.tensor(list(weight.shape))[:, None],
     }  # fmt: skip
     return tensors, weight * kept
 
@@ -199,6 +208,10 @@ LAYOUTS = {
     "int4 asymmetric": (lambda w: packed_integers(w, symmetric=False), compressed()),
     "int4 act-order": (lambda w: packed_integers(w, group=64, act_order=True), compressed()),
     "int8 groups": (lambda w: packed_integers(w, bits=8, symmetric=False), compressed(bits=8)),
+    "int3 with gaps": (lambda w: packed_integers(w, bits=3, words=words_with_gaps), compressed(bits=3)),
+    "int6 asymmetric with gaps": (
+        lambda w: packed_integers(w, bits=6, symmetric=False, words=words_with_gaps), compressed(bits=6),
+    ),
     "w8a8": (byte_integers, compressed("int-quantized", 8, _DYNAMIC)),
     "w8a8 static": (lambda w: byte_integers(w, "tensor", True), compressed("int-quantized", 8, _STATIC)),
     "w8a16": (byte_integers, compressed("int-quantized", 8)),
@@ -225,16 +238,18 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def quantize_folder(folder, layout, reference=None):
-    """Replace the linears of a saved model by quantized ones. `reference`: gets the values that they mean."""
+def quantize_folder(folder, layout, reference=None, values=None):
+    """Replace the linears of a saved model by quantized ones. `reference`, `values`: get what they mean."""
     pack, settings = LAYOUTS[layout]
     path = folder / "model.safetensors"
     weights = load_file(path)
     for name in [name for name in weights if name.endswith("proj.weight")]:
-        tensors, values = pack(weights.pop(name).float())
+        tensors, meant = pack(weights.pop(name).float())
         weights |= {f"{name.removesuffix('.weight')}.{part}": tensor.contiguous() for part, tensor in tensors.items()}
         if reference is not None:
-            reference.get_parameter(name).data.copy_(values)
+            reference.get_parameter(name).data.copy_(meant)
+        if values is not None:
+            values[name] = meant.contiguous()
     save_file(weights, path)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))

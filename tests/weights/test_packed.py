@@ -1,6 +1,7 @@
 """Quantized Hugging Face folders: what is read is what was written, and broken ones are refused with the fix."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.weights.packers import LAYOUTS, quantize_folder
 from tidemill.errors import CheckpointError
 from tidemill.kernels import native
 from tidemill.kernels.quantized_linear import QuantizedPanels, fit
+from tidemill.quant import METHODS
 from tidemill.weight_types import HELD
 from tidemill.weights.checkpoint import open_checkpoint
 
@@ -92,6 +94,7 @@ BROKEN = {
     "groups that are not": ("gptq act-order", {"g_idx": lambda t: torch.full_like(t, 99)}, "does not share the columns"),
     "a shape that is not": ("int4", {"weight_shape": lambda t: torch.tensor([96, 2**40])}, "weight_shape says"),
     "a shape of other words": ("int4", {"weight_shape": lambda t: torch.tensor([96, 4096])}, "weight_packed"),
+    "words of another number of codes": ("int3 with gaps", {"weight_packed": lambda t: t[:, :11]}, "11 words for 128 codes"),
     "scales of too many rows": ("w8a8", {"weight_scale": lambda t: torch.cat([t, t])}, "does not fit a matrix"),
     "scales of too many blocks": ("fp8 block", {"weight_scale": lambda t: t[:1]}, "does not fit a matrix"),
     "a state that is no JSON": (
@@ -102,6 +105,7 @@ BROKEN = {
     "codes that are not ternary": ("bitnet", {"weight": lambda t: t | 3}, "not ternary"),
     "rows without scales": ("bnb int8", {"SCB": None}, "SCB is missing"),
     "places outside the matrix": ("gobo", {"weight_places": lambda t: t + 96 * 128}, "outside the matrix"),
+    "a scale of activations that is not above 0": ("w8a8 static", {"input_scale": lambda t: -t}, "must be above 0"),
     "a mask of too many": ("sparse 2:4", {"bitmask": lambda t: t | 255}, "half of each row"),
 }  # fmt: skip
 
@@ -182,6 +186,24 @@ def test_packed_logits_are_near_those_of_dequantized_weights(layout, tmp_path):
 
 
 @pytest.mark.skipif(native.lib is None, reason=native.why)
+def test_a_ternary_bitnet_is_near_its_dequantized_weights(tmp_path):
+    from transformers import BitNetConfig, BitNetForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+    reference = BitNetForCausalLM(BitNetConfig(**SIZES, **sizes)).eval().float()
+    reference.save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "bitnet", reference)
+    model = load_model(tmp_path, "quantized")
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids])).logits[0]
+    error = (prompt_logits(model, ids) - expected).norm() / expected.norm()
+    assert error < 0.035
+    assert isinstance(model.blocks[0].mlp.down.weight, QuantizedPanels)
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
 @pytest.mark.parametrize("layout", often([name for name in BOUNDS if "plain" not in name]))
 def test_bytes_are_as_declared(layout, tmp_path):
     if layout.startswith(("fp8", "sparse")):
@@ -215,3 +237,32 @@ def test_a_sequence_does_not_depend_on_its_batch(layout, tmp_path):
     core = make_core(model)
     run(core, {"first": (prompt, params)})
     assert run(core, {"a": (prompt, params)})["a"] == alone
+
+
+def test_every_way_of_holding_weights_declares_its_bytes():
+    assert set(HELD) >= set(METHODS)
+    assert HELD["quantized", "cuda"].bytes_of("INT4-G128", True) == 0.5 + 4 / 128
+    assert HELD["quantized", "cuda"].bytes_of("Q4_K", True) == 0.5 + 4 / 32
+
+
+@pytest.mark.skipif(native.lib is None, reason=native.why)
+@pytest.mark.parametrize("layout", [name if name == "awq" else pytest.param(name, marks=pytest.mark.slow) for name in
+                                    ("awq", "gptq act-order", "int4", "fp8 deepseek", "w8a8", "bitnet")])  # fmt: skip
+def test_quantized_experts_are_near_their_dequantized_weights(layout, tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    sizes |= {"num_key_value_heads": 2, "norm_topk_prob": True, "max_position_embeddings": 256}  # all experts: none is near a tie
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | sizes)).float().save_pretrained(plain)
+    shutil.copytree(plain, quantized)
+    values = {}
+    quantize_folder(quantized, layout, values=values)
+    assert any(".experts.3.up_proj" in name for name in values)
+    save_file(load_file(plain / "model.safetensors") | values, plain / "model.safetensors")
+    ids = list(range(2, 40))
+    expected = prompt_logits(load_model(plain), ids)
+    torch.testing.assert_close(prompt_logits(load_model(quantized), ids), expected, atol=1e-3, rtol=1e-4)
+    error = (prompt_logits(load_model(quantized, "quantized"), ids) - expected).norm() / expected.norm()
+    assert error < 0.04

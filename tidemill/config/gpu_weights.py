@@ -1,27 +1,11 @@
-"""Bytes that weights take on a GPU, by their scheme."""
+"""Bytes that a model's weights take on a GPU, by their scheme."""
 
 from __future__ import annotations
 
 from tidemill.model_config import ModelConfig
-from tidemill.weight_types import PLAIN_TYPES
+from tidemill.weight_types import HELD
 
-_BFLOAT16 = 2
-_BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4 + 32 / 128}  # a value with its part of a scale
-_FOUR = frozenset({"Q4_0", "Q4_1", "Q4_K", "MXFP4", "INT4", "UINT4", "NF4", "FP4", "E2M1"})
-_GROUP = 32  # of GGUF's types
-_SCALE = 32  # bits of a scale with its zero or offset
-
-
-def _stored_bytes(kind: str) -> float:
-    """Of one value that stays as it is stored, as `PackedTensor.type_name` and GGUF name it."""
-    if kind in PLAIN_TYPES:
-        return _BFLOAT16
-    name, _, group = kind.partition("-")
-    size = int(group[1:]) if group[:1] == "G" and group[1:].isdigit() else 0
-    bits = 4 if name in _FOUR else 2 if name == "TERNARY" else 8
-    if not group and name.startswith(("Q", "IQ", "MX", "TQ")):
-        size = _GROUP
-    return (bits + (_SCALE / size if size else 0)) / 8
+_BFLOAT16 = 2  # bytes of what is not quantized
 
 
 def gpu_weight_bytes(model: ModelConfig, scheme: str) -> int:
@@ -29,11 +13,12 @@ def gpu_weight_bytes(model: ModelConfig, scheme: str) -> int:
     experts = sum(3 * model.hidden_size * moe.expert_size * moe.num_experts for moe in model.experts if moe)
     tables = model.vocab_size * (1 if model.tie_embeddings else 2) * model.hidden_size
     buffer = _BFLOAT16 * 2 * model.hidden_size * max(model.intermediate_size, model.num_heads * model.head_dim)
+    bytes_of = HELD[scheme, "cuda"].bytes_of
     if scheme == "dense":
         return _BFLOAT16 * model.num_parameters
     if scheme != "quantized":
         linears = max(0, model.num_parameters - experts - tables)
-        return int(_BFLOAT16 * (experts + tables) + linears * _BITS[scheme] / 8) + (buffer if scheme == "int4" else 0)
+        return int(_BFLOAT16 * (experts + tables) + linears * bytes_of("BF16", True)) + (buffer if scheme == "int4" else 0)
     share = experts / model.num_parameters
-    stored = sum(num * ((1 - share) * _stored_bytes(kind) + share * _BFLOAT16) for kind, num in model.stored.items())
+    stored = sum(num * ((1 - share) * bytes_of(kind, True) + share * _BFLOAT16) for kind, num in model.stored.items())
     return int(stored) + buffer

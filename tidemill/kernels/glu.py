@@ -11,7 +11,7 @@ from tidemill.kernels import native
 # Activations, and their numbers in rows.c. Three are x / (1 + exp(-z)): of silu, z = x; of gelu_tanh, the usual approximation of
 # gelu by a tanh, z = 2 sqrt(2 / pi) (x + 0.044715 x^3); of swiglu_clamped (gpt-oss), z = 1.702 x, where x is at most 7, up within
 # -7 .. 7, and the product is by up + 1.
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2, "gelu": 3, "relu": 4}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_clamped": 2, "gelu": 3, "relu": 4, "relu2": 5}
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = GELU_LINEAR * 0.044715
@@ -24,6 +24,8 @@ def activate_reference(x: torch.Tensor, act: str) -> torch.Tensor:
     would depend on where a thread's share of the tensor ends."""
     if act == "relu":
         return x.clamp(min=0)
+    if act == "relu2":
+        return x.clamp(min=0).square_()
     if act == "gelu":
         return _gelu(x)
     out = torch.neg(x) if act == "silu" else (x * x).mul_(-GELU_CUBIC).sub_(GELU_LINEAR).mul_(x)

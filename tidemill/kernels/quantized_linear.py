@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels import native
-from tidemill.kernels.linear import Weight, to_panels
+from tidemill.kernels.linear import Held, Weight, to_panels
 from tidemill.weight_types import SIGNED_4_BITS
 
 GROUP = 32
@@ -20,6 +20,7 @@ MX4_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], 
 E2M1 = MX4_CODES.astype(np.float32) / 2
 _MX4_NUMBERS = np.array([int(np.argmax(code == MX4_CODES)) for code in range(-12, 13)], np.int8)  # of codes from -12 on
 _LANES, _FOUR = 8, 4
+_SPAN = 4  # panels of ternary codes that share bytes
 _MAX_WHOLE = 2**16  # columns whose products of bytes add up to 32 bits
 _HAS_S4 = SIGNED_4_BITS  # on x86 products of signed bytes take three instructions, of unsigned ones one
 
@@ -197,12 +198,15 @@ def fit(weight: Codes) -> Codes | None:
     if width % GROUP:
         return None
     is_whole = weight.group >= width
-    if weight.bits == 2 and not (is_whole and weight.activations is not None):
+    in_groups = is_whole or weight.group % GROUP == 0
+    if weight.bits == 2 and not (in_groups and weight.activations is not None):
         weight = widened(weight)
-    if weight.activations is not None and (not is_whole or weight.zeros_NG is not None or width > _MAX_WHOLE):
+    if weight.activations is not None and (
+        (not is_whole and weight.bits == 8) or weight.zeros_NG is not None or width > _MAX_WHOLE
+    ):
         weight = replace(weight, activations=None)
     both = weight.order_K is not None and weight.outliers is not None
-    return weight if (is_whole or weight.group % GROUP == 0) and not both else quantize(weight.dequantize())
+    return weight if in_groups and not both else quantize(weight.dequantize())
 
 
 def widened(weight: Codes) -> Codes:
@@ -274,8 +278,8 @@ def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     panels = to_panels(fours).unflatten(1, (-1, GROUP // _FOUR)).view(torch.uint8)  # [panel, group, four, 8 * 4]
     if weight.bits == 4:
         panels = panels[:, :, :_FOUR] | (panels[:, :, _FOUR:] << 4)
-    if weight.bits == 2:
-        panels = panels[:, :, :2] | panels[:, :, 2:4] << 2 | panels[:, :, 4:6] << 4 | panels[:, :, 6:] << 6
+    if kind == "T2":
+        panels = _sharing_bytes(panels)
     if weight.scales_NG.dtype == torch.float32:
         return panels.contiguous(), _group_scales(weight, kind)
     scales = to_panels(weight.scales_NG)
@@ -284,6 +288,13 @@ def code_panels(weight: Codes, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     elif weight.offsets_NG is not None:
         scales = torch.stack([scales, to_panels(weight.offsets_NG)], dim=2)
     return panels.contiguous(), scales.contiguous()  # scales: [panel, group, (2,) 8], S4's [panel, group, 16]
+
+
+def _sharing_bytes(panels: torch.Tensor) -> torch.Tensor:
+    """Of four panels, the codes of each in two bits of a byte; the top bit is flipped."""
+    padded = torch.nn.functional.pad(panels, (0,) * 7 + (-panels.shape[0] % _SPAN,)).unflatten(0, (-1, _SPAN))
+    first, second, third, last = padded.unbind(1)
+    return (first | second << 2 | third << 4 | last << 6) ^ 128
 
 
 def _group_scales(weight: Codes, kind: str) -> torch.Tensor:
@@ -334,16 +345,21 @@ class QuantizedPanels(Weight):
     def num_bytes(self) -> int:
         return self._panels.nbytes + self._scales.nbytes
 
+    @property
+    def held(self) -> Held:
+        return Held(self._number, self._width, self._num_out, self._panels, self._scales)
+
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
         return self._lib.linear(self._number, x_TK, *self._addresses, self._num_out)
 
     def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
         panel, lane = ids_T // _LANES, ids_T % _LANES
-        codes = self._panels.unflatten(-1, (_LANES, _FOUR))[panel, :, :, lane]  # [T, group, four, 4]
+        stored = panel // _SPAN if self._bits == 2 else panel
+        codes = self._panels.unflatten(-1, (_LANES, _FOUR))[stored, :, :, lane]  # [T, group, four, 4]
         if self._bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=2)
         if self._bits == 2:
-            codes = torch.cat([codes & 3, codes >> 2 & 3, codes >> 4 & 3, codes >> 6], dim=2) - 1
+            codes = ((codes ^ 128) >> (2 * (panel % _SPAN)).to(torch.uint8)[:, None, None, None] & 3) - 1
         if self._kind in ("S4", "GS4"):
             codes = (codes ^ 8) - 8
         if self._kind == "MX4" or self._table is not None:
@@ -370,12 +386,12 @@ class QuantizedPanels(Weight):
     def _scales_of(self, panel: torch.Tensor, lane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Of each value of these rows: scales and offsets."""
         has_offsets, group = self._kind in ("Q8M", "Q4", "G4", "G8M"), self._group
-        values = self._scales
+        values, num_panels = self._scales, -(-self._num_out // _LANES)
         if self._kind == "S4" or self._kind[0] in "GWT":
             num_groups = -(-self._width // group) * (2 if has_offsets else 1)
             values = self._scales.view(torch.float32)
-            values = values[values.numel() - self._panels.shape[0] * num_groups * _LANES :]
-        values = values.view(self._panels.shape[0], -1, 2 if has_offsets else 1, _LANES)
+            values = values[values.numel() - num_panels * num_groups * _LANES :]
+        values = values.view(num_panels, -1, 2 if has_offsets else 1, _LANES)
         each = values[panel, :, :, lane].float() * (16 if self._kind in ("S4", "GS4") else 1)  # [T, group, 1 or 2]
         wide = each.repeat_interleave(group, 1)[:, : self._width]
         return wide[..., 0], wide[..., 1] if has_offsets else None

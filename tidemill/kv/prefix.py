@@ -217,6 +217,10 @@ class HashIndex(PrefixIndex[HashPath]):
     def key_of(self, page: int) -> bytes | None:
         return self._key_of.get(page)
 
+    def page_of(self, key: bytes) -> int:
+        """The null page, if none has this content."""
+        return self._page_of.get(key, NULL_PAGE)
+
     def has_copy(self, page: int) -> bool:
         """Of a page in the index: another one has the same content."""
         standing = self._page_of[self._key_of[page]]
@@ -248,11 +252,12 @@ class HashIndex(PrefixIndex[HashPath]):
         return Found((num_seen if self._has_states else num) * self._page_size, pages)
 
     def _num_seen(self, path: HashPath, place_of: Callable[[bytes], int | None]) -> int:
-        """With states, how many of its keys were computed before: those noted, and those before a state that lies elsewhere."""
+        """With states, how many of its keys were computed before: those noted, and those before a state that is there, as
+        one that was loaded is."""
         num = sum(1 for _ in takewhile(self._seen.__contains__, path.keys))
         if self._has_states and place_of != self._page_of.get:
             states = _States(place_of, len(self._groups) - 1, path.keys)
-            return next((i for i in range(len(path.keys), num, -1) if states[i - 1] < 0), num)
+            return next((i for i in range(len(path.keys), num, -1) if states[i - 1]), num)
         return num
 
     def put(self, path: HashPath, token_ids: Sequence[int], group: int, first: int, pages: Sequence[int]) -> None:

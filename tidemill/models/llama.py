@@ -23,7 +23,9 @@ from tidemill.weights.checkpoint import Checkpoint
 _SMOLLM3_EVERY = 4  # layers, the last of which is not rotated
 _SCALINGS = ("linear", "llama3", "yarn", "longrope")
 _LONGROPE = {"short_factors": "rope_factors_short.weight", "long_factors": "rope_factors_long.weight"}
-ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
 
 
 class Block(nn.Module):

@@ -40,6 +40,7 @@ ARCHITECTURES = {
     ("hf", "MPNetModel"): "tidemill.models.mpnet:MPNet",
     ("hf", "MPNetForMaskedLM"): "tidemill.models.mpnet:MPNet",
     ("hf", "Phi3ForCausalLM"): "tidemill.models.phi3:Phi3",
+    ("hf", "BitNetForCausalLM"): "tidemill.models.bitnet:BitNet",
     ("hf", "GPT2LMHeadModel"): "tidemill.models.gpt2:GPT2",
     ("hf", "BloomForCausalLM"): "tidemill.models.bloom:Bloom",
     ("hf", "BloomModel"): "tidemill.models.bloom:Bloom",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.sched.request import Request
+from tidemill.sched.request import HANDED_OVER, Request
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -32,5 +32,5 @@ def append(request: Request, tokens: Sequence[int]) -> tuple[list[int], str | No
         ):
             return list(tokens[:num]), "stop"
         if num_output >= request.max_tokens:
-            return list(tokens[:num]), "length"
+            return list(tokens[:num]), HANDED_OVER if request.hands_over else "length"
     return list(tokens), None

@@ -77,6 +77,7 @@ class Scheduler(RequestTable):
         self.retention.expire()
         plan = StepPlan(self._step)
         evicted_before, stored_before = self.kv.num_evicted, self.kv.num_stored
+        self.kv.fetch_announced()
         state = StepState(self.token_budget, self.token_budget, len(self.running), len(self.running))
         state.num_waiting, state.num_rows, state.waited_s = len(self.waiting), self.num_rows, self._waited_s()
         state.num_background_left = self._background.allow(is_alone=not self._others_run_or_come(state))
@@ -109,6 +110,7 @@ class Scheduler(RequestTable):
 
     def plan_moves(self) -> StepPlan | None:
         """A step that computes nothing, if there are pages to move."""
+        self.kv.fetch_announced()
         return self._pages.moves_only(StepPlan(self._step))
 
     def _planned(self, plan: StepPlan) -> events.StepPlanned:

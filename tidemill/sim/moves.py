@@ -33,6 +33,9 @@ class SimMover:
             moved.append(Moved(number, self._page_bytes, seconds))
         return moved
 
+    def learned(self) -> None:
+        """There are no other engines."""
+
     def wait(self, seconds: float) -> None:
         """Until a move is over, at most so long."""
         end_s = self._clock.now() + seconds

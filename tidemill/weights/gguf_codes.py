@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Codes
+from tidemill.errors import CheckpointError
+from tidemill.kernels.quantized_linear import GROUP, MX4_CODES, Activations, Codes
 from tidemill.weights import gguf_iq
 
 # One of them: blocks [n, bytes] to codes [n, values], scales and offsets [n, values / 32] (or None).
@@ -92,13 +93,40 @@ _READERS: dict[str, tuple[int, int, _Reader]] = {  # type: bits, bytes a block, 
 }
 
 
+_TERNARY = {"TQ1_0": 54, "TQ2_0": 66}  # bytes of 256 values, of which the last two are a scale
+_TRITS = 5  # of a byte of TQ1_0
+
+
+def _trits(data: np.ndarray, num: int = _TRITS) -> np.ndarray:
+    """Of bytes [blocks, n]: digits of base 3, the first of all bytes, then the second..."""
+    powers = np.array([3**i for i in range(num)], np.uint8)[None, :, None]
+    shifted = data[:, None, :] * powers  # the digits before are beyond the byte
+    return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(data.shape[0], -1)
+
+
+def _ternary(type_name: str, raw: np.ndarray) -> Codes:
+    blocks = raw.reshape(-1, _TERNARY[type_name])
+    if type_name == "TQ1_0":
+        codes = np.concatenate([_trits(blocks[:, :32]), _trits(blocks[:, 32:48]), _trits(blocks[:, 48:52], 4)], axis=1)
+    else:
+        halves = blocks[:, :64].reshape(-1, 2, 1, 32)
+        codes = (halves >> np.arange(0, 8, 2, dtype=np.uint8)[None, None, :, None] & 3).reshape(-1, 256)
+    if (codes > 2).any():
+        raise CheckpointError(f"Codes of {type_name} that are not ternary.", fix="Download the file again.")
+    scales = torch.from_numpy(_half(blocks, _TERNARY[type_name] - 2).astype(np.float32).reshape(raw.shape[0], -1))
+    signed = torch.from_numpy(codes.reshape(raw.shape[0], -1).view(np.int8) - np.int8(1))
+    return Codes(2, signed, scales, None, group=256, activations=Activations())
+
+
 def can_read(type_name: str) -> bool:
-    return type_name in _READERS or gguf_iq.has_32_to_a_scale(type_name)
+    return type_name in _READERS or type_name in _TERNARY or gguf_iq.has_32_to_a_scale(type_name)
 
 
 def read_codes(type_name: str, raw: np.ndarray) -> Codes:
     """`raw`: uint8 [rows, bytes of a row]."""
     num_rows = raw.shape[0]
+    if type_name in _TERNARY:
+        return _ternary(type_name, raw)
     if type_name in _READERS:
         bits, block_bytes, reader = _READERS[type_name]
         codes, scales, offsets = reader(raw.reshape(-1, block_bytes))

@@ -10,11 +10,12 @@ A panel holds, for every group of input features, eight rows side by side, so th
   G8, G8M, G4, GS4 as Q8, Q8M, Q4, S4
   GT4              as Q4                               numbers of a table of 16 signed bytes
   W8               as Q8
-  T2               [panel][k / 32][2 fours][8][4]      codes 0 .. 2, one more than their values; four f, f + 2, f + 4, f + 6 in a byte
+  T2               [panel / 4][k / 4][8][4]            codes 0 .. 2, one more than their values; in a byte one of each of four panels, the
+                                                       first in the lowest bits, and the top bit flipped
 
 and for the kinds to S4 scales [panel][k / 32][8] (Q8, MX4) or [panel][k / 32][2][8] (scale and offset) in float16: w = scale * code + offset;
 S4's are float32 and a sixteenth: the conversion of a float16 takes as long as four products.
-The G kinds have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 and T2 for rows, [panel][8].
+The G kinds and T2 have float32 scales for groups of any multiple of 32, [panel][group][8] or [panel][group][2][8], W8 for rows, [panel][8].
 Before them lie GT4's table (16 bytes), the scale of activations of W8 and T2 (a float, 0: each row its own, and 28 bytes of nothing),
 the order of columns (int32 [k]) of matrices that have one, and single values that are added to a matrix: where those of each panel begin
 (int32 [panels + 1]), then their places and values.
@@ -114,7 +115,7 @@ void linear_start(linear_job *j) {
     j->group = kind < G8 ? 1 : KIND_GROUP(j->kind) ? KIND_GROUP(j->kind) : j->num_in / GROUP;
     const char *head = (const char *)j->scales;
     if (j->how->has_table) j->table = (const int8_t *)head, head += 16;
-    if (j->how->is_whole) j->static_scale = *(const float *)head, head += 32;
+    if (j->how->is_token) j->static_scale = *(const float *)head, head += 32;
     if (j->kind & ORDERED) j->order = (const int32_t *)head, head += j->num_in * (long)sizeof(int32_t);
     if (j->kind & SPARSE) {
         j->sparse_first = (const int32_t *)head, head += (j->num_panels + 1) * (long)sizeof(int32_t);
@@ -145,12 +146,12 @@ void run_panels(void *arg, long task, int thread) {
         float_panels(j, panel, end);
         return;
     }
-    long fours = j->num_in / GROUP, num_groups = how->is_whole ? 1 : (fours + j->group - 1) / j->group;
+    long fours = j->num_in / GROUP, num_groups = (fours + j->group - 1) / j->group;
     long num_halves = how->has_half_scales ? num_groups * how->scale_bytes / 2 : 0;
     /* Without memory for the unpacked codes, the packed ones give the same result. */
-    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, fours * 256 + num_halves * (long)sizeof(float)) : NULL;
+    float *wide_scales = j->num_rows >= WIDE_ROWS && (how->unpack || num_halves) ? tm_scratch(thread, 1, how->span * fours * 256 + num_halves * (long)sizeof(float)) : NULL;
     uint8_t *wide_codes = (uint8_t *)(wide_scales + num_halves);
-    for (; panel < end; panel++) {
+    for (; panel < end; panel += how->span) {
         const uint8_t *codes = (const uint8_t *)j->codes + panel * fours * how->code_bytes;
         const void *scales = (const char *)j->scales + panel * num_groups * how->scale_bytes;
         if (j->num_rows == 1) {
@@ -180,7 +181,8 @@ int linear_op(int kind, const float *x, long num_rows, long num_in, const void *
         tm_parallel(num_rows, num_rows < 4 ? num_rows : 1, j.how->quantize, &j);
     }
     long per_thread = (j.num_panels + tm_num_threads() - 1) / tm_num_threads();
-    j.panels_per_task = per_thread > 8 ? per_thread / 8 : 1;
+    long span = j.how ? j.how->span : 1;
+    j.panels_per_task = ((per_thread > 8 ? per_thread / 8 : 1) + span - 1) / span * span;
     tm_parallel((j.num_panels + j.panels_per_task - 1) / j.panels_per_task, 1, run_panels, &j);
     return 0;
 }

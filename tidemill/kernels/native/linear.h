@@ -29,7 +29,7 @@ typedef struct {
     float *out;
     long num_rows, num_in, num_out, num_panels, panels_per_task;
     int8_t *xq;      /* [row][k] */
-    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; sum of codes */
+    float *xd, *xs;  /* [row][k / 32]: scale; scale * sum of codes. Kinds with a scale a row: [row]; [row][group]: sum of codes */
     /* set by linear_start */
     const linear_kind *how;
     long group;           /* groups of 32 that share a scale */
@@ -52,7 +52,8 @@ struct linear_kind {
     int code_bytes;         /* of 32 columns of a panel */
     int scale_bytes;        /* of a group of a panel */
     int has_half_scales;    /* float16, which `wide` takes as floats */
-    int has_table, is_whole; /* a table before the scales; one scale for a whole row */
+    int has_table, is_token; /* a table before the scales; one scale of activations for a whole row */
+    int span;               /* panels whose codes share bytes, which a function computes together; the last of them may be missing */
 };
 
 extern const linear_kind linear_codes[], linear_tokens[]; /* Q8 .. GT4; W8 .. T2 */

@@ -268,14 +268,14 @@ static void unpack_s4(const linear_job *j, const uint8_t *codes, uint8_t *to) { 
 static void unpack_gt4(const linear_job *j, const uint8_t *codes, uint8_t *to) { unpack_codes(j, GT4, codes, to); }
 
 const linear_kind linear_codes[] = {
-    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0},
-    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0},
-    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0},
-    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0},
-    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_q8, unpack_s4, 128, 32, 0, 0, 0},
-    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0},
-    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0},
-    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0},
-    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_s4, 128, 32, 0, 0, 0},
-    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0},
+    [Q8 - Q8] = {quantize_row, single_q8, panel_q8, wide_q8, NULL, 256, 16, 1, 0, 0, 1},
+    [Q8M - Q8] = {quantize_row, single_q8m, panel_q8m, wide_q8m, NULL, 256, 32, 1, 0, 0, 1},
+    [Q4 - Q8] = {quantize_row, single_q4, panel_q4, wide_q4, unpack_q4, 128, 32, 1, 0, 0, 1},
+    [MX4 - Q8] = {quantize_row, single_mx4, panel_mx4, wide_q8, unpack_mx4, 128, 16, 1, 0, 0, 1},
+    [S4 - Q8] = {quantize_row, single_s4, panel_s4, wide_q8, unpack_s4, 128, 32, 0, 0, 0, 1},
+    [G8 - Q8] = {quantize_row, single_g8, panel_g8, panel_g8, NULL, 256, 32, 0, 0, 0, 1},
+    [G8M - Q8] = {quantize_row, single_g8m, panel_g8m, panel_g8m, NULL, 256, 64, 0, 0, 0, 1},
+    [G4 - Q8] = {quantize_row, single_g4, panel_g4, wide_g4, unpack_q4, 128, 64, 0, 0, 0, 1},
+    [GS4 - Q8] = {quantize_row, single_gs4, panel_gs4, panel_g8, unpack_s4, 128, 32, 0, 0, 0, 1},
+    [GT4 - Q8] = {quantize_row, single_gt4, panel_gt4, panel_g8, unpack_gt4, 128, 32, 0, 1, 0, 1},
 };

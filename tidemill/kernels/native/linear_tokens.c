@@ -1,5 +1,5 @@
-/* Kinds whose activations are bytes with one scale a row, and weights with one a row (layouts: linear.c): a whole sum is a whole number,
-so its bits are the same in any order. */
+/* Kinds whose activations are bytes with one scale a row (layouts: linear.c). Sums within a group of weights that share a scale, which may
+be a whole row, are whole numbers: their bits are the same in any order. Those over groups are floats, in the order of the groups. */
 #include "linear.h"
 
 static void quantize_token(void *arg, long row, int thread) {
@@ -14,63 +14,60 @@ static void quantize_token(void *arg, long row, int thread) {
     }
     float largest = f32x8_maximum(top), d = j->static_scale > 0 ? j->static_scale : largest / 127.0f;
     float inverse = j->static_scale > 0 ? 1.0f / j->static_scale : largest > 0 ? 127.0f / largest : 0.0f;
-    i32x8 sum = f32x8_to_i32x8(f32x8_set(0));
-    for (long k = 0; k < j->num_in; k += 8) {
-        i32x8 q = f32x8_to_i32x8(f32x8_max(least, f32x8_min(most, f32x8_mul1(f32x8_load(x + k), inverse))));
-        i32x8_store_bytes(j->xq + row * j->num_in + k, q);
-        sum = i32x8_add(sum, q);
+    long per_group = j->group * GROUP, num_groups = (j->num_in + per_group - 1) / per_group;
+    int32_t *sums = (int32_t *)j->xs + row * num_groups;
+    for (long g = 0; g < num_groups; g++) {
+        long end = (g + 1) * per_group < j->num_in ? (g + 1) * per_group : j->num_in;
+        i32x8 sum = i32x8_set(0);
+        for (long k = g * per_group; k < end; k += 8) {
+            i32x8 q = f32x8_to_i32x8(f32x8_max(least, f32x8_min(most, f32x8_mul1(f32x8_load(x + k), inverse))));
+            i32x8_store_bytes(j->xq + row * j->num_in + k, q);
+            sum = i32x8_add(sum, q);
+        }
+        sums[g] = i32x8_sum(sum);
     }
     j->xd[row] = d + 0 * f32x8_sum(total); /* not finite if any value is not */
-    ((int32_t *)j->xs)[row] = i32x8_sum(sum);
 }
 
-/* Four codes of each byte, 0 .. 2. */
-TM_INLINE void split_4(u8x32 all, u8x32 codes[4]) {
-    codes[0] = u8x32_mask(all, 3);
-    codes[1] = u8x32_mask(u8x32_shift_2(all), 3);
-    codes[2] = u8x32_mask(u8x32_high(all), 3);
-    codes[3] = u8x32_shift_6(all);
+#define SPAN 4 /* panels whose ternary codes share bytes */
+
+/* Where the groups of a row of activations begin and end, and the sum of each. */
+typedef struct { long size, num; const int32_t *sums; } token_groups;
+
+TM_INLINE token_groups groups_of(const linear_job *j, long row) {
+    long size = j->group * GROUP, num = (j->num_in + size - 1) / size;
+    return (token_groups){size, num, (const int32_t *)j->xs + row * num};
 }
 
-TM_INLINE void finish_token(const linear_job *j, int kind, long row, i32x8 dot, const float *scales, f32x8 *out) {
-    if (kind == T2) dot = i32x8_add(dot, i32x8_set(-((const int32_t *)j->xs)[row])); /* codes are one more than their values */
-    *out = f32x8_mul(i32x8_to_f32x8(dot), f32x8_mul1(f32x8_load(scales), j->xd[row]));
+TM_INLINE f32x8 add_group(int kind, int32_t sum, i32x8 dot, const float *scale, f32x8 acc) {
+    if (kind == T2) dot = i32x8_add(dot, i32x8_set(-sum)); /* codes are one more than their values */
+    return f32x8_fma(acc, i32x8_to_f32x8(dot), f32x8_load(scale));
 }
 
 TM_INLINE void tile_w(const linear_job *j, int kind, int wide, const uint8_t *codes, const void *scales, long row, int n, f32x8 *out) {
-    long num_groups = j->num_in / GROUP;
+    (void)wide;
     const int8_t *x = j->xq + row * j->num_in;
-    i32x8 dot[ROWS];
-    for (int r = 0; r < n; r++) dot[r] = i32x8_set(0);
-    for (long g = 0; g < num_groups; g++, x += GROUP) {
-        i8x16 first[ROWS], second[ROWS];
-        for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
-        if (kind == T2 && !wide) {
-            u8x32 even[4], odd[4];
-            split_4(u8x32_load(codes), even), split_4(u8x32_load(codes + 32), odd);
-            for (int r = 0; r < n; r++) {
-                dot[r] = i32x8_dot_unsigned(dot[r], even[0], first[r], 0);
-                dot[r] = i32x8_dot_unsigned(dot[r], odd[0], first[r], 1);
-                dot[r] = i32x8_dot_unsigned(dot[r], even[1], first[r], 2);
-                dot[r] = i32x8_dot_unsigned(dot[r], odd[1], first[r], 3);
-                dot[r] = i32x8_dot_unsigned(dot[r], even[2], second[r], 0);
-                dot[r] = i32x8_dot_unsigned(dot[r], odd[2], second[r], 1);
-                dot[r] = i32x8_dot_unsigned(dot[r], even[3], second[r], 2);
-                dot[r] = i32x8_dot_unsigned(dot[r], odd[3], second[r], 3);
-            }
-            codes += 64;
-            continue;
-        }
+    token_groups groups = groups_of(j, row);
+    f32x8 acc[ROWS];
+    for (int r = 0; r < n; r++) acc[r] = f32x8_set(0);
+    for (long g = 0, k = 0; g < groups.num; g++) {
+        i32x8 dot[ROWS];
+        long end = (g + 1) * groups.size < j->num_in ? (g + 1) * groups.size : j->num_in;
+        for (int r = 0; r < n; r++) dot[r] = i32x8_set(0);
+        for (; k < end; k += GROUP, x += GROUP, codes += 256) {
+            i8x16 first[ROWS], second[ROWS];
+            for (int r = 0; r < n; r++) first[r] = i8x16_load(x + r * j->num_in), second[r] = i8x16_load(x + r * j->num_in + 16);
 #define WHOLE(at, half, f)                                                     \
     {                                                                          \
         u8x32 w = u8x32_load(codes + at * 32);                                 \
         for (int r = 0; r < n; r++) dot[r] = i32x8_dot(dot[r], w, half[r], f); \
     }
-        WHOLE(0, first, 0) WHOLE(1, first, 1) WHOLE(2, first, 2) WHOLE(3, first, 3)
-        WHOLE(4, second, 0) WHOLE(5, second, 1) WHOLE(6, second, 2) WHOLE(7, second, 3)
-        codes += 256;
+            WHOLE(0, first, 0) WHOLE(1, first, 1) WHOLE(2, first, 2) WHOLE(3, first, 3)
+            WHOLE(4, second, 0) WHOLE(5, second, 1) WHOLE(6, second, 2) WHOLE(7, second, 3)
+        }
+        for (int r = 0; r < n; r++) acc[r] = add_group(kind, groups.sums[r * groups.num + g], dot[r], (const float *)scales + g * LANES, acc[r]);
     }
-    for (int r = 0; r < n; r++) finish_token(j, kind, row + r, dot[r], scales, out + r);
+    for (int r = 0; r < n; r++) out[r] = f32x8_mul1(acc[r], j->xd[row + r]);
 }
 
 /* Four chains of sums, so that none waits for another. */
@@ -87,44 +84,82 @@ TM_INLINE void single_w8(const linear_job *j, int kind, const uint8_t *codes, co
         dot[2] = i32x8_dot(dot[2], u8x32_load(codes + 192), second, 2);
         dot[3] = i32x8_dot(dot[3], u8x32_load(codes + 224), second, 3);
     }
-    finish_token(j, kind, 0, i32x8_add(i32x8_add(dot[0], dot[1]), i32x8_add(dot[2], dot[3])), scales, out);
+    i32x8 sum = i32x8_add(i32x8_add(dot[0], dot[1]), i32x8_add(dot[2], dot[3]));
+    *out = f32x8_mul1(add_group(kind, 0, sum, scales, f32x8_set(0)), j->xd[0]);
 }
 
-/* A byte's second and third code are multiplied where they lie, 4 and 16 times as large, and their sums are shifted. */
-TM_INLINE void single_t2(const linear_job *j, int kind, const uint8_t *codes, const void *scales, f32x8 *out) {
-    i32x8 dot[4] = {i32x8_set(0), i32x8_set(0), i32x8_set(0), i32x8_set(0)};
-    for (long k = 0; k < j->num_in; k += GROUP, codes += 64) {
-        i8x16 first = i8x16_load(j->xq + k), second = i8x16_load(j->xq + k + 16);
-        u8x32 even = u8x32_load(codes), odd = u8x32_load(codes + 32);
-        dot[0] = i32x8_dot_unsigned(dot[0], u8x32_mask(even, 3), first, 0);
-        dot[1] = i32x8_dot_unsigned(dot[1], u8x32_mask(even, 12), first, 2);
-        dot[2] = i32x8_dot_unsigned(dot[2], u8x32_mask(even, 48), second, 0);
-        dot[3] = i32x8_dot_unsigned(dot[3], u8x32_shift_6(even), second, 2);
-        dot[0] = i32x8_dot_unsigned(dot[0], u8x32_mask(odd, 3), first, 1);
-        dot[1] = i32x8_dot_unsigned(dot[1], u8x32_mask(odd, 12), first, 3);
-        dot[2] = i32x8_dot_unsigned(dot[2], u8x32_mask(odd, 48), second, 1);
-        dot[3] = i32x8_dot_unsigned(dot[3], u8x32_shift_6(odd), second, 3);
+/* Four panels by `n` rows, from `k` to `end`: a byte has a code of each panel. Two chains of sums for each, so that none waits. */
+TM_INLINE void dots_t2(const linear_job *j, const uint8_t *codes, long row, int n, long k, long end, i32x8 dots[2][SPAN]) {
+    const int8_t *x = j->xq + row * j->num_in;
+    i32x8 odd[SPAN];
+    codes += k * LANES;
+    for (int p = 0; p < SPAN; p++) dots[0][p] = dots[1][p] = odd[p] = i32x8_set(0);
+    for (; k < end; k += 16, codes += 128) {
+        i8x16 first = i8x16_load(x + k), second = i8x16_load(x + (n - 1) * j->num_in + k);
+        u8x32 w[4] = {u8x32_load(codes), u8x32_load(codes + 32), u8x32_load(codes + 64), u8x32_load(codes + 96)};
+        fields_dot(dots[0], w[0], first, 0) fields_dot((n == 1 ? odd : dots[0]), w[1], first, 1)
+        fields_dot(dots[0], w[2], first, 2) fields_dot((n == 1 ? odd : dots[0]), w[3], first, 3)
+        if (n == 1) continue;
+        fields_dot(dots[1], w[0], second, 0) fields_dot(dots[1], w[1], second, 1)
+        fields_dot(dots[1], w[2], second, 2) fields_dot(dots[1], w[3], second, 3)
     }
-    i32x8 sum = i32x8_add(i32x8_add(dot[0], dot[3]), i32x8_add(i32x8_shift_right(dot[1], 2), i32x8_shift_right(dot[2], 4)));
-    finish_token(j, kind, 0, sum, scales, out);
+    for (int p = 0; p < SPAN; p++) dots[0][p] = i32x8_add(dots[0][p], odd[p]);
 }
 
-static void unpack_t2(const linear_job *j, const uint8_t *codes, uint8_t *to) {
-    for (long g = 0; g < j->num_in / GROUP; g++, codes += 64, to += 256)
-        for (int odd = 0; odd < 2; odd++) {
-            u8x32 four[4];
-            split_4(u8x32_load(codes + odd * 32), four);
-            for (int i = 0; i < 4; i++) u8x32_store(to + (2 * i + odd) * 32, four[i]);
+TM_INLINE void tile_t2(const linear_job *j, long panel, const uint8_t *codes, const float *scales, long row, int n) {
+    token_groups groups = groups_of(j, row);
+    f32x8 acc[2][SPAN];
+    int span = j->num_panels - panel < SPAN ? (int)(j->num_panels - panel) : SPAN; /* the last panels may be missing */
+    for (int p = 0; p < SPAN; p++) acc[0][p] = acc[1][p] = f32x8_set(0);
+    for (long g = 0; g < groups.num; g++) {
+        i32x8 dots[2][SPAN];
+        dots_t2(j, codes, row, n, g * groups.size, (g + 1) * groups.size < j->num_in ? (g + 1) * groups.size : j->num_in, dots);
+        for (int r = 0; r < n; r++) {
+            int32_t sum = groups.sums[r * groups.num + g];
+            fields_finish(dots[r], sum);
+            for (int p = 0; p < span; p++) acc[r][p] = add_group(T2, sum, dots[r][p], scales + (p * groups.num + g) * LANES, acc[r][p]);
+        }
+    }
+    for (int r = 0; r < n; r++)
+        for (int p = 0; p < span; p++) {
+            f32x8 value = f32x8_mul1(acc[r][p], j->xd[row + r]);
+            store_tile(j, panel + p, row + r, 1, &value);
         }
 }
 
+static __attribute__((noinline)) void single_t2(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
+    tile_t2(j, panel, codes, scales, 0, 1);
+}
+
+static __attribute__((noinline)) void panels_t2(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
+    long row = 0;
+    for (; row + 2 <= j->num_rows; row += 2) tile_t2(j, panel, codes, scales, row, 2);
+    if (row < j->num_rows) tile_t2(j, panel, codes, scales, row, 1);
+}
+
+/* To a byte a code, panel by panel. */
+static void unpack_t2(const linear_job *j, const uint8_t *codes, uint8_t *to) {
+    long panel = j->num_in * LANES;
+    for (long at = 0; at < panel; at += 32) {
+        u8x32 w = u8x32_flip_top(u8x32_load(codes + at));
+        u8x32_store(to + at, u8x32_mask(w, 3));
+        u8x32_store(to + panel + at, u8x32_mask(u8x32_shift_2(w), 3));
+        u8x32_store(to + 2 * panel + at, u8x32_mask(u8x32_high(w), 3));
+        u8x32_store(to + 3 * panel + at, u8x32_shift_6(w));
+    }
+}
+
 SINGLE_OF(single_of_w8, single_w8, W8)
-SINGLE_OF(single_of_t2, single_t2, T2)
 PANEL_OF(panel_w8, tile_w, W8, 0)
-PANEL_OF(panel_t2, tile_w, T2, 0)
-PANEL_OF(wide_t2, tile_w, T2, 1)
+PANEL_OF(wide_panel_t2, tile_w, T2, 1)
+
+static void wide_t2(const linear_job *j, long panel, const uint8_t *codes, const void *scales) {
+    long num_groups = groups_of(j, 0).num;
+    for (int p = 0; p < SPAN && panel + p < j->num_panels; p++)
+        wide_panel_t2(j, panel + p, codes + p * j->num_in * LANES, (const float *)scales + p * num_groups * LANES);
+}
 
 const linear_kind linear_tokens[] = {
-    [W8 - W8] = {quantize_token, single_of_w8, panel_w8, panel_w8, NULL, 256, 32, 0, 0, 1},
-    [T2 - W8] = {quantize_token, single_of_t2, panel_t2, wide_t2, unpack_t2, 64, 32, 0, 0, 1},
+    [W8 - W8] = {quantize_token, single_of_w8, panel_w8, panel_w8, NULL, 256, 32, 0, 0, 1, 1},
+    [T2 - W8] = {quantize_token, single_t2, panels_t2, wide_t2, unpack_t2, 64, 32, 0, 0, 1, SPAN},
 };

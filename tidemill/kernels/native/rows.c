@@ -237,6 +237,10 @@ TM_INLINE f32x8 activated(int act, f32x8 x) {
     f32x8 one = f32x8_set(1), z = x;
     if (act == 3) return gelu(x);
     if (act == 4) return f32x8_max(x, f32x8_set(0));
+    if (act == 5) {
+        f32x8 positive = f32x8_max(x, f32x8_set(0));
+        return f32x8_mul(positive, positive);
+    }
     if (act == 2) { /* the clamped value last: on x86, too, a NaN stays one */
         x = f32x8_min(f32x8_set(7), x);
         z = f32x8_mul1(x, 1.702f);

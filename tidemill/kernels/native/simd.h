@@ -131,7 +131,9 @@ TM_INLINE u8x32 u8x32_shift_2(u8x32 x) {
 TM_INLINE u8x32 u8x32_shift_6(u8x32 x) {
     return (u8x32){vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.a), 6)), vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.b), 6))};
 }
+TM_INLINE u8x32 u8x32_flip_top(u8x32 x) { return (u8x32){veorq_s8(x.a, vdupq_n_s8(-128)), veorq_s8(x.b, vdupq_n_s8(-128))}; }
 TM_INLINE i32x8 i32x8_set(int32_t x) { return (i32x8){vdupq_n_s32(x), vdupq_n_s32(x)}; }
+TM_INLINE i32x8 i32x8_sub(i32x8 x, i32x8 y) { return (i32x8){vsubq_s32(x.a, y.a), vsubq_s32(x.b, y.b)}; }
 #define i32x8_shift_right(x, n) ((i32x8){vshrq_n_s32((x).a, n), vshrq_n_s32((x).b, n)})
 TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return (f32x8){vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
 /* Sixteen activations, used four at a time. Lane n of a dot: weights 4n .. 4n+3 by activations 4f .. 4f+3; f is a constant. */
@@ -139,6 +141,20 @@ typedef int8x16_t i8x16;
 TM_INLINE i8x16 i8x16_load(const int8_t *p) { return vld1q_s8(p); }
 #define i32x8_dot(acc, w, x, f) ((i32x8){vdotq_laneq_s32((acc).a, (w).a, x, f), vdotq_laneq_s32((acc).b, (w).b, x, f)})
 #define i32x8_dot_unsigned i32x8_dot /* codes 0 .. 15 fit either way */
+/* The four 2-bit fields of each byte by the same activations, the top bit flipped: dots[i] takes the fields up to i together, which costs
+   three masks for four products; fields_finish takes them apart. `sum`: of the activations. */
+#define fields_dot(dots, w, x, f)                                      \
+    {                                                                  \
+        (dots)[0] = i32x8_dot((dots)[0], u8x32_mask(w, 3), x, f);      \
+        (dots)[1] = i32x8_dot((dots)[1], u8x32_mask(w, 15), x, f);     \
+        (dots)[2] = i32x8_dot((dots)[2], u8x32_mask(w, 63), x, f);     \
+        (dots)[3] = i32x8_dot((dots)[3], w, x, f);                     \
+    }
+TM_INLINE void fields_finish(i32x8 dots[4], int32_t sum) {
+    dots[3] = i32x8_shift_right(i32x8_sub((i32x8){vaddq_s32(dots[3].a, vdupq_n_s32(128 * sum)), vaddq_s32(dots[3].b, vdupq_n_s32(128 * sum))}, dots[2]), 6);
+    dots[2] = i32x8_shift_right(i32x8_sub(dots[2], dots[1]), 4);
+    dots[1] = i32x8_shift_right(i32x8_sub(dots[1], dots[0]), 2);
+}
 TM_INLINE void i32x8_store_bytes(int8_t *p, i32x8 x) { vst1_s8(p, vqmovn_s16(vcombine_s16(vqmovn_s32(x.a), vqmovn_s32(x.b)))); }
 TM_INLINE int32_t i32x8_sum(i32x8 x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
 TM_INLINE i32x8 i32x8_add(i32x8 x, i32x8 y) { return (i32x8){vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
@@ -265,6 +281,7 @@ TM_INLINE u8x32 u8x32_mask(u8x32 x, int bits) { return _mm256_and_si256(x, _mm25
 TM_INLINE u8x32 u8x32_shift_2(u8x32 x) { return _mm256_srli_epi16(x, 2); } /* with bits of the next byte, which a mask takes off */
 TM_INLINE u8x32 u8x32_shift_6(u8x32 x) { return _mm256_and_si256(_mm256_srli_epi16(x, 6), _mm256_set1_epi8(3)); }
 TM_INLINE i32x8 i32x8_set(int32_t x) { return _mm256_set1_epi32(x); }
+TM_INLINE u8x32 u8x32_flip_top(u8x32 x) { return _mm256_xor_si256(x, _mm256_set1_epi8(-128)); }
 TM_INLINE i32x8 i32x8_shift_right(i32x8 x, int n) { return _mm256_srai_epi32(x, n); }
 TM_INLINE f32x8 i32x8_to_f32x8(i32x8 x) { return _mm256_cvtepi32_ps(x); }
 typedef const int8_t *i8x16;
@@ -284,6 +301,20 @@ TM_INLINE i32x8 i32x8_dot_mixed(i32x8 acc, __m256i u, __m256i s) { /* unsigned b
 TM_INLINE i32x8 i32x8_dot_unsigned(i32x8 acc, u8x32 w, i8x16 x, int f) { return i32x8_dot_mixed(acc, w, i8x16_four(x, f)); }
 TM_INLINE i32x8 i32x8_dot(i32x8 acc, u8x32 w, i8x16 x, int f) {
     return i32x8_dot_mixed(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(i8x16_four(x, f), w));
+}
+/* The four 2-bit fields of each byte by the same activations, the top bit flipped: here field by field, as pairs of products of larger
+   codes do not fit 16 bits. */
+#define fields_dot(dots, w, x, f)                                                           \
+    {                                                                                       \
+        (dots)[0] = i32x8_dot_unsigned((dots)[0], u8x32_mask(w, 3), x, f);                  \
+        (dots)[1] = i32x8_dot_unsigned((dots)[1], u8x32_mask(w, 12), x, f);                 \
+        (dots)[2] = i32x8_dot_unsigned((dots)[2], u8x32_mask(w, 48), x, f);                 \
+        (dots)[3] = i32x8_dot_unsigned((dots)[3], u8x32_shift_6(u8x32_flip_top(w)), x, f);  \
+    }
+TM_INLINE void fields_finish(i32x8 dots[4], int32_t sum) {
+    (void)sum;
+    dots[1] = i32x8_shift_right(dots[1], 2);
+    dots[2] = i32x8_shift_right(dots[2], 4);
 }
 TM_INLINE void i32x8_store_bytes(int8_t *p, i32x8 x) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

@@ -138,6 +138,21 @@ def unpack(words: torch.Tensor, bits: int, num: int) -> np.ndarray:
     return np.left_shift(flags, np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
 
 
+def num_words(bits: int, num: int) -> tuple[int, ...]:
+    """Of `num` codes: without gaps, or, as compressed-tensors wrote them until 0.12, without codes that lie in two words."""
+    return -(-num * bits // 32), -(-num // (32 // bits))
+
+
+def unpack_words(words: torch.Tensor, bits: int, num: int) -> np.ndarray:
+    """Of each row of 32-bit words, `num` codes: uint8 [rows, num]. How many words there are tells whether they have gaps."""
+    if words.shape[1] == num_words(bits, num)[0]:
+        return unpack(words, bits, num)
+    shifts = np.arange(0, 32 // bits * bits, bits, dtype=np.uint32)
+    raw = np.ascontiguousarray(words.numpy()).view(np.uint32)
+    codes = (raw[:, :, None] >> shifts) & np.uint32(2**bits - 1)
+    return codes.astype(np.uint8).reshape(raw.shape[0], -1)[:, :num]
+
+
 def unsigned_codes(values: np.ndarray, zeros: np.ndarray, bits: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """Codes from 0 on and those that mean 0, as Codes has them: bits 4, or 8 and signed."""
     if bits <= 4:

@@ -10,7 +10,17 @@ import numpy as np
 import torch
 
 from tidemill.kernels.quantized_linear import E2M1, Activations, Codes
-from tidemill.weights.packed.base import PackedTensor, Scheme, Stored, group_name, lacks, unpack, unsigned_codes
+from tidemill.weights.packed.base import (
+    PackedTensor,
+    Scheme,
+    Stored,
+    group_name,
+    lacks,
+    num_words,
+    unpack,
+    unpack_words,
+    unsigned_codes,
+)
 from tidemill.weights.packed.fp8 import FP8Tensor
 from tidemill.weights.packed.sparse import Sparse24Tensor
 
@@ -64,6 +74,13 @@ class _Integers(PackedTensor):
         )
 
 
+def _check_words(stored: Stored, bits: int, num: int, shape: tuple[int | None, int | None], dim: int = 1) -> None:
+    """That `num` codes lie along that dimension."""
+    lengths = num_words(bits, num)
+    if stored.check(("I32",), shape).shape[dim] not in lengths:
+        raise stored.broken(f"has {stored.shape[dim]} words for {num} codes of {bits} bits, not {lengths[0]}")
+
+
 class PackedIntegers(_Integers):
     """`weight_packed` [out, words], zero points packed along rows."""
 
@@ -73,18 +90,20 @@ class PackedIntegers(_Integers):
         num_out, width = int(stored[0]), int(stored[1])
         if not 0 < width < 2**31 or not 0 < num_out < 2**31:
             raise parts["weight_shape"].broken(f"says {stored}")
-        parts["weight_packed"].check(("I32",), (num_out, -(-width * bits // 32)))
+        _check_words(parts["weight_packed"], bits, width, (num_out, None))
+        if "weight_zero_point" in parts:
+            _check_words(parts["weight_zero_point"], bits, num_out, (None, None), dim=0)
         kind = "UINT" if "weight_zero_point" in parts else "INT"
         super().__init__(module, parts, (num_out, width), f"{kind}{4 if bits <= 4 else 8}", bits, activations)
 
     def codes(self) -> Codes:
         num_out, width = self.shape
-        values = unpack(self._parts["weight_packed"].read(), self.bits, width)
+        values = unpack_words(self._parts["weight_packed"].read(), self.bits, width)
         zeros = np.full((num_out, self._num_groups), 2 ** (self.bits - 1), np.int16)
         stored = self._parts.get("weight_zero_point")
         if stored is not None:
-            stored.check(("I32",), (-(-num_out * self.bits // 32), self._num_groups))
-            zeros = unpack(stored.read().t().contiguous(), self.bits, num_out).T
+            stored.check(("I32",), (None, self._num_groups))
+            zeros = unpack_words(stored.read().t().contiguous(), self.bits, num_out).T
         return self._made(values, zeros)
 
 
@@ -221,7 +240,11 @@ class _Group:
         if self._inputs.get("dynamic"):
             return Activations()
         values = None if scale is None else scale.scales()
-        return Activations(float(values.item())) if values is not None and values.numel() == 1 else None
+        if scale is None or values is None or values.numel() != 1:
+            return None
+        if not values.item() > 0:
+            raise scale.broken("must be above 0")
+        return Activations(float(values.item()))
 
 
 def _pattern(scheme: Scheme, target: str) -> str | re.Pattern[str]:

@@ -8,6 +8,10 @@ import torch
 from tidemill.weights.packed.base import PackedTensor, Stored, lacks
 
 
+def _shape_part(stored: Stored) -> Stored:
+    return stored.check(("I64",), (2, 1) if len(stored.shape) == 2 else (2,))
+
+
 class Sparse24Tensor(PackedTensor):
     """sparse-24-bitmask of compressed-tensors: `compressed`, `bitmask` (the lowest bit first) and `shape`; with `weight_scale`,
     values are 8-bit codes or floats."""
@@ -15,7 +19,9 @@ class Sparse24Tensor(PackedTensor):
     def __init__(self, module: str, parts: dict[str, Stored]) -> None:
         lacks(module, parts, ("compressed", "bitmask", "shape"))
         self._parts = parts
-        num_out, width = (int(size) for size in parts["shape"].check(("I64",), (2,)).read().tolist())
+        num_out, width = (int(size) for size in _shape_part(parts["shape"]).read().flatten().tolist())
+        if not 0 < width < 2**31 or not 0 < num_out < 2**31 or width % 2:
+            raise parts["shape"].broken(f"says {[num_out, width]}")
         self._values = parts["compressed"].check(("F32", "F16", "BF16", "I8", "F8_E4M3"), (num_out, width // 2))
         parts["bitmask"].check(("U8",), (num_out, -(-width // 8)))
         if "weight_scale" in parts and parts["weight_scale"].shape not in ((), (1,), (1, 1), (num_out, 1)):

@@ -6,7 +6,7 @@
 
 No load is used in calibration. Calibration and real runs alternate (--rounds); the fit sees the steps of all rounds, and of each
 load the median of its runs counts. On a CPU, time is that which this process computes (one thread), since others may use the
-machine as well. `--out` gets profile.json, results.json and steps.json, every
+machine as well. `--out` gets profile.json, real.json, results.json and steps.json, every
 measured step: its StepShape, seconds, and whether it followed another.
 """
 
@@ -135,7 +135,8 @@ def timed_loads(core: EngineCore, profile: Profile, given: argparse.Namespace) -
     return made
 
 
-def run(core: EngineCore, given: argparse.Namespace, name: str) -> dict[str, Any]:
+def run(core: EngineCore, given: argparse.Namespace, name: str) -> None:
+    """What was measured is written as it comes: a run that is cut short is not lost."""
     calibration = Calibration(core, given.seconds / given.rounds, now=given.now)
     profile = Profile.load(given.profile) if given.profile else None
     items_of: dict[str, list[Item]] = {}
@@ -144,27 +145,35 @@ def run(core: EngineCore, given: argparse.Namespace, name: str) -> dict[str, Any
     for number in range(given.rounds):
         if not given.profile:
             begin = time.perf_counter()
-            calibration.run()
+            steps["calibration"] = calibration.run()
             print(f"calibration {number}: {len(calibration.samples)} steps, {time.perf_counter() - begin:.1f} s", flush=True)
-        if not items_of:
-            items_of = timed_loads(core, profile or profile_of(core, calibration.samples, name, _machine()), given)
+        made = profile or profile_of(core, calibration.samples, name, _machine())
+        made.save(given.out / "profile.json")
+        items_of = items_of or timed_loads(core, made, given)
         for load, items in items_of.items():
             core.scheduler.kv.clear_prefixes()
             records, steps[load] = run_real(core, items, given.now)
             real.setdefault(load, []).append(figures(records))
+            plain = {load: [[*one.shape, one.seconds, one.follows] for one in own] for load, own in steps.items()}
+            (given.out / "steps.json").write_text(json.dumps(plain))
+            (given.out / "real.json").write_text(json.dumps(real, indent=1))
             print(f"{load}: {real[load][-1]['throughput']:.1f} tokens/s", flush=True)
     profile = profile or profile_of(core, calibration.samples, name, _machine())
+    profile.save(given.out / "profile.json")
+    errors = profile.errors
+    print(
+        f"fit: {errors.num_steps} steps, median error {errors.median:.1%}, p90 {errors.p90:.1%}, sum {errors.total:+.2%}; "
+        f"host {profile.cost.host_s * 1e3:.2f} ms"
+    )
     config = SimConfig.of(core.config, core.runner.steps_ahead)
     lines = []
     for load, items in items_of.items():
-        begin = time.perf_counter()
         said = figures(simulated(items, config, profile))
-        took = time.perf_counter() - begin
         measured = {key: statistics.median(one[key] for one in real[load]) for key in said}
         runs = {key: [one[key] for one in real[load]] for key in said}
-        lines.append({"load": load, "requests": len(items), "real": measured, "runs": runs, "simulated": said, "took_s": took})
-    steps["calibration"] = calibration.samples
-    return {"profile": profile, "lines": lines, "steps": steps}
+        lines.append({"load": load, "requests": len(items), "real": measured, "runs": runs, "simulated": said})
+    show(lines)
+    (given.out / "results.json").write_text(json.dumps(lines, indent=1))
 
 
 def show(lines: Sequence[dict[str, Any]]) -> None:
@@ -208,7 +217,7 @@ def main() -> None:
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
     given.now = time.process_time if (given.clock or ("wall" if on_gpu else "cpu")) == "cpu" else time.perf_counter
-    given.seconds = given.seconds or (60.0 if on_gpu else 90.0)
+    given.seconds = given.seconds or (25.0 if on_gpu else 90.0)
     given.rounds = given.rounds or (1 if on_gpu else 3)
     given.lengths = given.lengths or (1.0 if on_gpu else 0.1)
     given.requests = given.requests or (1.0 if on_gpu else 0.2)
@@ -222,20 +231,9 @@ def main() -> None:
     begin = time.perf_counter()
     core = load_core(EngineOptions(**options))
     print(f"{_machine()}: ready in {time.perf_counter() - begin:.1f} s, {core.config.num_kv_tokens:,} KV tokens", flush=True)
-    result = run(core, given, given.shape or given.model)
-    profile: Profile = result.pop("profile")
-    errors = profile.errors
-    print(
-        f"fit: {errors.num_steps} steps, median error {errors.median:.1%}, p90 {errors.p90:.1%}, sum {errors.total:+.2%}; "
-        f"host {profile.cost.host_s * 1e3:.2f} ms"
-    )
-    show(result["lines"])
     given.out.mkdir(parents=True, exist_ok=True)
-    profile.save(given.out / "profile.json")
-    plain = {load: [[*one.shape, one.seconds, one.follows] for one in of_load] for load, of_load in result.pop("steps").items()}
-    (given.out / "steps.json").write_text(json.dumps(plain))
-    (given.out / "results.json").write_text(json.dumps(result, indent=1))
-    print(f"wrote {given.out / 'profile.json'}; all in {time.perf_counter() - begin:.0f} s")
+    run(core, given, given.shape or given.model)
+    print(f"wrote {given.out}; all in {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m bench.simulation_speed [--traces FOLDER] [--profile h200-llama8b]
 
-Times are CPU time of this process: on a machine that others use as well, it says more than the clock on the wall.
-`--traces`: a folder with azure_conv_2023.csv and mooncake_conversation.jsonl.
+Times are CPU time of this process: on a machine that others use as well, it says more than the clock on the wall. `--traces`: a
+folder with azure_conv_2023.csv and mooncake_conversation.jsonl.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def main() -> None:
         loads["Azure conversation"] = arrivals(read_rows(given.traces / "azure_conv_2023.csv", given.requests), **context)
         rows = read_rows(given.traces / "mooncake_conversation.jsonl", given.requests)
         loads["Mooncake, half as fast"] = arrivals(rows, time_scale=2.0, **context)
-    print(
-        "| load | simulated s | steps | planned one by one | CPU s | times real time | without jumps |\n"
-        "|---|---|---|---|---|---|---|"
-    )
+    print("| load | simulated s | steps | planned one by one | CPU s | times real time | without jumps |")
+    print(f"|{'---|' * 7}")
     for name, load in loads.items():
         took, engine = run(load, config, profile)
         plain, _ = run(load[: max(len(load) // 10, 2)], config, profile, jumps=False)

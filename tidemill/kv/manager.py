@@ -317,6 +317,11 @@ class KVManager:
                 table.pages += new
         return changes
 
+    def grow(self, seqs: Sequence[int]) -> None:
+        """One more page for each, in this order; there is one group, and there are enough pages."""
+        for seq, page in zip(seqs, self._take_all(len(seqs)), strict=True):
+            self._sequences[seq].tables[0].pages.append(page)
+
     def shrink(self, seq: int, num_tokens: int) -> list[PageChange]:
         """Give back pages past so many tokens: they hold drafts that were not accepted. Returns the entries that name no page
         any more."""

@@ -190,13 +190,17 @@ class Repeats:
             if first < num:
                 taken += [(step, i, request) for step in range(first, num, size)]
         taken.sort(key=_by_step)
+        kv = table.kv
+        is_simple = len(kv.groups) == 1 and not kv.has_windows
+        if is_simple:
+            kv.grow([request.seq for _, _, request in taken])
         for step, _, request in taken:
-            at = request.num_computed + step
-            if table.kv.has_windows:
-                table.kv.trim(request.seq, at)
-            done = table.kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
-            assert done is not None, "there were enough pages"
             request.writable_end += size
+            if not is_simple:
+                at = request.num_computed + step
+                kv.trim(request.seq, at)
+                done = kv.extend(request.seq, at + 1)  # the plans that told the runner of it are over
+                assert done is not None, "there were enough pages"
 
 
 def _by_step(entry: tuple[int, int, Request]) -> tuple[int, int]:

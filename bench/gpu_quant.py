@@ -445,15 +445,11 @@ def time_many(until: float) -> None:
 
 
 ROLES: dict[int, list[tuple[int, ...]]] = {
-    1: [(8, 128, 8, 4, 1), (8, 128, 8, 6, 1), (8, 128, 16, 5, 1)],
-    16: [(16, 128, 8, 4, 1), (16, 128, 8, 6, 1)],
-    64: [(64, 64, 8, 4), (64, 128, 8, 4), (64, 128, 8, 4, 1), (64, 64, 8, 4, 1)],
+    64: [(64, 64, 8, 4), (64, 128, 8, 4), (128, 64, 6, 4)],
     256: [(128, 64, 6, 4), (128, 128, 6, 3), (256, 64, 3, 4)],
     2048: [(128, 128, 6, 3), (256, 64, 3, 4), (256, 128, 3, 2)],
 }
 ROLES_32: dict[int, list[tuple[int, ...]]] = {  # planes of 32: buffers are half as large
-    1: [(8, 128, 8, 8, 1), (8, 128, 16, 8, 1), (8, 128, 16, 12, 1)],
-    16: [(16, 128, 8, 8, 1), (16, 128, 16, 10, 1)],
     64: [(64, 128, 8, 4), (64, 128, 12, 6), (64, 64, 12, 6)],
     256: [(128, 128, 8, 4), (256, 128, 6, 4), (256, 128, 8, 3), (128, 64, 8, 6)],
     2048: [(128, 128, 8, 4), (256, 128, 6, 4)],
@@ -472,11 +468,11 @@ def check_roles() -> None:
         }.items()
         for num_out, num_in, act in shapes
     ]
-    rows_to_check = (1, 3, 8, 16, 20, 33, 48, 64, 65, 100, 128, 192, 256, 300, 600)
+    rows_to_check = (33, 48, 64, 65, 100, 128, 192, 256, 300, 600)
     with compile_elsewhere(), compile_only():
         for _, weight, act in checks:
             x = torch.empty(600, weight.num_in, device="cuda", dtype=torch.bfloat16)
-            for rows in (1, 8, 20, 64, 256, 600):
+            for rows in (64, 256, 600):
                 gemm_packed(x[:rows], weight, act=act)
                 hopper_packed.gemm_by_roles(x[:rows], weight, act=act)
     for name, weight, act in checks:
@@ -494,7 +490,7 @@ def check_roles() -> None:
 def time_roles(until: float) -> None:
     """Beside the kernel without them."""
     cases = []
-    for kind, rows_to_try in (("w4 g128", (1, 16, 64, 128, 256, 2048)), ("w4 g32 offsets (Q4_K)", (1, 16, 64, 256, 2048))):
+    for kind, rows_to_try in (("w4 g128", (64, 128, 256, 2048)), ("w4 g32 offsets (Q4_K)", (64, 256, 2048))):
         for name in SHAPES:
             cases += [roles_cases(kind, name, rows) for rows in rows_to_try]
     run_cases(cases, until)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.test_lora import make_lora
-from tests.helpers import load_model, make_core, make_llama, run
+from tests.helpers import load_model, make_llama, run
 from tests.models.test_llama import prompt_logits
 from tests.models.test_moe import IN_GGUF, make
 from tests.models.test_moe import write_gguf as write_moe
@@ -20,14 +20,9 @@ from tidemill.engine.load import load_core
 from tidemill.errors import CheckpointError, ConfigError, WeightsLost
 from tidemill.events import WeightsStreamed
 from tidemill.kernels import native
-from tidemill.layers import host_streamed
-from tidemill.layers.host_streamed import HostStreaming
-from tidemill.layers.streamed import evenly, plan_layers, resident_bytes, slots_in_turn
-from tidemill.models.registry import model_class
-from tidemill.quant import PLAIN
+from tidemill.layers.streamed import evenly, plan_layers, slots_in_turn
 from tidemill.sampling import SamplingParams
 from tidemill.server.metrics import Metrics
-from tidemill.weights.checkpoint import open_checkpoint
 from tidemill.weights.prepared import Folder
 from tidemill.wire import Submit
 
@@ -305,28 +300,6 @@ def test_the_quota_makes_room_by_removing_what_nobody_uses(own):
         Folder(folder, size + 2**19).write("new", 2**20)
     assert used.exists()
     del core
-
-
-# ---- from host memory to a GPU; here both are the CPU's
-
-
-def test_layers_from_host_memory_give_the_same_bits(dense, monkeypatch):
-    monkeypatch.setattr(native, "lib", None)  # weights as plain tensors, like a GPU's
-    monkeypatch.setattr(host_streamed, "_SMALL", 2**10)
-    checkpoint = open_checkpoint(dense)
-    cls = model_class(checkpoint)
-    config = cls.read_config(checkpoint)
-    whole = cls.load(checkpoint, config, PLAIN)
-    streaming = HostStreaming(450_000)
-    half = cls.load(checkpoint, config, PLAIN, streaming=streaming)
-    assert streaming.fixed_bytes < streaming.held_bytes <= 450_000 < resident_bytes(whole)
-    expected = answers(make_core(whole))
-    before = streaming.num_bytes
-    assert answers(make_core(half)) == expected
-    assert (streaming.num_bytes - before) % streaming.streamed_bytes == 0  # whole passes
-    with whole.only_layers([2, 1, 2]), half.only_layers([2, 1, 2]):
-        assert answers(make_core(half)) == answers(make_core(whole))
-    assert answers(make_core(half)) == expected
 
 
 # ---- which layers, and where

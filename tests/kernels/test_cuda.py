@@ -439,7 +439,7 @@ def build(kernel, types, warps=4, **constants):
 B, F, I, L = "*bf16", "*fp32", "*i32", "*i64"
 types = dict(x_ptr=B, residual_ptr=B, weight_ptr=F, bias_ptr=F, out_ptr=B, qkv_ptr=B, q_ptr=F, k_ptr=F, eps="fp32", factor="fp32",
              codes_ptr="*i8", scales_ptr=F)
-build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, ALONE=False, BLOCK=4096)
+build(elementwise._add_rms_norm, types, HAS_X=True, CODES=448, BLOCK=4096)
 build(elementwise._post_norm, types, BLOCK=4096)
 build(elementwise._qk_norm, types, BLOCK=4096)
 build(elementwise._add_layer_norm, types, HAS_X=True, BLOCK=1024)
@@ -544,9 +544,9 @@ types |= dict(qkv_ptr=I, cache_desc=f"tensordesc<i16[64, 64],{layout!r}>", scale
 build_gluon(hopper_attention._attend_prompts_scaled_by_roles, types, shape | dict(WORD=2, BUFFERS=3, FP8=True))
 x_layout, w_layout = (gl.NVMMASharedLayout.get_default_for([256, 32], kind) for kind in (gl.bfloat16, gl.int16))
 types = dict(x_desc=f"tensordesc<bf16[256, 32],{x_layout!r}>", words_desc=f"tensordesc<i16[128, 32],{w_layout!r}>", scales_ptr=I,
-             bias_ptr=B, out_ptr=B, partial_ptr=F, done_ptr=I)
-how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=4, BLOCKS=32, SPLIT=True, BUFFERS=6, WORD_BUFFERS=4)
-build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True, REGISTERS=240))
+             bias_ptr=B, out_ptr=B)
+how = dict(ROWS=256, OUTS=128, PLANE=32, BITS=4, SIZE=32, CHUNKS=1, BLOCKS=32, BUFFERS=6, WORD_BUFFERS=4)
+build_gluon(hopper_packed._gemm_packed_by_roles, types, how | dict(KIND="offsets", HAS_BIAS=True, ACT=True))
 types = dict(qkv_ptr=B, values_ptr="*i16", scales_ptr=I, table_ptr=I, out_ptr=B, partial_ptr=F, done_ptr=I, lists_ptr=I,
              singles_ptr=I, sinks_ptr=F, bias_ptr=F, positions_ptr=I, scale="fp32", factor="fp32", softcap="fp32")
 some = dict(WINDOW=True, SOFTCAP=True, BIAS=True, FP8=True)

@@ -24,7 +24,7 @@ def decide_weight_memory(
     if asked is None:
         return 0, "all weights are in memory"
     wrong = {
-        "--kv-layout virtual on a GPU": device == "cuda" and options.kv_layout == "virtual",
+        "a GPU": device == "cuda",
         "several ranks": num_ranks > 1,
         "an encoder": model.pooler is not None,
     }
@@ -33,7 +33,7 @@ def decide_weight_memory(
             raise ConfigError(
                 f"weight_memory cannot be combined with {what}.", fix="Leave --weight-memory out.", param="weight_memory_bytes"
             )
-    if device == "cpu" and not machine.kernels:
+    if not machine.kernels:
         raise ConfigError(
             "weight_memory needs the compiled kernels, which are not there.",
             fix="Install again with a C compiler, or leave --weight-memory out.",
@@ -48,8 +48,7 @@ def decide_weight_memory(
             fix=f"Give at least about {-(-least // MIB)}M with --weight-memory.",
             param="weight_memory_bytes",
         )
-    source = "disk" if device == "cpu" else "host memory"
-    return asked, f"of {fmt_bytes(total)}; what does not fit is read from {source} as it is needed"
+    return asked, f"of {fmt_bytes(total)}; what does not fit is read from disk as it is needed"
 
 
 def least_weight_memory(model: ModelConfig, total: int) -> int:

@@ -220,14 +220,6 @@ class Model(nn.Module, ABC):
                 if isinstance(norm, RMSNorm) and isinstance(linear, Linear):
                     norm.codes = linear.weight.takes
 
-    def let_norms_write_codes_alone(self) -> None:
-        """There are no adapters: where all linears of a block take codes, nobody reads what a norm would write beside them."""
-        for block in self.blocks:
-            taken = {module.weight.takes for module in block.modules() if isinstance(module, Linear)}
-            for module in block.modules():
-                if isinstance(module, RMSNorm) and taken == {module.codes}:
-                    module.codes_alone = module.codes is not None
-
     def keep(self, stage: Stage) -> None:
         """Drop the layers of other stages. What is computed with those that are left starts from hidden states and ends with
         them."""

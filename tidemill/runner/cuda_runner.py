@@ -166,9 +166,7 @@ class CudaRunner:
         self._staging = [_pinned(num_words, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self._tokens = [_pinned(config.max_draws, torch.int32) for _ in range(_STEPS_IN_FLIGHT + 1)]
         self.loras: CudaLoras | None = None
-        if not config.max_loras:
-            model.let_norms_write_codes_alone()
-        else:
+        if config.max_loras:
             places, most = model.lora_places(), config.token_budget
             self.loras = CudaLoras(places, config.max_loras, config.max_lora_rank, most, self._device)
         with refused_if_not_compiled() if self._flex is not None else nullcontext():

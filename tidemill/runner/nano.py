@@ -65,8 +65,6 @@ def refused(config: EngineConfig, model: ModelConfig, by_flex: bool) -> str:
         return "attention is not by our kernels"
     if model.experts or model.state_layers:
         return "experts and states are counted and kept for a whole step"
-    if config.weight_memory:
-        return "layers are streamed, and have their slot once a step"
     if config.layout.num_kv_groups != 1:
         return "layers keep different tokens"
     return ""
